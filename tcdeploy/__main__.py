@@ -1,0 +1,6 @@
+"""`python -m tcdeploy` is `tcdeploy`."""
+
+from tcdeploy.cli.app import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Attention as custom ops over a paged KV cache, bridged to transformers' AttentionInterface."""

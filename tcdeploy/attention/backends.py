@@ -1,0 +1,178 @@
+"""The implementations behind the ops: reference, Triton, torch's FlashAttention, and the flash-attn packages 2 to 4.
+
+Every FlashAttention is used through one adapter, `Varlen`: packed queries and packed keys in, output and log-sum-exp
+out. A prompt's first chunk has its keys at hand; a later chunk gathers its pages into a packed copy first, which
+costs one read of the prefix and spares four packages' different ideas of a page table (FA2 wants pages of 256 slots;
+torch 2.11 knows none). Attention sinks need no support in the kernel: a sink only adds to the softmax's denominator,
+so the output is scaled by sigmoid(log_sum_exp - sink).
+
+Packages are imported at the first call: FlashAttention-4 takes 10 s to import.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.attention import reference
+
+
+class Rules(NamedTuple):
+    """How scores are made: see `reference.attend`."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+    @property
+    def window_sizes(self) -> tuple[int, int] | None:
+        """(left, right) as FlashAttention counts them: the keys beside the query's own."""
+        return (self.window - 1, 0) if self.window else None
+
+
+class Pages(NamedTuple):
+    """The paged cache and the batch's place in it: see `reference.paged_prefill`; host_facts as in ops.HOST_FACTS."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    cu_seqlens_q: Tensor
+    seq_lens: Tensor
+    host_facts: Tensor
+
+
+class Packed(NamedTuple):
+    """Where each sequence's queries and keys start; the lengths are the longest of any sequence."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    longest_query: int
+    longest_key: int
+
+
+class VarlenResult(NamedTuple):
+    out: Tensor  # [tokens, heads, head_dim]
+    log_sum_exp: Tensor  # [heads, tokens]
+
+
+Varlen = Callable[[Tensor, Tensor, Tensor, Packed, Rules], VarlenResult]
+
+
+def _torch_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+    """FlashAttention-2 as torch ships it (aten::_flash_attention_forward); it has no soft-capping."""
+    options = dict(zip(("window_size_left", "window_size_right"), rules.window_sizes or (), strict=False))
+    out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
+        q, k, v, *packed, 0.0, True, False, scale=rules.scale, **options
+    )
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+    from flash_attn import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, *packed, softmax_scale=rules.scale, causal=True, window_size=rules.window_sizes or (-1, -1),
+        softcap=rules.softcap, return_attn_probs=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+    from flash_attn_interface import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, *packed, softmax_scale=rules.scale, causal=True, window_size=rules.window_sizes or (-1, -1),
+        softcap=rules.softcap, return_attn_probs=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+    from flash_attn.cute import flash_attn_varlen_func
+
+    out, log_sum_exp, *_ = flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k,
+        max_seqlen_q=packed.longest_query, max_seqlen_k=packed.longest_key, softmax_scale=rules.scale, causal=True,
+        window_size=rules.window_sizes or (None, None), softcap=rules.softcap, return_lse=True,
+    )  # fmt: skip
+    return VarlenResult(out, log_sum_exp)
+
+
+def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys: int) -> Tensor:
+    """The sequences' slots one after another: cache [blocks, block_size, heads, dim] -> [keys, heads, dim]."""
+    block_size = cache.shape[1]
+    index = torch.arange(keys, device=cache.device)
+    row = torch.searchsorted(cu_seqlens_k, index, right=True) - 1
+    offset = index - cu_seqlens_k[row]
+    slot = block_table[row, offset // block_size].long() * block_size + offset % block_size
+    return cache.flatten(0, 1).index_select(0, slot)
+
+
+def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
+    """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
+    tokens, keys, longest_query, longest_key, has_prefix = pages.host_facts.tolist()
+    if has_prefix:
+        cu_seqlens_k = torch.nn.functional.pad(pages.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        k, v = (gather_packed(cache, pages.block_table, cu_seqlens_k, keys) for cache in (pages.k_cache, pages.v_cache))
+    else:
+        cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens]
+    found = varlen(q[:tokens], k, v, Packed(pages.cu_seqlens_q, cu_seqlens_k, longest_query, longest_key), rules)
+    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    if rules.sinks is None:
+        out[:tokens] = found.out
+    else:
+        share = torch.sigmoid(found.log_sum_exp.T - rules.sinks.float())  # [tokens, heads]
+        out[:tokens] = (found.out * share[..., None]).to(q.dtype)
+    return out
+
+
+def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
+    from tcdeploy.attention import kernels
+
+    return kernels.paged_prefill(q, *pages[:5], *rules)
+
+
+def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
+    return reference.paged_prefill(q, *pages[:5], *rules)
+
+
+def _triton_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, rules: Rules
+) -> Tensor:
+    from tcdeploy.attention import kernels
+
+    return kernels.paged_decode(q, k_cache, v_cache, block_table, seq_lens, *rules)
+
+
+def _reference_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, rules: Rules
+) -> Tensor:
+    return reference.paged_decode(q, k_cache, v_cache, block_table, seq_lens, *rules)
+
+
+def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    from tcdeploy.attention import kernels
+
+    kernels.write_kv(k, v, k_cache, v_cache, slot_mapping)
+
+
+def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    k_cache.flatten(0, 1)[slot_mapping] = k
+    v_cache.flatten(0, 1)[slot_mapping] = v
+
+
+PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
+    "reference": _reference_prefill,
+    "triton": _triton_prefill,
+    "torch-flash": functools.partial(_flash_prefill, _torch_flash),
+    "flash-attn-2": functools.partial(_flash_prefill, _flash_attn_2),
+    "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
+    "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
+}
+DECODE = {"reference": _reference_decode, "triton": _triton_decode}
+KV_WRITE = {"reference": _reference_write, "triton": _triton_write}

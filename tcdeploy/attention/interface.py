@@ -1,0 +1,102 @@
+"""The bridge to transformers: one attention function, registered with the AttentionInterface.
+
+No modelling code is touched. Each attention module is given a `LayerBinding`, from which the function takes the
+layer's own K and V and the batch's facts. They hang on the module because that reaches every model; keyword arguments
+passed through the model's forward are dropped by some layers on the way. To torch.compile the tensors of a binding
+are inputs of the program, so all layers share one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.attention import ops
+from tcdeploy.attention.kvcache import LayerKV
+from tcdeploy.plan import Plan
+
+ATTENTION_NAME = "tcdeploy"
+
+
+@dataclass
+class StepInputs:
+    """The batch facts of the running step; one object, shared by all layers, refilled for each step.
+
+    slot_mapping [tokens] int64; block_table [sequences, width], cu_seqlens_q [sequences + 1], seq_lens [sequences]
+    int32; host_facts [5] int64 on the CPU (see ops.HOST_FACTS). The last three matter to prefill only.
+    """
+
+    is_prefill: bool
+    slot_mapping: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    cu_seqlens_q: Tensor
+    host_facts: Tensor
+
+    def show(self, other: StepInputs) -> None:
+        """Take over the tensors of `other`: the object stays the one that all layers hold."""
+        vars(self).update(vars(other))
+
+
+@dataclass
+class LayerBinding:
+    """What an attention module carries for us, as its attribute `tcdeploy`."""
+
+    k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
+    v_cache: Tensor
+    prefill_backend: str
+    decode_backend: str
+    step: StepInputs
+
+
+def register_attention() -> None:
+    """Make `attn_implementation="tcdeploy"` known to transformers. Masks stay off: an unknown name builds none."""
+    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
+
+
+def bind_attention(
+    model: nn.Module, architecture: Architecture, cache: list[LayerKV], plan: Plan, step: StepInputs
+) -> None:
+    """Give every attention module its K, V and backends, and the `step` that the caller refills before each pass."""
+    for facts, layer_kv in zip(architecture.attentions, cache, strict=True):
+        binding = LayerBinding(layer_kv.k, layer_kv.v, plan.prefill_attention, plan.decode_attention, step)
+        model.get_submodule(facts.path).tcdeploy = binding  # type: ignore[assignment]
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """What transformers calls: query [1, heads, tokens, head_dim] and so on -> [1, tokens, heads, v_head_dim].
+
+    The probe has refused every model that passes more than this.
+    """
+    binding: LayerBinding = module.tcdeploy  # type: ignore[assignment]
+    step = binding.step
+    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))  # [tokens, heads, head_dim]
+    scale = scaling if scaling is not None else q.shape[-1] ** -0.5
+    window, cap = sliding_window or 0, softcap or 0.0
+    ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
+    if step.is_prefill:
+        out = ops.prefill_attention(
+            q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,
+            step.host_facts, s_aux, scale, window, cap, binding.prefill_backend,
+        )  # fmt: skip
+    else:
+        out = ops.decode_attention(
+            q, binding.k_cache, binding.v_cache, step.block_table, step.seq_lens, s_aux, scale, window, cap,
+            binding.decode_backend,
+        )  # fmt: skip
+    return out.unsqueeze(0), None

@@ -1,0 +1,97 @@
+"""Attention over a paged KV cache in plain PyTorch: the meaning of the `tcdeploy::` ops, and what runs on CPU.
+
+One sequence at a time, in float32, with the textbook formula, so that a reader can check it by eye; every faster
+backend is tested against these two functions. It reads lengths with `.tolist()`, which is free on the CPU and a
+synchronisation on a GPU: there it serves as the oracle of the tests, and as a fallback that the Plan announces.
+
+Rejected: one padded batch for all sequences. It is no faster on two cores for the batches that a CPU serves, and
+it reads `batch * longest` keys where this reads the sum of the lengths.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None) -> Tensor:
+    """Causal attention of the last `len(q)` tokens of one sequence over all its keys.
+
+    Shapes: q [queries, heads, head_dim], k [keys, kv_heads, head_dim], v [keys, kv_heads, v_head_dim],
+    sinks [heads]; returns [queries, heads, v_head_dim] in q's dtype. `window` counts the keys that a query sees,
+    itself included (0: all of them). `softcap` bounds the scores as `softcap * tanh(score / softcap)` (0: not).
+    A sink is a score that takes part in the softmax's denominator and carries no value (gpt-oss).
+    """
+    queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
+    k = k.float().repeat_interleave(group, dim=1)
+    v = v.float().repeat_interleave(group, dim=1)
+    scores = torch.einsum("qhd,khd->hqk", q.float(), k) * scale  # [heads, queries, keys]
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
+    hidden = (distance < 0) | (distance >= window) if window else distance < 0
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        sink_scores = sinks.float()[:, None, None].expand(-1, queries, 1)
+        weights = torch.cat([scores, sink_scores], dim=-1).softmax(dim=-1)[..., :-1]
+    else:
+        weights = scores.softmax(dim=-1)
+    return torch.einsum("hqk,khd->qhd", weights, v).to(q.dtype)
+
+
+def gather_sequence(cache: Tensor, block_table_row: Tensor, length: int) -> Tensor:
+    """The first `length` slots of one sequence: cache [blocks, block_size, heads, dim] -> [length, heads, dim]."""
+    block_size = cache.shape[1]
+    blocks = block_table_row[: -(-length // block_size)].long()
+    return cache.index_select(0, blocks).flatten(0, 1)[:length]
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Packed queries of several sequences over their pages; the cache already holds the queries' own keys.
+
+    Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
+    v_head_dim, block_table [sequences, width] int32, cu_seqlens_q [sequences + 1] int32, seq_lens [sequences] int32
+    (prefix and queries together). Returns [tokens, heads, v_head_dim]; rows past `cu_seqlens_q[-1]` are padding
+    and come back as zeros.
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    starts = cu_seqlens_q.tolist()
+    for row, (start, stop, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
+        if stop > start:
+            k, v = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
+            out[start:stop] = attend(q[start:stop], k, v, scale, window, softcap, sinks)
+    return out
+
+
+def paged_decode(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """One query per sequence over its pages: q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim].
+
+    The other shapes are those of `paged_prefill`. A sequence of length 0 is padding and comes back as zeros.
+    """
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    for row, length in enumerate(seq_lens.tolist()):
+        if length:
+            k, v = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
+            out[row] = attend(q[row, None], k, v, scale, window, softcap, sinks)[0]
+    return out

@@ -1,0 +1,66 @@
+"""The commands of tcdeploy, as a table of contents, and the one place where its errors become exit codes.
+
+Nothing here imports torch: `--help` answers at once, and each command imports what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+
+import click
+import typer
+
+from tcdeploy.cli.compile import compile_model
+from tcdeploy.cli.generate import generate
+from tcdeploy.cli.recipes import recipes
+from tcdeploy.cli.warm import warm
+from tcdeploy.errors import INTERRUPTED_EXIT_CODE, TcdeployError
+
+app = typer.Typer(
+    name="tcdeploy",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command("compile")(compile_model)
+app.command("warm")(warm)
+app.command("generate")(generate)
+app.command("recipes")(recipes)
+
+
+@app.callback()
+def root() -> None:
+    """From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
+
+    Reports go to stdout, all else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 5 integrity, 6 threshold not met,
+    7 no space or memory, 8 network, 130 interrupted.
+    """
+
+
+def main() -> None:
+    """Run the CLI. TCDEPLOY_DEBUG=1 shows tracebacks."""
+    try:
+        code = app(standalone_mode=False)
+    except TcdeployError as error:
+        _explain(error.message, error.hint)
+        code = error.exit_code
+    except click.exceptions.Abort:
+        code = INTERRUPTED_EXIT_CODE
+    except click.ClickException as error:
+        error.show()
+        code = error.exit_code
+    except KeyboardInterrupt:
+        _explain("interrupted", "run it again: what was compiled is in the cache")
+        code = INTERRUPTED_EXIT_CODE
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(message: str, hint: str) -> None:
+    if os.environ.get("TCDEPLOY_DEBUG"):
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    if hint:
+        print(f"hint: {hint}", file=sys.stderr)

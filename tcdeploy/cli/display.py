@@ -1,0 +1,261 @@
+"""All that a person sees: the plan, the progress of each bucket, and the reports. The only file that imports rich.
+
+On a terminal the buckets are bars; elsewhere (CI, a pipe) each finished step is one plain line. Progress goes to
+stderr and reports to stdout; with --json a report is one document and nothing else is on stdout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from tcdeploy.engine.warmup import TIMED_CONTEXT, timed_context
+from tcdeploy.plan import Plan
+
+if TYPE_CHECKING:
+    from tcdeploy.compiler.explain import Break
+    from tcdeploy.compiler.manifest import BucketRecord
+    from tcdeploy.pipeline import Deployment
+
+JSON_SCHEMA = 1
+PLAIN_WIDTH = 160
+
+
+@contextmanager
+def reporting() -> Iterator[PlainProgress | BarProgress]:
+    """The progress for this stderr: bars on a terminal, lines elsewhere."""
+    if not sys.stderr.isatty():
+        yield PlainProgress()
+        return
+    bars = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[outcome]}"),
+        console=Console(stderr=True),
+    )
+    with bars:
+        yield BarProgress(bars)
+
+
+def _warn_of_fallbacks(plan: Plan) -> None:
+    for decision in plan.decisions:
+        if decision.is_fallback:
+            print(f"warning: {decision.name} is {decision.value}: {decision.reason}", file=sys.stderr)
+
+
+def _outcome(record: BucketRecord) -> str:
+    captured = ", captured" if record.captured else ""
+    return f"{record.outcome}, {record.programs} programs{captured}, KL {record.parity.kl:.1e}"
+
+
+class PlainProgress:
+    """One line to stderr per stage and per finished bucket."""
+
+    def stage(self, name: str) -> None:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+
+    def planned(self, plan: Plan) -> None:
+        _warn_of_fallbacks(plan)
+
+    def bucket_started(self, bucket: str, number: int, total: int) -> None:
+        self._label = f"[{number}/{total}] {bucket}"
+
+    def bucket_finished(self, record: BucketRecord) -> None:
+        print(f"{self._label}: {record.seconds:.1f} s, {_outcome(record)}", file=sys.stderr, flush=True)
+
+
+class BarProgress:
+    """A bar per bucket: moving while it is warmed, full with its outcome when it is done."""
+
+    def __init__(self, bars: Progress) -> None:
+        self._bars = bars
+        self._stage: TaskID | None = None
+        self._bucket: TaskID | None = None
+
+    def stage(self, name: str) -> None:
+        self._finish_stage()
+        if name != "compile":  # its buckets have bars of their own
+            self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
+
+    def planned(self, plan: Plan) -> None:
+        _warn_of_fallbacks(plan)
+
+    def bucket_started(self, bucket: str, number: int, total: int) -> None:
+        self._bucket = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
+
+    def bucket_finished(self, record: BucketRecord) -> None:
+        assert self._bucket is not None
+        self._bars.update(self._bucket, total=1, completed=1, outcome=_outcome(record))
+
+    def _finish_stage(self) -> None:
+        if self._stage is not None:
+            self._bars.update(self._stage, total=1, completed=1)
+            self._stage = None
+
+
+def show_plan(plan: Plan, as_json: bool) -> None:
+    if as_json:
+        _print_json("plan", plan=dataclasses.asdict(plan))
+        return
+    _console().print(_plan_table(plan))
+    _warn_of_fallbacks(plan)
+
+
+def show_breaks(breaks: list[Break], as_json: bool) -> None:
+    if as_json:
+        _print_json("explain-breaks", breaks=[found._asdict() for found in breaks])
+    elif not breaks:
+        print("no graph breaks: every kind of region traces whole")
+    else:
+        for found in breaks:
+            where = f"{found.file}:{found.line}: {found.source}" if found.file else "torch names no line"
+            print(f"{found.region}: {found.reason}\n    {where}")
+
+
+def show_compile_report(deployment: Deployment, as_json: bool) -> None:
+    """The Plan, a row per bucket with eager beside compiled, totals, and what to run next."""
+    if as_json:
+        _print_report("compile", deployment)
+        return
+    console = _console()
+    console.print(_plan_table(deployment.plan))
+    console.print(
+        _table(
+            ("bucket", "compile s", "cache", "programs", "eager ms", "compiled ms", "speed-up", "max |dlogit|", "KL",
+             "breaks", "peak memory"),
+            [_compile_row(record) for record in deployment.records],
+        )
+    )  # fmt: skip
+    plan = deployment.plan
+    held = timed_context(plan.kv_blocks, plan.block_size, plan.context, plan.decode_buckets[-1].size)
+    context = min(TIMED_CONTEXT, plan.context)
+    spread = f"{context} tokens" if held == context else f"{held} to {context} tokens"
+    print(f"ms: medians of whole steps, decode at a context of {spread}; differences: to transformers' own attention")
+    _print_totals(deployment)
+    print(f"next: tcdeploy warm {_arguments(plan)}")
+
+
+def show_warm_report(deployment: Deployment, as_json: bool) -> None:
+    if as_json:
+        _print_report("warm", deployment)
+        return
+    _console().print(
+        _table(
+            (
+                "bucket",
+                "cache",
+                "compile s",
+                "cold s",
+                "capture s",
+                "check s",
+                "programs",
+                "breaks",
+                "max |dlogit|",
+                "KL",
+            ),
+            [_warm_row(record) for record in deployment.records],
+        )
+    )
+    _print_totals(deployment)
+    print(f'next: tcdeploy generate {_arguments(deployment.plan)} "The function returns"')
+
+
+def _compile_row(record: BucketRecord) -> Sequence[str]:
+    assert record.eager_ms is not None and record.compiled_ms is not None
+    return (
+        record.bucket,
+        f"{record.compile_seconds:.2f}",
+        record.outcome,
+        str(record.programs),
+        f"{record.eager_ms:.2f}",
+        f"{record.compiled_ms:.2f}",
+        f"{record.eager_ms / record.compiled_ms:.2f}x",
+        f"{record.parity.max_difference:.2g}",
+        f"{max(record.parity.kl, 0.0):.1e}",
+        str(record.graph_breaks),
+        f"{record.peak_memory_bytes / 2**30:.2f} GiB",
+    )
+
+
+def _warm_row(record: BucketRecord) -> Sequence[str]:
+    return (
+        record.bucket,
+        record.outcome,
+        f"{record.compile_seconds:.2f}",
+        "-" if record.cold_seconds is None else f"{record.cold_seconds:.2f}",
+        f"{record.capture_seconds:.2f}",
+        f"{record.check_seconds:.2f}",
+        str(record.programs),
+        str(record.graph_breaks),
+        f"{record.parity.max_difference:.2g}",
+        f"{max(record.parity.kl, 0.0):.1e}",
+    )
+
+
+def _print_totals(deployment: Deployment) -> None:
+    records = deployment.records
+    hits = sum(record.outcome == "hit" for record in records)
+    compile_seconds = sum(record.compile_seconds for record in records)
+    programs = sum(record.programs for record in records)
+    print(
+        f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
+        f"{len(deployment.architecture.attentions)} layers; compile {compile_seconds:.1f} s"
+    )
+    stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
+    print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
+
+
+def _arguments(plan: Plan) -> str:
+    """The flags that ask for this plan again."""
+    words = [plan.model]
+    if plan.load_format != "auto":
+        words += ["--load-format", plan.load_format]
+    words += ["--buckets", ",".join(str(bucket.size) for bucket in plan.prefill_buckets)]
+    words += ["--batch-sizes", ",".join(str(bucket.size) for bucket in plan.decode_buckets)]
+    if plan.prefill_buckets[0].min_size:
+        words += ["--shapes", "dynamic"]
+    words += ["--cache-dir", plan.cache_dir]
+    return shlex.join(words)
+
+
+def _plan_table(plan: Plan) -> Table:
+    rows = [(decision.name, decision.value, decision.reason) for decision in plan.decisions]
+    return _table(("plan", plan.model, "why"), rows, right=False)
+
+
+def _table(headers: Sequence[str], rows: list[Any], right: bool = True) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for number, header in enumerate(headers):
+        table.add_column(header, justify="right" if right and number else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _console() -> Console:
+    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+
+
+def _print_report(command: str, deployment: Deployment) -> None:
+    _print_json(
+        command,
+        plan=dataclasses.asdict(deployment.plan),
+        stage_seconds=deployment.stage_seconds,
+        buckets=[dataclasses.asdict(record) for record in deployment.records],
+    )
+
+
+def _print_json(command: str, **content: Any) -> None:
+    document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
+    print(json.dumps(document, indent=1))

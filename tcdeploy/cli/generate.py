@@ -1,0 +1,55 @@
+"""`tcdeploy generate`: stream text through the warmed programs, with compiling switched off."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.errors import UsageError
+from tcdeploy.recipe import Recipe
+
+
+@recipe_command
+def generate(
+    recipe: Recipe,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads stdin", show_default=False)],
+    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this total probability")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
+) -> None:
+    """Continue PROMPT with MODEL."""
+    from tcdeploy import pipeline
+    from tcdeploy.cli import display
+    from tcdeploy.compiler.programs import sealed
+    from tcdeploy.engine.sequence import SamplingParams
+    from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
+
+    SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    text = sys.stdin.read() if prompt == "-" else prompt
+    with display.reporting() as progress:
+        deployment = pipeline.prepare(recipe, progress)
+    tokenizer = deployment.tokenizer
+    if tokenizer is None:
+        raise UsageError(f"{recipe.model} has no tokenizer", "add the tokenizer's files to its folder")
+    if chat and not tokenizer.chat_template:
+        raise UsageError(f"{recipe.model} has no chat template", "leave --chat out")
+    params = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        stop_token_ids=stop_token_ids(deployment.engine.runner.model.generation_config),
+    )
+    ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
+    stream = TextStream(tokenizer)
+    with sealed():
+        for token in deployment.engine.stream([ids], params):
+            print(stream.push(token.token_id), end="", flush=True)
+    print()

@@ -1,0 +1,12 @@
+"""`tcdeploy recipes`: what --recipe can name, one per line."""
+
+from __future__ import annotations
+
+from tcdeploy.recipe import find_recipe, read_recipe, recipe_names
+
+
+def recipes() -> None:
+    """List the recipes that --recipe knows by name, with the model of each."""
+    names = recipe_names()
+    for name in names:
+        print(f"{name:<{max(map(len, names))}}  {read_recipe(find_recipe(name)).get('model', '')}")

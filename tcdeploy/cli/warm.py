@@ -1,0 +1,36 @@
+"""`tcdeploy warm`: fill the persistent cache, prove every bucket, and say whether it was warm already."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.errors import ThresholdError
+from tcdeploy.recipe import Recipe
+
+
+@recipe_command
+def warm(
+    recipe: Recipe,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop")] = False,
+    require_hit: Annotated[bool, typer.Option("--require-hit", help="Exit 6 if anything had to compile")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
+) -> None:
+    """Compile, capture and check every bucket of MODEL into the cache folder; safe to repeat, also in parallel."""
+    from tcdeploy import pipeline
+    from tcdeploy.cli import display
+
+    if dry_run:
+        display.show_plan(pipeline.decide(recipe).plan, json)
+        return
+    with display.reporting() as progress:
+        deployment = pipeline.prepare(recipe, progress)
+    display.show_warm_report(deployment, json)
+    missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    if require_hit and missed:
+        raise ThresholdError(
+            f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
+            "they are in the cache now; in CI, restore the cache folder that an earlier warm filled",
+        )

@@ -1,0 +1,1 @@
+"""Regions found, programs compiled into them, and the cache and the ledger that prove it."""

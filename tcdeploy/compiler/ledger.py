@@ -1,0 +1,81 @@
+"""Count what torch really did: programs, compiles, cache hits, graph breaks, and the seconds beside them.
+
+The counters are torch's own; this is the one file that knows their names. A bucket is a *hit* when it compiled
+something and every program came from the cache, a *miss* when anything had to be generated, and *reused* when the
+process held its programs already. Seconds stand beside the counts because a hit can still be slow.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch._dynamo.callback
+import torch._dynamo.utils
+
+_compile_starts = 0
+
+
+def _count_compile_start(args: object) -> None:
+    global _compile_starts
+    _compile_starts += 1
+
+
+torch._dynamo.callback.on_compile_start(_count_compile_start)  # fires for every Dynamo compile, hit or miss
+
+
+@dataclass(frozen=True)
+class Counts:
+    """A reading, or the difference of two. `cache_*` count Inductor's graph cache."""
+
+    compiles: int = 0
+    programs: int = 0
+    cache_hits: int = 0
+    cache_misses: int = 0
+    cache_bypasses: int = 0
+    graph_breaks: int = 0
+
+    def __sub__(self, earlier: Counts) -> Counts:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
+        return Counts(*(a - b for a, b in zip(mine, theirs, strict=True)))
+
+    @property
+    def outcome(self) -> str:
+        if self.cache_misses or self.cache_bypasses:
+            return "miss"
+        return "hit" if self.cache_hits else "reused"
+
+
+def read_counts() -> Counts:
+    counters = torch._dynamo.utils.counters
+    inductor = counters["inductor"]
+    return Counts(
+        compiles=_compile_starts,
+        programs=counters["stats"]["unique_graphs"],
+        cache_hits=inductor["fxgraph_cache_hit"],
+        cache_misses=inductor["fxgraph_cache_miss"],
+        cache_bypasses=inductor["fxgraph_cache_bypass"],
+        graph_breaks=sum(counters["graph_break"].values()),
+    )
+
+
+@dataclass
+class Measured:
+    """Filled when the `with measured()` block ends."""
+
+    seconds: float = 0.0
+    counts: Counts = field(default_factory=Counts)
+
+
+@contextmanager
+def measured() -> Iterator[Measured]:
+    """Wall seconds and counts of a block; the caller synchronises the device inside it."""
+    found, before, start = Measured(), read_counts(), time.perf_counter()
+    try:
+        yield found
+    finally:
+        found.seconds = time.perf_counter() - start
+        found.counts = read_counts() - before

@@ -1,0 +1,137 @@
+"""The record that stands in the cache folder: for one Plan, what was warmed, how long it took, and that it was right.
+
+One JSON file per plan key, so that processes that warm different plans never write the same file, and those that
+warm the same plan replace it whole: written beside, synced, renamed. No torch here: `cache ls` reads it in a blink.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.environment import Environment
+from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.plan import Plan
+
+SCHEMA_VERSION = 1
+FOLDER = "manifests"
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far a bucket's logits lie from transformers' own attention on the same weights, over the rows compared."""
+
+    rows: int
+    max_difference: float
+    relative_difference: float  # max_difference over the largest reference logit
+    kl: float  # nats, the largest over the rows
+    tolerance: float  # of relative_difference and of kl
+    passed: bool
+
+
+@dataclass(frozen=True)
+class BucketRecord:
+    """What warming one bucket took and gave. Times in seconds or ms as named; a None was not measured."""
+
+    bucket: str
+    outcome: str  # hit, miss or reused
+    compile_seconds: float
+    capture_seconds: float
+    check_seconds: float
+    compiles: int
+    programs: int
+    cache_hits: int
+    cache_misses: int
+    graph_breaks: int
+    captured: bool
+    parity: Parity
+    peak_memory_bytes: int
+    cold_seconds: float | None = None  # compile_seconds of the run that filled the cache
+    eager_ms: float | None = None
+    compiled_ms: float | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.compile_seconds + self.capture_seconds + self.check_seconds
+
+
+@dataclass(frozen=True)
+class Manifest:
+    plan: dict[str, Any]
+    environment: dict[str, Any]
+    stage_seconds: dict[str, float]
+    buckets: tuple[BucketRecord, ...]
+    schema: int = SCHEMA_VERSION
+
+    def cold_seconds(self) -> dict[str, float]:
+        """Per bucket, the compile seconds of the run that missed: what the cache saves."""
+        return {record.bucket: record.cold_seconds for record in self.buckets if record.cold_seconds is not None}
+
+
+def make_manifest(
+    plan: Plan, environment: Environment, stage_seconds: dict[str, float], buckets: list[BucketRecord]
+) -> Manifest:
+    return Manifest(asdict(plan), asdict(environment), stage_seconds, tuple(buckets))
+
+
+def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
+    return Path(cache_dir) / FOLDER / f"{plan_key}.json"
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Publish atomically. Raises SpaceError on a full disk, and the manifest that was there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(asdict(manifest), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(staging, path)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise SpaceError(
+                f"no room for the manifest {path}", "free some room and run again: the cache is intact"
+            ) from error
+        raise
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(staging)
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest, or None where none was written. Raises IntegrityError when it is not one."""
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise _corrupt(path, str(error)) from error
+    try:
+        schema = document["schema"]
+        if schema != SCHEMA_VERSION:
+            raise _corrupt(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
+        records = tuple(_read_record(item) for item in document["buckets"])
+        return Manifest(document["plan"], document["environment"], document["stage_seconds"], records, schema)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise _corrupt(path, f"{type(error).__name__}: {error}") from error
+
+
+def _read_record(document: dict[str, Any]) -> BucketRecord:
+    known = {item.name for item in fields(BucketRecord)}
+    if set(document) != known:
+        raise KeyError(f"bucket fields {sorted(set(document) ^ known)}")
+    return BucketRecord(**{**document, "parity": Parity(**document["parity"])})
+
+
+def _corrupt(path: Path, reason: str) -> IntegrityError:
+    return IntegrityError(
+        f"the manifest {path} is corrupt: {reason}",
+        f"the compiled programs beside it are checked by torch; remove it and warm again: rm {path}",
+    )

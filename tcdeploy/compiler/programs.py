@@ -1,0 +1,148 @@
+"""Compile the regions in place, and hold what may be compiled when.
+
+`module.compile(fullgraph=True, dynamic=False)` on every region: layers of one kind share their code object, so torch
+keeps one program per bucket for all of them, and a graph break is an error instead of a slow path. CUDA graphs of the
+whole step are ours (engine/graphs.py), so Inductor's own are off unless `graphs` is region.
+
+Three regimes, each a context manager: `compiling` (warm-up: programs may be made; torch's errors become ours),
+`eager` (the same modules uncompiled, to compare with), `sealed` (after warm-up: a compile is an error).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
+from torch import Tensor, nn
+
+from tcdeploy.errors import CompileError, RecompileError, SpaceError
+from tcdeploy.plan import Plan
+
+PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 programs per code object by default
+NEARLY_FULL_BYTES = 1 << 20
+
+
+def compile_regions(regions: list[nn.Module], plan: Plan) -> None:
+    """Compile every region in place; torch makes the programs when each bucket first runs."""
+    limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
+    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+    torch._dynamo.config.accumulated_recompile_limit = max(
+        limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
+    )
+    for region in regions:
+        region.compile(fullgraph=True, dynamic=False, mode=_inductor_mode(plan))
+        for bucket in plan.buckets:
+            if bucket.min_size:
+                _mark_lengths_dynamic(region, bucket.min_size, bucket.size)
+
+
+def _inductor_mode(plan: Plan) -> str | None:
+    if plan.graphs == "region":
+        return plan.mode
+    return "max-autotune-no-cudagraphs" if plan.mode == "max-autotune" else None
+
+
+def _mark_lengths_dynamic(region: nn.Module, low: int, high: int) -> None:
+    """Tell torch, at the region's door, which sizes are token counts that vary between low and high.
+
+    The tensors are made by the eager code before the region, so this is the first place that sees them. It wraps
+    the slot that `module.compile()` fills: torch.nn.Module has no public hook that runs outside the program. Covered
+    by test_programs.py::test_a_dynamic_range_is_one_program.
+    """
+    compiled: Callable[..., Any] = region._compiled_call_impl  # type: ignore[assignment]
+
+    @functools.wraps(compiled)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for tensor, dim in _token_dims(region, args, kwargs):
+            torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
+        return compiled(*args, **kwargs)
+
+    region._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def _token_dims(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+    """(tensor, dim) of everything sized by tokens that enters a region during prefill: [1, tokens, ...] and slots."""
+    steps: list[Any] = [module.tcdeploy.step for module in region.modules() if "tcdeploy" in vars(module)]  # type: ignore[union-attr]
+    if steps and not steps[0].is_prefill:
+        return
+    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
+    tensors = [item for item in flat if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1]
+    for tensor in tensors:
+        yield tensor, 1
+    for step in steps[:1]:
+        yield step.slot_mapping, 0
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Run compiled modules as if they were not."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def sealed() -> Iterator[None]:
+    """From here on nothing may compile. Raises RecompileError with torch's reason."""
+    try:
+        with torch.compiler.set_stance("fail_on_recompile"):
+            yield
+    except RuntimeError as error:
+        if "fail_on_recompile" in str(error):
+            raise RecompileError(
+                f"a compile after warm-up: {error}", "tcdeploy warm with a bucket for this shape"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def compiling(plan: Plan, cache_dir: str) -> Iterator[None]:
+    """Translate what torch raises while it compiles: graph breaks, a full disk, too little GPU memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SpaceError(
+            f"the GPU ran out of memory while warming: {str(error).splitlines()[0]}",
+            "lower --memory-fraction, or leave out the largest bucket",
+        ) from error
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
+        raise _translated(error, plan, cache_dir) from error
+    except RuntimeError as error:
+        if "torch._inductor" in type(error).__module__ or _is_disk_full(error, cache_dir):
+            raise _translated(error, plan, cache_dir) from error
+        raise
+
+
+def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
+    if _is_disk_full(error, cache_dir):
+        free = shutil.disk_usage(cache_dir).free
+        return SpaceError(
+            f"the disk of the cache folder {cache_dir} is full ({free} bytes free)",
+            "what was cached is intact: free some room, or name another --cache-dir, and run again",
+        )
+    text = str(error).strip()
+    if isinstance(error, torch._dynamo.exc.Unsupported):
+        hint = "--explain-breaks shows the line"
+        if plan.region == "layer":
+            hint += "; --region blocks compiles attention and MLP apart"
+        return CompileError(
+            f"{plan.model} does not trace whole with --region {plan.region}: {text.splitlines()[0]}", hint
+        )
+    return CompileError(
+        f"torch.compile failed on {plan.model}: {text.splitlines()[0][:400]}", "TCDEPLOY_DEBUG=1 shows all"
+    )
+
+
+def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
+    """The compiler's own children report a full disk as text, or not at all: so the disk is asked as well."""
+    while error is not None:
+        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return shutil.disk_usage(cache_dir).free < NEARLY_FULL_BYTES

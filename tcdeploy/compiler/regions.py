@@ -1,0 +1,48 @@
+"""Find what to compile: the decoder layers, and in each its attention block and its MLP, by structure alone.
+
+The probe knows which modules call attention. A decoder layer is the nearest ancestor that stands in a ModuleList; its
+attention block is the child on the way down; its MLP is every other child that holds a matrix (norms hold vectors).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.models.probe import layer_of
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    path: str
+    layer: nn.Module
+    attention: nn.Module
+    mlp: tuple[nn.Module, ...]  # one module, or the bare matrices where a layer holds them itself
+
+
+def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
+    return [_find_layer(model, facts.path) for facts in architecture.attentions]
+
+
+def _find_layer(model: nn.Module, attention_path: str) -> DecoderLayer:
+    stack, index = layer_of(model, attention_path)
+    path = f"{stack}.{index}"
+    layer = model.get_submodule(path)
+    block_name = attention_path.removeprefix(path + ".").split(".")[0]
+    mlp = tuple(child for name, child in layer.named_children() if name != block_name and _holds_matrix(child))
+    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp)
+
+
+def _holds_matrix(module: nn.Module) -> bool:
+    return any(parameter.ndim >= 2 for parameter in module.parameters())
+
+
+def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[nn.Module]:
+    """The modules that are compiled in place, in the order in which they run."""
+    if region == "layer":
+        return [layer.layer for layer in layers]
+    if region == "blocks":
+        return [module for layer in layers for module in (layer.attention, *layer.mlp)]
+    return [model]

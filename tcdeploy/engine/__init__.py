@@ -1,0 +1,1 @@
+"""Warmed programs turned into tokens: buffers, graphs, sampling, and the generation loop."""

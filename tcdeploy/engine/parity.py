@@ -1,0 +1,48 @@
+"""Is a bucket right? Its logits against the same weights run by transformers' own attention, uncompiled.
+
+The reference shares nothing with what it judges: no compiled program, no paged cache, none of our ops. It runs each
+sequence alone, from its first token, and gives the logits of the last.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.attention.interface import ATTENTION_NAME
+from tcdeploy.compiler.manifest import Parity
+from tcdeploy.compiler.programs import eager
+
+# Of the largest reference logit, and of the KL in nats. float32 differs by the order of sums, bfloat16 by rounding
+# in every layer: random 32-layer models of 8B shape measured up to 0.03.
+TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}
+
+
+def reference_attention(architecture: Architecture) -> str:
+    """sdpa, or transformers' eager formula where the model needs what sdpa lacks."""
+    plain = all(not facts.softcap and not facts.has_sinks for facts in architecture.attentions)
+    return "sdpa" if plain else "eager"
+
+
+@torch.no_grad()
+def reference_logits(model: PreTrainedModel, token_ids: list[int], attention: str) -> Tensor:
+    """Logits [vocab] (float32) after the last of `token_ids`, by transformers alone."""
+    ids = torch.tensor([token_ids], device=model.device)
+    model.set_attn_implementation(attention)
+    try:
+        with eager():
+            return model(input_ids=ids, use_cache=False).logits[0, -1].float()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
+    """Both [rows, vocab]. A NaN on either side never passes."""
+    difference = (ours.float() - reference).abs().max().item()
+    relative = difference / max(reference.abs().max().item(), 1e-30)
+    log_p, log_q = reference.log_softmax(dim=-1), ours.float().log_softmax(dim=-1)
+    kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).max().item()
+    tolerance = TOLERANCE[dtype]
+    return Parity(ours.shape[0], difference, relative, kl, tolerance, relative <= tolerance and kl <= tolerance)

@@ -1,0 +1,238 @@
+"""Warm every bucket: run it until it is compiled, record its graph, and check it against eager.
+
+The largest bucket goes first, because graphs share a pool that the first one sizes. A bucket is warm when its step
+has run on packed, unequal, padded sequences and its logits are those of transformers' own attention. What this pass
+leaves behind is measured too: compile seconds apart from capture and check, and torch's counters beside them.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import time
+from collections.abc import Callable
+
+import torch
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.manifest import BucketRecord, Parity
+from tcdeploy.compiler.programs import compiling, eager
+from tcdeploy.engine.batch import Chunk
+from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.engine.graphs import StepOutput
+from tcdeploy.engine.parity import compare, reference_attention, reference_logits
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.sequence import SamplingParams, Sequence
+from tcdeploy.errors import CompileError
+from tcdeploy.plan import Bucket
+from tcdeploy.progress import Progress
+
+RUNS_BEFORE_RECORDING = 3
+CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
+CHECK_PROMPT_TOKENS = 15  # with the decoded token one block at most
+TIMED_CONTEXT = 512
+TIMED_RUNS = 20
+TIMED_SECONDS = 2.0
+SEED = 20
+
+
+def warm_buckets(
+    runner: ModelRunner, architecture: Architecture, cold_seconds: dict[str, float], measure: bool, progress: Progress
+) -> list[BucketRecord]:
+    """Warm all buckets of the plan; returns their records in the plan's order.
+
+    `cold_seconds` are those of an earlier run that missed; `measure` times eager and compiled steps as well. Raises
+    CompileError for a bucket that differs from eager.
+    """
+    plan = runner.plan
+    records: dict[Bucket, BucketRecord] = {}
+    order = sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
+    for number, bucket in enumerate(order, 1):
+        progress.bucket_started(bucket.name, number, len(order))
+        warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
+        with compiling(plan, plan.cache_dir):
+            records[bucket] = warmer.warm(cold_seconds.get(bucket.name), measure)
+        progress.bucket_finished(records[bucket])
+        _insist(records[bucket].parity, bucket)
+    return [records[bucket] for bucket in plan.buckets]
+
+
+def _insist(parity: Parity, bucket: Bucket) -> None:
+    if not parity.passed:
+        raise CompileError(
+            f"bucket {bucket.name} is not the eager model: logits differ by {parity.max_difference:.3g} "
+            f"({parity.relative_difference:.2g} of the largest), KL {parity.kl:.2g}, tolerance {parity.tolerance:g}",
+            "--attention reference and --mode default --region blocks tell which part is wrong",
+        )
+
+
+class _BucketWarmer:
+    """The sequences that one bucket is warmed with, and the steps of warming it."""
+
+    def __init__(self, runner: ModelRunner, bucket: Bucket, reference: str, vocab_size: int) -> None:
+        self.runner, self.plan, self.bucket, self.reference = runner, runner.plan, bucket, reference
+        self.random = random.Random(SEED)
+        self.vocab_size = vocab_size
+        self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
+
+    def warm(self, cold_seconds: float | None, measure: bool) -> BucketRecord:
+        _reset_peak()
+        sequences = self._sequences()
+        if not self.bucket.is_prefill:
+            self._fill_cache(sequences)
+        with measured() as compile_step:
+            for _ in range(self._runs()):
+                output = self._run(sequences)
+            _synchronize()
+        capture_seconds = self._capture()
+        start = time.perf_counter()
+        parity = self._check(sequences)
+        counts = compile_step.counts
+        if counts.outcome == "miss" or (cold_seconds is None and counts.outcome != "hit"):
+            cold_seconds = compile_step.seconds
+        del output
+        check_seconds = time.perf_counter() - start
+        eager_ms, compiled_ms = self._time() if measure else (None, None)
+        return BucketRecord(
+            bucket=self.bucket.name,
+            outcome=counts.outcome,
+            compile_seconds=compile_step.seconds,
+            capture_seconds=capture_seconds,
+            check_seconds=check_seconds,
+            compiles=counts.compiles,
+            programs=counts.programs,
+            cache_hits=counts.cache_hits,
+            cache_misses=counts.cache_misses + counts.cache_bypasses,
+            graph_breaks=counts.graph_breaks,
+            captured=self.runner.is_captured(self.bucket),
+            parity=parity,
+            peak_memory_bytes=_peak_memory_bytes(),
+            cold_seconds=cold_seconds,
+            eager_ms=eager_ms,
+            compiled_ms=compiled_ms,
+        )
+
+    def _runs(self) -> int:
+        """Steps until nothing lazy is left: a recorded bucket needs more than one."""
+        recorded = self.plan.graphs == "region" or self.plan.graphs == "step" and not self.bucket.is_prefill
+        return RUNS_BEFORE_RECORDING if recorded else 1
+
+    def _sequences(self) -> list[Sequence]:
+        """Unequal lengths that leave some padding: prefill packs two or three prompts, decode one per row."""
+        size = self.bucket.size
+        if not self.bucket.is_prefill:
+            longest = min(CHECK_PROMPT_TOKENS, self.plan.context - 1)
+            lengths = [1 + (7 * row + longest - 1) % longest for row in range(size)]
+            return [self._sequence(length + 1) for length in lengths]
+        if size < 8 or self.plan.prefill_sequences < 3:
+            return [self._sequence(size)]
+        second, third = size // 4, size // 8
+        return [self._sequence(length) for length in (size - second - third - 1, second, third)]
+
+    def _sequence(self, length: int) -> Sequence:
+        ids = [self.random.randrange(self.vocab_size) for _ in range(length)]
+        sequence = Sequence(0, ids, length, SamplingParams())
+        sequence.blocks = self.allocator.take(self.allocator.needed(length))
+        return sequence
+
+    def _fill_cache(self, sequences: list[Sequence]) -> None:
+        """The keys of all but each last token, by uncompiled packed prefills."""
+        largest = self.plan.prefill_buckets[-1].size
+        chunks: list[Chunk] = []
+        with eager():
+            for sequence in sequences:
+                for start in range(0, len(sequence.token_ids) - 1, largest):
+                    chunk = Chunk(sequence, start, min(start + largest, len(sequence.token_ids) - 1))
+                    used = sum(stop - begin for _, begin, stop in chunks)
+                    if chunks and (
+                        used + chunk.stop - chunk.start > largest or len(chunks) == self.plan.prefill_sequences
+                    ):
+                        self.runner.prefill(chunks)
+                        chunks = []
+                    chunks.append(chunk)
+            self.runner.prefill(chunks)
+
+    def _run(self, sequences: list[Sequence]) -> StepOutput:
+        if self.bucket.is_prefill:
+            return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences])
+        return self.runner.decode(sequences)
+
+    def _capture(self) -> float:
+        """Seconds of recording the step; 0 where none is recorded. Prefill runs its programs: its op reads the host."""
+        if self.plan.graphs != "step" or self.bucket.is_prefill:
+            return 0.0
+        start = time.perf_counter()
+        self.runner.capture(self.bucket)
+        _synchronize()
+        return time.perf_counter() - start
+
+    def _check(self, sequences: list[Sequence]) -> Parity:
+        """The bucket as it will serve (from its graph if it has one) against transformers' own attention."""
+        rows = range(len(sequences))
+        if not self.bucket.is_prefill and len(rows) > CHECKED_DECODE_ROWS:
+            last = len(rows) - 1
+            rows = sorted({0, last // 3, 2 * last // 3, last})  # type: ignore[assignment]
+        ours = self._run(sequences).logits[list(rows)]
+        references = [reference_logits(self.runner.model, sequences[row].token_ids, self.reference) for row in rows]
+        return compare(ours, torch.stack(references), self.plan.dtype)
+
+    def _time(self) -> tuple[float, float]:
+        """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""
+        sequences = self._timed_sequences()
+        self._run(sequences)
+        if self.bucket.min_size:  # a dynamic bucket keeps no buffers to rerun
+            step: Callable[[], StepOutput] = lambda: self._run(sequences)  # noqa: E731
+            with eager():
+                eager_ms = _median_ms(step)
+            return eager_ms, _median_ms(step)
+        with eager():
+            eager_ms = _median_ms(lambda: self.runner.rerun_uncaptured(self.bucket))
+        return eager_ms, _median_ms(lambda: self.runner.rerun(self.bucket))
+
+    def _timed_sequences(self) -> list[Sequence]:
+        """Prefill: one prompt that fills the bucket. Decode: full rows; their keys are whatever the cache holds."""
+        self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
+        if self.bucket.is_prefill:
+            return [self._sequence(self.bucket.size)]
+        return [
+            self._sequence(
+                timed_context(self.plan.kv_blocks, self.plan.block_size, self.plan.context, self.bucket.size)
+            )
+            for _ in range(self.bucket.size)
+        ]
+
+
+def timed_context(kv_blocks: int, block_size: int, context: int, sequences: int) -> int:
+    """Tokens that each of `sequences` holds while a decode step is timed."""
+    return min(TIMED_CONTEXT, context, (kv_blocks - 1) // sequences * block_size)
+
+
+def _median_ms(step: Callable[[], StepOutput]) -> float:
+    for _ in range(2):
+        step()
+    times: list[float] = []
+    while len(times) < TIMED_RUNS and (len(times) < 3 or sum(times) < TIMED_SECONDS):
+        _synchronize()
+        start = time.perf_counter()
+        step()
+        _synchronize()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2] * 1e3
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peak_memory_bytes() -> int:
+    """Of device memory since the bucket began; on a CPU, of the process since it began (the system keeps no other)."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

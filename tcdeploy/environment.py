@@ -1,0 +1,128 @@
+"""What this machine is: the record that the Plan is made from, and that a cache is compared with.
+
+`Environment` is plain data without torch, so that a laptop can plan for an H100 in a test, and so that `diff` can
+explain a cache that was made elsewhere. `detect_environment` fills it and is the one place that imports torch, late.
+
+flash-attn packages are found without importing them: FlashAttention-4 takes 10 s to import on an H100 machine.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+
+FLASH_PACKAGES = {  # backend -> (module that holds its interface, distribution that gives its version)
+    "flash-attn-2": ("flash_attn", "flash-attn"),
+    "flash-attn-3": ("flash_attn_interface", "flash-attn-3"),
+    "flash-attn-4": ("flash_attn.cute", "flash-attn-4"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Versions and hardware. Memory is in bytes; `gpu` is empty on a machine without one."""
+
+    python: str
+    torch: str
+    transformers: str
+    triton: str
+    cuda: str
+    driver: str
+    gpu: str
+    gpu_capability: tuple[int, int]
+    gpu_memory_bytes: int
+    gpu_multiprocessors: int
+    cpu: str
+    cpu_threads: int
+    host_memory_bytes: int
+    compiler: str
+    flash_packages: tuple[tuple[str, str], ...]  # (backend, version) of what is installed
+    inductor_cache_dir: str = ""  # an already set TORCHINDUCTOR_CACHE_DIR
+    user_cache_dir: str = ""
+
+    def program_factors(self) -> dict[str, object]:
+        """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory."""
+        return {key: value for key, value in asdict(self).items() if key not in NOT_IN_PROGRAMS}
+
+
+NOT_IN_PROGRAMS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes"}
+
+
+@dataclass(frozen=True)
+class Difference:
+    factor: str
+    here: str
+    there: str
+
+
+def diff(here: Environment, there: Environment) -> list[Difference]:
+    """Every factor of compiled programs in which two environments differ, in the order of the fields."""
+    mine, theirs = here.program_factors(), there.program_factors()
+    return [Difference(name, str(mine[name]), str(theirs[name])) for name in mine if mine[name] != theirs[name]]
+
+
+def detect_environment() -> Environment:
+    """Read this machine. Imports torch and, where there is a GPU, starts CUDA."""
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    properties = torch.cuda.get_device_properties(0) if has_gpu else None
+    return Environment(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        transformers=_version("transformers"),
+        triton=_version("triton"),
+        cuda=torch.version.cuda or "" if has_gpu else "",
+        driver=_driver() if has_gpu else "",
+        gpu=properties.name if properties else "",
+        gpu_capability=(properties.major, properties.minor) if properties else (0, 0),
+        gpu_memory_bytes=properties.total_memory if properties else 0,
+        gpu_multiprocessors=properties.multi_processor_count if properties else 0,
+        cpu=torch.backends.cpu.get_cpu_capability(),
+        cpu_threads=torch.get_num_threads(),
+        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        compiler=_first_line("g++", "--version"),
+        flash_packages=installed_flash_packages(),
+        inductor_cache_dir=os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        user_cache_dir=os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"),
+    )
+
+
+def installed_flash_packages() -> tuple[tuple[str, str], ...]:
+    found = []
+    for backend, (module, distribution) in FLASH_PACKAGES.items():
+        if _is_importable(module):
+            found.append((backend, _version(distribution) or "unknown version"))
+    return tuple(found)
+
+
+def _is_importable(module: str) -> bool:
+    """Whether `module` exists, without running it. FA4 ships a `flash_attn` folder of its own that is not FA2."""
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return False
+    return spec is not None and spec.origin is not None
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _driver() -> str:
+    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _first_line(*command: str) -> str:
+    try:
+        out = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return out.splitlines()[0].strip() if out.strip() else ""

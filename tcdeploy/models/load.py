@@ -1,0 +1,171 @@
+"""Bring a model in: a hub id, a local folder, `builtin:tiny`, or a config with random weights.
+
+Everything foreign that can go wrong on the way (no network, a gated or missing repository, a folder that is not a
+model, too little GPU memory) becomes an error of ours here, with the next command. Modelling code that travels with
+a model runs only when `trust_remote_code` was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError
+from tcdeploy.plan import Plan
+from tcdeploy.recipe import Recipe
+
+BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
+DUMMY_SEED = 0
+
+
+def locate(model: str) -> str:
+    """What transformers is given for `model`: a folder for a builtin or local one, else the hub id as it is."""
+    if model.startswith("builtin:"):
+        if model not in BUILTIN:
+            raise ModelError(f"there is no {model}", f"the builtin models: {', '.join(BUILTIN)}")
+        return str(BUILTIN[model])
+    path = Path(model)
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(
+            f"folder {model} is not a model: it has no config.json", "name the folder that holds config.json"
+        )
+    if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
+        raise ModelError(f"folder {model} does not exist", "check the path, or give a hub id such as Qwen/Qwen2.5-7B")
+    return model
+
+
+def load_config(recipe: Recipe) -> PreTrainedConfig:
+    with _foreign_errors(recipe.model):
+        return AutoConfig.from_pretrained(
+            locate(recipe.model), revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
+        )
+
+
+def load_tokenizer(plan: Plan) -> Any | None:
+    """The model's tokenizer, or None where the folder holds none (a bare config with dummy weights)."""
+    try:
+        with _foreign_errors(plan.model):
+            return AutoTokenizer.from_pretrained(
+                locate(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
+            )
+    except TcdeployError:
+        if plan.load_format == "dummy":
+            return None
+        raise
+
+
+def load_model(plan: Plan, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """The model in eval mode on the plan's device and dtype, calling the attention function named `attention`."""
+    transformers_logging.disable_progress_bar()
+    dtype = getattr(torch, plan.dtype)
+    with _quiet_transformers(), _foreign_errors(plan.model):
+        if plan.load_format == "dummy":
+            model = _dummy_model(plan, config, dtype, attention)
+        else:
+            model = _pretrained_model(plan, config, dtype, attention)
+    model.requires_grad_(False)
+    return model.eval()
+
+
+def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """Random weights straight on the device, the same for the same config, device and torch."""
+    torch.manual_seed(DUMMY_SEED)
+    with torch.device(plan.device):
+        return AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=plan.trust_remote_code
+        )
+
+
+def _pretrained_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+    """accelerate, where installed, reads shards straight to the device; without it they pass through host memory."""
+    placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
+    model = AutoModelForCausalLM.from_pretrained(
+        locate(plan.model),
+        config=config,
+        revision=plan.revision,
+        dtype=dtype,
+        attn_implementation=attention,
+        trust_remote_code=plan.trust_remote_code,
+        **placement,
+    )
+    return model.to(plan.device)
+
+
+@contextlib.contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """transformers comments on configs at length; our own report says what matters."""
+    level = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+
+
+@contextlib.contextmanager
+def _foreign_errors(model: str) -> Iterator[None]:
+    try:
+        yield
+    except TcdeployError:
+        raise
+    except torch.OutOfMemoryError as error:
+        raise SpaceError(
+            f"the weights of {model} do not fit into the GPU's free memory: {_first_sentence(error)}",
+            "free the GPU (nvidia-smi shows who holds it), or choose a smaller model",
+        ) from error
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        raise _translated(model, error) from error
+
+
+def _translated(model: str, error: Exception) -> TcdeployError:
+    names = {type(link).__name__ for link in _chain(error)}
+    text = " ".join(str(link) for link in _chain(error))
+    if "GatedRepoError" in names:
+        return ModelError(f"{model} is gated", f"accept its licence on the hub, then: hf auth login ({model})")
+    if "RepositoryNotFoundError" in names:
+        return ModelError(
+            f"the hub has no model {model}, or it is private", "check the id; for a private one: hf auth login"
+        )
+    if "RevisionNotFoundError" in names:
+        return ModelError(f"{model} has no such revision", "leave --revision out for the default branch")
+    if names & _NETWORK_ERRORS or "couldn't connect" in text or "offline mode" in text.lower():
+        return NetworkError(
+            f"{model} is not a local folder, and the hub cannot be reached",
+            "check the network, give a local folder, or try: tcdeploy compile builtin:tiny",
+        )
+    if "trust_remote_code" in text:
+        return ModelError(f"{model} brings modelling code of its own", "read that code, then: --trust-remote-code")
+    if "does not appear to have a file named" in text and "safetensors" in text:
+        return ModelError(f"{model} holds a config and no weights", "--load-format dummy runs it with random weights")
+    return ModelError(f"{model} cannot be loaded: {_first_sentence(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
+
+
+_NETWORK_ERRORS = {
+    "ConnectError",
+    "ConnectionError",
+    "ConnectTimeout",
+    "LocalEntryNotFoundError",
+    "OfflineModeIsEnabled",
+}
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _first_sentence(error: Exception) -> str:
+    return str(error).strip().split("\n")[0][:300] or type(error).__name__
+
+
+def transformers_version() -> str:
+    return transformers.__version__

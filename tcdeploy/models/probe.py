@@ -1,0 +1,176 @@
+"""Learn what a model is by running it on fake tensors: which modules call attention, and with what.
+
+No list of model names: the config's model is built under FakeTensorMode (no memory, about 0.1 s for 8B), one forward
+pass is made, and an attention function of ours records each call. What calls the AttentionInterface in a way that
+the paged ops can serve becomes an `Architecture`; everything else is refused by name, with the reason.
+
+Rejected: reading head counts from the config. The attribute names differ between families, and whether a model
+calls the interface at all, or passes a sink or a bias, stands in no config.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tcdeploy.architecture import Architecture, AttentionFacts
+from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.models.load import _quiet_transformers
+
+PROBE_NAME = "tcdeploy-probe"
+PROBE_TOKENS = 8
+SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+UNDERSTOOD = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states"}
+HINT = "the README lists what can be served; TCDEPLOY_DEBUG=1 shows the traceback"
+
+
+@dataclass
+class _Recorder:
+    """Stands in as the attention function and keeps what each module asked for."""
+
+    calls: dict[int, list[tuple[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]]]] = field(default_factory=dict)
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        self.calls.setdefault(id(module), []).append((module, query, key, value, attention_mask, kwargs))
+        batch, heads, tokens, _ = query.shape
+        return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
+
+
+def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
+    """Architecture of `config`'s causal LM. Raises UnsupportedModelError, naming the model and the reason."""
+    name = config.model_type
+    _check_layer_types(config)
+    recorder = _Recorder()
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, recorder)
+    try:
+        model = _run(config, name, trust_remote_code)
+    finally:
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_NAME, None)
+    attentions = _read_calls(model, recorder, name)
+    _check_every_layer(model, attentions, name)
+    text_config = config.get_text_config()
+    context = getattr(text_config, "max_position_embeddings", None)
+    if not context:
+        raise UnsupportedModelError(f"{name} names no longest context in its config", HINT)
+    return Architecture(
+        model_type=name,
+        class_name=type(model).__name__,
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        context=int(context),
+        vocab_size=int(text_config.vocab_size),
+        dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        attentions=attentions,
+    )
+
+
+def _check_layer_types(config: PreTrainedConfig) -> None:
+    """Some layers differ only in the mask that transformers would build; their calls look like full attention."""
+    text_config = config.get_text_config()
+    for layer_type in getattr(text_config, "layer_types", None) or ():
+        if layer_type not in SERVED_LAYER_TYPES:
+            raise UnsupportedModelError(
+                f"{config.model_type} has layers of type {layer_type}, which need more than a KV cache", HINT
+            )
+
+
+def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> nn.Module:
+    """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
+    fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = fake_logger.level
+    fake_logger.setLevel(logging.CRITICAL)
+    try:
+        with _quiet_transformers(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.bfloat16, attn_implementation=PROBE_NAME, trust_remote_code=trust_remote_code
+            ).eval()
+            ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
+            model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
+    except KeyError as error:
+        if PROBE_NAME in str(error):
+            raise UnsupportedModelError(f"{name} chooses its attention from a table of its own", HINT) from error
+        raise UnsupportedModelError(f"{name} cannot be run on fake tensors: KeyError {error}", HINT) from error
+    except Exception as error:
+        reason = str(error).strip().split("\n")[0][:200]
+        raise UnsupportedModelError(
+            f"{name} cannot be run on fake tensors, so it cannot be traced: {reason}", HINT
+        ) from error
+    finally:
+        fake_logger.setLevel(level)
+    return model
+
+
+def _read_calls(model: nn.Module, recorder: _Recorder, name: str) -> tuple[AttentionFacts, ...]:
+    if not recorder.calls:
+        raise UnsupportedModelError(f"{name} never calls transformers' AttentionInterface", HINT)
+    facts = []
+    for path, module in model.named_modules():
+        calls = recorder.calls.get(id(module), [])
+        if len(calls) > 1:
+            raise UnsupportedModelError(f"{name}: {path} attends {len(calls)} times in one pass", HINT)
+        for call in calls:
+            facts.append(_read_call(path, name, *call))
+    return tuple(facts)
+
+
+def _read_call(
+    path: str,
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Any,
+    kwargs: dict[str, Any],
+) -> AttentionFacts:
+    for keyword, given in kwargs.items():
+        if keyword not in UNDERSTOOD | WITHOUT_EFFECT and given is not None and given is not False:
+            raise UnsupportedModelError(
+                f"{name}: {path} passes {keyword} to attention, which the paged ops do not know", HINT
+            )
+    if mask is not None:
+        raise UnsupportedModelError(f"{name}: {path} brings a mask of its own", HINT)
+    if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+        raise UnsupportedModelError(f"{name}: {path} is not causal", HINT)
+    if query.shape[2] != PROBE_TOKENS or key.shape[2] != PROBE_TOKENS:
+        raise UnsupportedModelError(f"{name}: {path} attends to other tokens than the layer's own", HINT)
+    return AttentionFacts(
+        path=path,
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        head_dim=query.shape[3],
+        v_head_dim=value.shape[3],
+        window=int(kwargs.get("sliding_window") or 0),
+        softcap=float(kwargs.get("softcap") or 0.0),
+        has_sinks=kwargs.get("s_aux") is not None,
+    )
+
+
+def _check_every_layer(model: nn.Module, attentions: tuple[AttentionFacts, ...], name: str) -> None:
+    """Every layer of the stack must attend through the interface, or it keeps a state that the KV cache misses."""
+    stack_path, _ = layer_of(model, attentions[0].path)
+    covered = {layer_of(model, attention.path) for attention in attentions}
+    missing = [index for index in range(len(model.get_submodule(stack_path))) if (stack_path, index) not in covered]  # type: ignore[arg-type]
+    if missing:
+        raise UnsupportedModelError(f"{name}: layers {missing} never call the AttentionInterface", HINT)
+    if len(covered) != len(attentions):
+        raise UnsupportedModelError(f"{name}: a layer attends in more than one module", HINT)
+
+
+def layer_of(model: nn.Module, attention_path: str) -> tuple[str, int]:
+    """(path of the stack, index in it) of the decoder layer around an attention module: ("model.layers", 3)."""
+    parts = attention_path.split(".")
+    for cut in range(len(parts) - 1, 0, -1):
+        stack = model.get_submodule(".".join(parts[:cut]))
+        if isinstance(stack, nn.ModuleList) and parts[cut].isdigit():
+            return ".".join(parts[:cut]), int(parts[cut])
+    raise UnsupportedModelError(f"{attention_path} stands in no stack of layers", HINT)

@@ -1,0 +1,137 @@
+"""From a recipe to a running deployment: the one path that every command takes.
+
+A cold start and a warm start are this path at two speeds. Read `prepare` from top to bottom; each line is a stage,
+and its seconds stand in the manifest.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: E402 - the imports below are a stage of their own: 15 s on a cold disk, so they are measured
+import time
+
+_import_started = time.perf_counter()
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, register_attention
+from tcdeploy.attention.kvcache import allocate_kv_cache
+from tcdeploy.attention.ops import source_hash
+from tcdeploy.compiler import cachedir
+from tcdeploy.compiler.explain import Break, explain_regions
+from tcdeploy.compiler.manifest import BucketRecord, make_manifest, manifest_path, read_manifest, write_manifest
+from tcdeploy.compiler.programs import compile_regions
+from tcdeploy.compiler.regions import find_layers, regions_to_compile
+from tcdeploy.engine.batch import Chunk, make_buffers
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.sequence import SamplingParams, Sequence
+from tcdeploy.engine.warmup import warm_buckets
+from tcdeploy.environment import Environment, detect_environment
+from tcdeploy.models.load import load_config, load_model, load_tokenizer
+from tcdeploy.models.probe import probe
+from tcdeploy.plan import Plan, make_plan
+from tcdeploy.progress import Progress, Silent
+from tcdeploy.recipe import Recipe
+
+IMPORT_SECONDS = time.perf_counter() - _import_started
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What is known before a weight is loaded."""
+
+    recipe: Recipe
+    config: PreTrainedConfig
+    environment: Environment
+    architecture: Architecture
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A warmed model: `engine` serves it, `records` prove it. `tokenizer` is None where the model brings none."""
+
+    plan: Plan
+    architecture: Architecture
+    engine: Engine
+    tokenizer: Any | None
+    records: tuple[BucketRecord, ...]
+    stage_seconds: dict[str, float]
+
+
+def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = False) -> Deployment:
+    """Model id in, warmed deployment out. `measure` also times each bucket, eager and compiled."""
+    progress = progress or Silent()
+    stages = _Stages(progress)
+    decided = decide(recipe, progress, stages)
+    plan, architecture = decided.plan, decided.architecture
+    manifest_file = manifest_path(plan.cache_dir, plan.key)
+    with stages.stage("load"):
+        cachedir.activate(plan.cache_dir, len(plan.buckets), source_hash())
+        earlier = read_manifest(manifest_file)
+        tokenizer = load_tokenizer(plan)
+        runner = _load(decided)
+    with stages.stage("compile"):
+        compile_regions(_regions(runner.model, decided), plan)
+        cold_seconds = earlier.cold_seconds() if earlier else {}
+        records = warm_buckets(runner, architecture, cold_seconds, measure, progress)
+    write_manifest(manifest_file, make_manifest(plan, decided.environment, stages.seconds, records))
+    return Deployment(plan, architecture, Engine(runner), tokenizer, tuple(records), stages.seconds)
+
+
+def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | None = None) -> Decided:
+    """Everything that can be decided without weights; what `--dry-run` prints."""
+    progress = progress or Silent()
+    stages = stages or _Stages(progress)
+    with stages.stage("decide"):
+        environment = detect_environment()
+        config = load_config(recipe)
+        architecture = probe(config, recipe.trust_remote_code)
+        plan = make_plan(recipe, environment, architecture)
+    progress.planned(plan)
+    return Decided(recipe, config, environment, architecture, plan)
+
+
+def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Break]:
+    """Where and why tracing would break, for each kind of region. Compiles nothing."""
+    decided = decide(recipe, progress)
+    cachedir.activate(decided.plan.cache_dir, len(decided.plan.buckets), source_hash())
+    runner = _load(decided)
+    prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
+    return explain_regions(_regions(runner.model, decided), lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+
+
+def _load(decided: Decided) -> ModelRunner:
+    """Weights, KV cache and the bindings between them, with nothing compiled yet."""
+    plan, architecture = decided.plan, decided.architecture
+    register_attention()
+    model = load_model(plan, decided.config, ATTENTION_NAME)
+    step = make_buffers(plan, plan.buckets[0], plan.buckets[0].size).step
+    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
+    return ModelRunner(model, plan, step)
+
+
+def _regions(model: PreTrainedModel, decided: Decided) -> list[torch.nn.Module]:
+    return regions_to_compile(model, find_layers(model, decided.architecture), decided.plan.region)
+
+
+@dataclass
+class _Stages:
+    """Seconds per stage, in order."""
+
+    progress: Progress
+    seconds: dict[str, float] = field(default_factory=lambda: {"import": IMPORT_SECONDS})
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        self.progress.stage(name)
+        start = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - start

@@ -1,0 +1,339 @@
+"""What this machine will do: every "auto" of the Recipe decided, each choice with its reason.
+
+`make_plan` is a pure function of (recipe, environment, architecture). The Plan is frozen; it is printed by
+`--dry-run`, it keys the cache's manifest, and nothing after it decides again. Problems that can be known before a
+weight is loaded are errors here: buckets out of order or above the context, no room for weights or KV.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from tcdeploy.architecture import Architecture
+from tcdeploy.capability import Accepted, Rejected, judge_backend
+from tcdeploy.environment import Environment
+from tcdeploy.errors import UsageError
+from tcdeploy.memory import Demand, KVSize, gib, size_kv_cache
+from tcdeploy.recipe import Attention, Recipe
+
+PREFILL_LADDER = (128, 512, 2048)
+DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
+MAX_PREFILL_SEQUENCES = 8
+DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
+BLOCK_SIZE = 16
+# Prefill preference. FlashAttention-4 is the fastest kernel for prompts beyond 2048 tokens and costs 10 s of import
+# and 80 us of host time a call, so it is taken only when asked for.
+PREFERRED_ATTENTION: tuple[Attention, ...] = ("flash-attn-3", "torch-flash", "flash-attn-2", "triton")
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One shape that is compiled: `prefill:512` counts packed tokens, `decode:16` sequences."""
+
+    phase: str
+    size: int
+    min_size: int = 0  # a dynamic bucket serves min_size..size, a static one only size
+
+    @property
+    def name(self) -> str:
+        return f"{self.phase}:{self.min_size}-{self.size}" if self.min_size else f"{self.phase}:{self.size}"
+
+    @property
+    def is_prefill(self) -> bool:
+        return self.phase == "prefill"
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One line of the Plan. `is_fallback`: less than what the user would hope for, so it is shown as a warning."""
+
+    name: str
+    value: str
+    reason: str
+    is_fallback: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """All that preparing a deployment needs to know. Lengths in tokens, sizes in sequences, memory in bytes."""
+
+    model: str
+    revision: str | None
+    load_format: str
+    trust_remote_code: bool
+    device: str
+    dtype: str
+    prefill_attention: Attention
+    decode_attention: Attention
+    region: str
+    mode: str
+    graphs: str
+    buckets: tuple[Bucket, ...]
+    prefill_sequences: int
+    context: int
+    block_size: int
+    kv_blocks: int
+    weight_bytes: int
+    kv_bytes: int
+    cache_dir: str
+    decisions: tuple[Decision, ...]
+    key: str  # names the manifest: equal for plans that compile the same programs on the same machine
+
+    @property
+    def prefill_buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if bucket.is_prefill)
+
+    @property
+    def decode_buckets(self) -> tuple[Bucket, ...]:
+        return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
+
+    @property
+    def blocks_per_sequence(self) -> int:
+        return -(-self.context // self.block_size)
+
+
+def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
+    """Decide everything. Raises UsageError for what cannot be asked, SpaceError for what does not fit."""
+    log: list[Decision] = []
+    device = _decide_device(recipe, environment, log)
+    dtype = _decide_dtype(recipe, architecture, device, log)
+    prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, log)
+    decode_attention = _decide_decode_attention(recipe, environment, device, log)
+    graphs = _decide_graphs(recipe, device, log)
+    context = _decide_context(recipe, architecture, log)
+    batch_sizes = _decide_batch_sizes(recipe, device, log)
+    prefill = _decide_prefill_buckets(recipe, context, log)
+    block_size = _decide_block_size(recipe, log)
+    demand = Demand(context, batch_sizes[-1], prefill[-1].size, block_size)
+    memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, log)
+    _record_asked(recipe, log)
+    cache_dir = _decide_cache_dir(recipe, environment, log)
+    prefill_sequences = min(MAX_PREFILL_SEQUENCES, batch_sizes[-1])
+    decode = tuple(Bucket("decode", size) for size in batch_sizes)
+    fields: dict[str, object] = {
+        "model": recipe.model,
+        "revision": recipe.revision,
+        "load_format": recipe.load_format,
+        "trust_remote_code": recipe.trust_remote_code,
+        "device": device,
+        "dtype": dtype,
+        "prefill_attention": prefill_attention,
+        "decode_attention": decode_attention,
+        "region": recipe.region,
+        "mode": recipe.mode,
+        "graphs": graphs,
+        "buckets": prefill + decode,
+        "prefill_sequences": prefill_sequences,
+        "context": memory.context,
+        "block_size": block_size,
+        "kv_blocks": memory.blocks,
+        "weight_bytes": memory.weight_bytes,
+        "kv_bytes": memory.kv_bytes,
+    }
+    key = _plan_key(fields, environment, architecture)
+    return Plan(**fields, cache_dir=cache_dir, decisions=tuple(log), key=key)  # type: ignore[arg-type]
+
+
+def _plan_key(fields: dict[str, object], environment: Environment, architecture: Architecture) -> str:
+    plain = [fields, environment.program_factors(), architecture]
+    document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
+    return hashlib.sha256(document.encode()).hexdigest()[:16]
+
+
+def _decide_device(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
+    if recipe.device == "cuda" and not environment.gpu:
+        raise UsageError("device cuda was asked for, and torch sees no GPU", "tcdeploy compile ... --device cpu")
+    if recipe.device:
+        log.append(Decision("device", recipe.device, "asked for"))
+        return recipe.device
+    if environment.gpu:
+        log.append(Decision("device", "cuda", f"{environment.gpu} is present"))
+        return "cuda"
+    log.append(Decision("device", "cpu", "torch sees no GPU"))
+    return "cpu"
+
+
+def _decide_dtype(recipe: Recipe, architecture: Architecture, device: str, log: list[Decision]) -> str:
+    if recipe.dtype:
+        log.append(Decision("dtype", recipe.dtype, "asked for"))
+        return recipe.dtype
+    if device == "cpu":
+        log.append(Decision("dtype", "float32", "a CPU computes it exactly and no slower"))
+        return "float32"
+    if architecture.dtype in ("bfloat16", "float16"):
+        log.append(Decision("dtype", architecture.dtype, "the checkpoint's own"))
+        return architecture.dtype
+    log.append(Decision("dtype", "bfloat16", f"the checkpoint is {architecture.dtype}: half the bytes per token"))
+    return "bfloat16"
+
+
+def _decide_prefill_attention(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
+) -> Attention:
+    if recipe.attention:
+        match judge_backend(recipe.attention, environment, architecture, device, dtype):
+            case Accepted(backend):
+                log.append(Decision("prefill attention", backend, "asked for"))
+                return backend
+            case Rejected(backend, reason):
+                raise UsageError(
+                    f"attention {backend} cannot be used: {reason}", "leave --attention out to let it choose"
+                )
+    if device == "cpu":
+        log.append(Decision("prefill attention", "reference", "FlashAttention needs a GPU"))
+        return "reference"
+    noes: list[str] = []
+    for candidate in PREFERRED_ATTENTION:
+        match judge_backend(candidate, environment, architecture, device, dtype):
+            case Accepted(backend):
+                reason = "; ".join([*noes, "the best of those that can run"] if noes else ["the fastest installed"])
+                log.append(Decision("prefill attention", backend, reason))
+                return backend
+            case Rejected(backend, reason):
+                noes.append(f"not {backend}: {reason}")
+    log.append(Decision("prefill attention", "reference", "; ".join(noes), is_fallback=True))
+    return "reference"
+
+
+def _decide_decode_attention(recipe: Recipe, environment: Environment, device: str, log: list[Decision]) -> Attention:
+    if device == "cpu":
+        log.append(Decision("decode attention", "reference", "the Triton kernel needs a GPU"))
+        return "reference"
+    if recipe.attention == "reference":
+        log.append(Decision("decode attention", "reference", "asked for"))
+        return "reference"
+    if environment.triton:
+        log.append(
+            Decision("decode attention", "triton", "split-KV paged decode; FlashAttention-2 takes 3 times as long")
+        )
+        return "triton"
+    log.append(Decision("decode attention", "reference", "triton is not installed", is_fallback=True))
+    return "reference"
+
+
+def _decide_graphs(recipe: Recipe, device: str, log: list[Decision]) -> str:
+    asked = recipe.graphs
+    if device == "cpu":
+        reason = "there are no CUDA graphs on a CPU"
+        log.append(Decision("graphs", "none", reason, is_fallback=asked not in (None, "none")))
+        return "none"
+    if recipe.mode == "default":
+        if asked not in (None, "none"):
+            raise UsageError(
+                f"mode default takes no CUDA graphs, and graphs {asked} was asked for",
+                f"--mode reduce-overhead --graphs {asked}",
+            )
+        log.append(Decision("graphs", "none", "mode default takes no CUDA graphs"))
+        return "none"
+    if asked:
+        log.append(Decision("graphs", asked, "asked for"))
+        return asked
+    log.append(Decision("graphs", "step", "one launch per decode step; per-region graphs took 4 times as long"))
+    return "step"
+
+
+def _decide_context(recipe: Recipe, architecture: Architecture, log: list[Decision]) -> int:
+    if recipe.context is None:
+        log.append(Decision("context", str(architecture.context), "the model's own"))
+        return architecture.context
+    if not 0 < recipe.context <= architecture.context:
+        raise UsageError(
+            f"context {recipe.context} is not between 1 and the model's {architecture.context} tokens",
+            f"--context {architecture.context}",
+        )
+    log.append(Decision("context", str(recipe.context), "asked for"))
+    return recipe.context
+
+
+def _decide_batch_sizes(recipe: Recipe, device: str, log: list[Decision]) -> tuple[int, ...]:
+    if recipe.batch_sizes is None:
+        log.append(Decision("decode buckets", _listed(DECODE_LADDER[device]), f"the default on {device}"))
+        return DECODE_LADDER[device]
+    _check_ascending("batch sizes", recipe.batch_sizes)
+    log.append(Decision("decode buckets", _listed(recipe.batch_sizes), "asked for"))
+    return recipe.batch_sizes
+
+
+def _decide_prefill_buckets(recipe: Recipe, context: int, log: list[Decision]) -> tuple[Bucket, ...]:
+    if recipe.buckets is None:
+        lengths = tuple(length for length in PREFILL_LADDER if length <= context) or (context,)
+        reason = f"the default, up to the context of {context}"
+    else:
+        lengths, reason = recipe.buckets, "asked for"
+        _check_ascending("buckets", lengths)
+        if lengths[-1] > context:
+            raise UsageError(
+                f"bucket {lengths[-1]} is above the context of {context} tokens",
+                "longer prompts are taken in chunks: leave that bucket out",
+            )
+    if recipe.shapes == "dynamic":
+        if lengths[-1] <= DYNAMIC_MIN_TOKENS:
+            raise UsageError(f"a dynamic range cannot end at {lengths[-1]} tokens", "--buckets 512 --shapes dynamic")
+        bucket = Bucket("prefill", lengths[-1], DYNAMIC_MIN_TOKENS)
+        log.append(Decision("prefill buckets", bucket.name.partition(":")[2], "one dynamic program, without graphs"))
+        return (bucket,)
+    log.append(Decision("prefill buckets", _listed(lengths), reason))
+    return tuple(Bucket("prefill", length) for length in lengths)
+
+
+def _check_ascending(name: str, values: tuple[int, ...]) -> None:
+    if not values or values[0] < 1:
+        raise UsageError(f"{name} must be 1 or more, and {_listed(values) or 'none'} was given")
+    if any(low >= high for low, high in zip(values, values[1:], strict=False)):
+        raise UsageError(f"{name} {_listed(values)} are not ascending", _listed(tuple(sorted(set(values)))))
+
+
+def _decide_block_size(recipe: Recipe, log: list[Decision]) -> int:
+    size = recipe.block_size or BLOCK_SIZE
+    if size < 16 or size & (size - 1):
+        raise UsageError(f"block size {size} is not a power of two from 16 on", "--block-size 16")
+    reason = "asked for" if recipe.block_size else "the smallest that the kernels take: wastes least"
+    log.append(Decision("block size", str(size), reason))
+    return size
+
+
+def _decide_memory(
+    recipe: Recipe,
+    environment: Environment,
+    architecture: Architecture,
+    device: str,
+    dtype: str,
+    demand: Demand,
+    log: list[Decision],
+) -> KVSize:
+    size = size_kv_cache(recipe, environment, architecture, device, dtype, demand)
+    if size.context < demand.context:
+        reason = f"KV memory ends before the model's {demand.context}"
+        log.append(Decision("context", str(size.context), reason, is_fallback=True))
+    log.append(Decision("KV blocks", f"{size.blocks} ({gib(size.kv_bytes)})", size.reason))
+    return size
+
+
+def _decide_cache_dir(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
+    if recipe.cache_dir:
+        folder, reason = recipe.cache_dir, "asked for"
+    elif environment.inductor_cache_dir:
+        folder, reason = environment.inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was set already"
+    else:
+        folder, reason = f"{environment.user_cache_dir}/tcdeploy", "the default; CI and images want one of their own"
+    log.append(Decision("cache folder", folder, reason))
+    return folder
+
+
+def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
+    """The choices that have a plain default, so that the printed Plan is complete."""
+    region_reasons = {
+        "layer": "one program with norms and residuals fused; 10% less per decode step than two",
+        "blocks": "asked for",
+        "model": "asked for; compile time grows with the number of layers",
+    }
+    log.append(Decision("region", recipe.region, region_reasons[recipe.region]))
+    kernels = "autotuned kernels" if recipe.mode == "max-autotune" else "Inductor's default kernels"
+    log.append(Decision("mode", recipe.mode, kernels))
+
+
+def _listed(values: tuple[int, ...]) -> str:
+    return ",".join(str(value) for value in values)

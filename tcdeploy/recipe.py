@@ -1,0 +1,206 @@
+"""What the user asked for: YAML, environment variables and flags become one frozen Recipe.
+
+The order of precedence is flags > environment (`TCDEPLOY_*`) > recipe file > the defaults on the fields below. A
+field left at None means "decide for me": `plan.py` does, and gives its reason. A key nobody knows is an error that
+names the nearest one, because a recipe that is half ignored is worse than none.
+
+Each field's `help` is the text of the CLI flag and of the README's table; it stands here once.
+
+Rejected: pydantic for this record. It would be the only import of its weight on the path to `--help`, and eighteen
+fields of four kinds need one small coercion each.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from tcdeploy.errors import RecipeError
+
+LoadFormat = Literal["auto", "dummy"]
+Device = Literal["cpu", "cuda"]
+DType = Literal["float32", "bfloat16", "float16"]
+Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
+Region = Literal["layer", "blocks", "model"]
+Mode = Literal["default", "reduce-overhead", "max-autotune"]
+Graphs = Literal["step", "region", "none"]
+Shapes = Literal["bucket", "dynamic"]
+
+ENVIRONMENT_PREFIX = "TCDEPLOY_"
+
+
+def _asked(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """What was asked, unchecked against machine and model. Lengths are in tokens, sizes in sequences."""
+
+    model: str = _asked(MISSING, "hub id, local folder, or builtin:tiny")
+    revision: str | None = _asked(None, "branch, tag or commit of a hub model")
+    load_format: LoadFormat = _asked("auto", "dummy: random weights from the config alone")
+    trust_remote_code: bool = _asked(False, "run modelling code that comes with the model")
+    device: Device | None = _asked(None, "cuda if there is one, else cpu")
+    dtype: DType | None = _asked(None, "the checkpoint's on a GPU, float32 on a CPU")
+    attention: Attention | None = _asked(None, "prefill attention backend; the best one installed if not given")
+    region: Region = _asked("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
+    mode: Mode = _asked("reduce-overhead", "PyTorch's name for the effort; default takes no CUDA graphs")
+    graphs: Graphs | None = _asked(None, "CUDA graphs of the whole step, per region, or none")
+    shapes: Shapes = _asked("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
+    buckets: tuple[int, ...] | None = _asked(None, "prefill buckets in tokens, ascending: 128,512,2048")
+    batch_sizes: tuple[int, ...] | None = _asked(None, "decode buckets in sequences, ascending: 1,4,16,32")
+    context: int | None = _asked(None, "longest sequence to serve, in tokens; the model's own if not given")
+    block_size: int | None = _asked(None, "KV slots in a block, a power of two")
+    kv_blocks: int | None = _asked(None, "KV blocks to hold; what memory allows if not given")
+    memory_fraction: float = _asked(0.9, "share of the GPU's memory that this process may fill")
+    cache_dir: str | None = _asked(None, "root of the persistent compile cache")
+
+
+def build_recipe(
+    flags: Mapping[str, Any], recipe: str | None = None, environ: Mapping[str, str] | None = None
+) -> Recipe:
+    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path.
+
+    Raises RecipeError: unknown key, value of the wrong kind, no such recipe, no model named anywhere.
+    """
+    merged: dict[str, Any] = {}
+    if recipe is not None:
+        path = find_recipe(recipe)
+        merged.update(_checked(read_recipe(path), f"recipe {path}"))
+    environ = os.environ if environ is None else environ
+    merged.update(_checked(_from_environment(environ), "environment"))
+    merged.update(_checked({key: value for key, value in flags.items() if value is not None}, "flags"))
+    if "model" not in merged:
+        raise RecipeError("no model was named", "give one: tcdeploy compile builtin:tiny, or --recipe NAME")
+    return Recipe(**merged)
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipes are looked for by name: beside the package when installed, else in the checkout."""
+    here = Path(__file__).resolve().parent
+    return [folder for folder in (here / "recipes", here.parent / "recipes") if folder.is_dir()]
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for folder in recipe_folders() for path in folder.glob("*.yaml"))
+
+
+def find_recipe(name: str) -> Path:
+    """A path as it is; else the recipe of that name. Raises RecipeError naming the nearest."""
+    if name.endswith((".yaml", ".yml")) or os.sep in name:
+        path = Path(name)
+        if not path.is_file():
+            raise RecipeError(f"recipe file {name} does not exist", f"recipes by name: {', '.join(recipe_names())}")
+        return path
+    for folder in recipe_folders():
+        if (folder / f"{name}.yaml").is_file():
+            return folder / f"{name}.yaml"
+    raise RecipeError(f"no recipe is called {name!r}{_nearest(name, recipe_names())}", "tcdeploy recipes lists them")
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise RecipeError(f"recipe {path} cannot be read: {error}", "a recipe is YAML of key: value lines") from error
+    if not isinstance(document, dict):
+        raise RecipeError(f"recipe {path} is not a mapping of keys to values", "a recipe is YAML of key: value lines")
+    return {str(key): value for key, value in document.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
+    """`TCDEPLOY_BATCH_SIZES=1,4` is the key batch_sizes. TCDEPLOY_DEBUG is the CLI's, not a recipe key."""
+    return {
+        name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+        for name, value in environ.items()
+        if name.startswith(ENVIRONMENT_PREFIX) and name != "TCDEPLOY_DEBUG"
+    }
+
+
+def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+    hints = typing.get_type_hints(Recipe)
+    known = [item.name for item in fields(Recipe)]
+    checked = {}
+    for key, value in values.items():
+        if key not in known:
+            raise RecipeError(f"{source}: unknown key {key!r}{_nearest(key, known)}", f"known keys: {', '.join(known)}")
+        checked[key] = _coerce(key, value, hints[key], source)
+    return checked
+
+
+def _coerce(key: str, value: Any, wanted: Any, source: str) -> Any:
+    """YAML gives values, the environment gives text: both become the field's type, or an error says which."""
+    kind = field_kind(wanted)
+    if value is None and kind is not wanted:
+        return None
+    if typing.get_origin(kind) is Literal:
+        choices = typing.get_args(kind)
+        if value not in choices:
+            raise RecipeError(f"{source}: {key} is {value!r}{_nearest(str(value), choices)}", f"one of {choices}")
+        return value
+    try:
+        return _PARSERS[kind](value)
+    except (TypeError, ValueError) as error:
+        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_KINDS[kind]}") from error
+
+
+def field_kind(hint: Any) -> Any:
+    """The type of a field that may also be None: `int` for `int | None`."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return hint
+    return next(one for one in typing.get_args(hint) if one is not type(None))
+
+
+def _parse_int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ValueError(value)
+    return int(value)
+
+
+def _parse_ints(value: Any) -> tuple[int, ...]:
+    items = value.split(",") if isinstance(value, str) else value if isinstance(value, list | tuple) else [value]
+    return tuple(_parse_int(item) for item in items)
+
+
+def _parse_bool(value: Any) -> bool:
+    table = {True: True, False: False, "1": True, "true": True, "0": False, "false": False}
+    key = value.lower() if isinstance(value, str) else value
+    if key not in table:
+        raise ValueError(value)
+    return table[key]
+
+
+def _parse_text(value: Any) -> str:
+    if not isinstance(value, str | int | float):
+        raise ValueError(value)
+    return str(value)
+
+
+_PARSERS: dict[Any, Any] = {
+    int: _parse_int,
+    tuple[int, ...]: _parse_ints,
+    bool: _parse_bool,
+    float: float,
+    str: _parse_text,
+}
+_KINDS: dict[Any, str] = {
+    int: "a whole number",
+    tuple[int, ...]: "a list of whole numbers such as 128,512,2048",
+    bool: "true or false",
+    float: "a number",
+    str: "text",
+}
+
+
+def _nearest(word: str, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
+    return f"; the nearest is {close[0]!r}" if close else ""
