@@ -27,7 +27,7 @@ class Rejected:
 
 Verdict = Accepted | Rejected
 
-FLASH_HEAD_DIM_LIMIT = {"torch-flash": 256, "flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
+HEAD_DIM_LIMIT = {"triton": 256, "torch-flash": 256, "flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
 FLASH_CAPABILITIES = {  # compute capabilities (major) that the kernels are built for
     "torch-flash": range(8, 100),
     "flash-attn-2": range(8, 100),
@@ -56,6 +56,7 @@ def _objections(
     if backend == "triton":
         if not environment.triton:
             yield "triton is not installed"
+        yield from _head_dim_objections(backend, architecture)
         return
     if backend in FLASH_PACKAGES and backend not in dict(environment.flash_packages):
         yield f"{FLASH_PACKAGES[backend][1]} is not installed"
@@ -63,15 +64,16 @@ def _objections(
         yield f"its kernels are not built for compute capability {environment.gpu_capability}"
     if dtype == "float32":
         yield "it computes in bfloat16 and float16 only"
-    yield from _model_objections(backend, architecture)
-
-
-def _model_objections(backend: Attention, architecture: Architecture) -> Iterable[str]:
-    limit = FLASH_HEAD_DIM_LIMIT[backend]
+    yield from _head_dim_objections(backend, architecture)
     for attention in architecture.attentions:
-        if attention.head_dim > limit or attention.head_dim % 8:
-            yield f"head_dim {attention.head_dim} is not a multiple of 8 up to {limit}"
         if attention.v_head_dim != attention.head_dim:
             yield f"keys have head_dim {attention.head_dim} and values {attention.v_head_dim}"
         if attention.softcap and backend in WITHOUT_SOFTCAP:
             yield "it has no logit soft-capping, which this model needs"
+
+
+def _head_dim_objections(backend: Attention, architecture: Architecture) -> Iterable[str]:
+    limit = HEAD_DIM_LIMIT[backend]
+    for head_dim in sorted({dim for facts in architecture.attentions for dim in (facts.head_dim, facts.v_head_dim)}):
+        if head_dim > limit or head_dim % 8:
+            yield f"head_dim {head_dim} is not a multiple of 8 up to {limit}"

@@ -8,6 +8,7 @@ flash-attn packages are found without importing them: FlashAttention-4 takes 10 
 
 from __future__ import annotations
 
+import importlib.machinery
 import importlib.metadata
 import importlib.util
 import os
@@ -101,12 +102,16 @@ def installed_flash_packages() -> tuple[tuple[str, str], ...]:
 
 
 def _is_importable(module: str) -> bool:
-    """Whether `module` exists, without running it. FA4 ships a `flash_attn` folder of its own that is not FA2."""
-    try:
-        spec = importlib.util.find_spec(module)
-    except (ImportError, ValueError):
-        return False
-    return spec is not None and spec.origin is not None
+    """Whether `module` exists, without running it or its parent.
+
+    FA4 ships a `flash_attn` folder without an __init__.py: to Python that is a namespace, and FA2 it is not.
+    """
+    parent, _, child = module.rpartition(".")
+    spec = importlib.util.find_spec(parent or child)
+    if not parent:
+        return spec is not None and spec.origin is not None
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    return importlib.machinery.PathFinder.find_spec(module, folders) is not None
 
 
 def _version(distribution: str) -> str:

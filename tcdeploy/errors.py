@@ -16,7 +16,8 @@ this tree once.
     |- IntegrityError             5   bytes are not what they were
     |- ThresholdError             6   a figure that was demanded is not met
     |- SpaceError                 7   no room: disk, host memory or GPU memory
-    `- NetworkError               8   a remote did not answer
+    |- NetworkError               8   a remote did not answer
+    `- Interrupted              130   the user pressed Ctrl-C
 """
 
 from __future__ import annotations
@@ -81,4 +82,5 @@ class NetworkError(TcdeployError):
     exit_code = 8
 
 
-INTERRUPTED_EXIT_CODE = 130
+class Interrupted(TcdeployError):
+    exit_code = 130

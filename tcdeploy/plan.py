@@ -281,16 +281,16 @@ def _decide_prefill_buckets(recipe: Recipe, context: int, log: list[Decision]) -
 
 def _check_ascending(name: str, values: tuple[int, ...]) -> None:
     if not values or values[0] < 1:
-        raise UsageError(f"{name} must be 1 or more, and {_listed(values) or 'none'} was given")
+        raise UsageError(f"{name} must be 1 or more, and {_listed(values) or 'none'} was given", "such as 1,4,16")
     if any(low >= high for low, high in zip(values, values[1:], strict=False)):
         raise UsageError(f"{name} {_listed(values)} are not ascending", _listed(tuple(sorted(set(values)))))
 
 
 def _decide_block_size(recipe: Recipe, log: list[Decision]) -> int:
-    size = recipe.block_size or BLOCK_SIZE
+    size = BLOCK_SIZE if recipe.block_size is None else recipe.block_size
     if size < 16 or size & (size - 1):
         raise UsageError(f"block size {size} is not a power of two from 16 on", "--block-size 16")
-    reason = "asked for" if recipe.block_size else "the smallest that the kernels take: wastes least"
+    reason = "the smallest that the kernels take" if recipe.block_size is None else "asked for"
     log.append(Decision("block size", str(size), reason))
     return size
 

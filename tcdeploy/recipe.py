@@ -109,12 +109,23 @@ def find_recipe(name: str) -> Path:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except (OSError, ValueError, yaml.YAMLError) as error:  # a date that is none is a ValueError
         raise RecipeError(f"recipe {path} cannot be read: {error}", "a recipe is YAML of key: value lines") from error
     if not isinstance(document, dict):
         raise RecipeError(f"recipe {path} is not a mapping of keys to values", "a recipe is YAML of key: value lines")
     return {str(key): value for key, value in document.items()}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as it is, but a key given twice is an error: YAML itself would keep the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"the key {key!r} stands there twice")
+        return super().construct_mapping(node, deep)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -149,8 +160,8 @@ def _coerce(key: str, value: Any, wanted: Any, source: str) -> Any:
         return value
     try:
         return _PARSERS[kind](value)
-    except (TypeError, ValueError) as error:
-        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_KINDS[kind]}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_KINDS[kind]}", _help_of(key)) from error
 
 
 def field_kind(hint: Any) -> Any:
@@ -158,6 +169,10 @@ def field_kind(hint: Any) -> Any:
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     return next(one for one in typing.get_args(hint) if one is not type(None))
+
+
+def _help_of(key: str) -> str:
+    return f"{key}: " + next(item.metadata["help"] for item in fields(Recipe) if item.name == key)
 
 
 def _parse_int(value: Any) -> int:
@@ -180,16 +195,22 @@ def _parse_bool(value: Any) -> bool:
 
 
 def _parse_text(value: Any) -> str:
-    if not isinstance(value, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise ValueError(value)
     return str(value)
+
+
+def _parse_float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
 
 
 _PARSERS: dict[Any, Any] = {
     int: _parse_int,
     tuple[int, ...]: _parse_ints,
     bool: _parse_bool,
-    float: float,
+    float: _parse_float,
     str: _parse_text,
 }
 _KINDS: dict[Any, str] = {

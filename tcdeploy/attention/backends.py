@@ -20,6 +20,10 @@ from torch import Tensor
 
 from tcdeploy.attention import reference
 
+# Told that no sequence has more than one query, FlashAttention-2 folds the heads of a group into queries and reads as
+# many tokens as there are sequences; ours may be padding without any.
+SHORTEST_QUERY = 2
+
 
 class Rules(NamedTuple):
     """How scores are made: see `reference.attend`."""
@@ -121,7 +125,8 @@ def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages
         k, v = (gather_packed(cache, pages.block_table, cu_seqlens_k, keys) for cache in (pages.k_cache, pages.v_cache))
     else:
         cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens]
-    found = varlen(q[:tokens], k, v, Packed(pages.cu_seqlens_q, cu_seqlens_k, longest_query, longest_key), rules)
+    packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(longest_query, SHORTEST_QUERY), longest_key)
+    found = varlen(q[:tokens], k, v, packed, rules)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     if rules.sinks is None:
         out[:tokens] = found.out

@@ -10,10 +10,9 @@ weights and the weighted values. `_attend_tile` is that step. Around it the two 
 - prefill has many queries, so the rows are the queries of one head. Tiles of keys that every row sees run without
   masks; the diagonal and the window's edge run with them.
 
-Everything that shapes a launch is static (shapes, and the GPU's size), nothing reads a length on the host: the calls
-are legal inside CUDA graph capture and replay with any lengths. Window, softcap and scale are run-time numbers, so a
-model compiles four kernels in all (write, decode with and without a split, merge, prefill less the ones it never
-calls) and no bucket compiles its own.
+Everything that shapes a launch is static (shapes, and the GPU's size) and nothing reads a length on the host, so the
+calls are legal inside CUDA graph capture and replay with any lengths. Window, softcap and scale are run-time numbers: a
+model compiles at most five programs (write, decode whole and in parts, merge, prefill), and no bucket brings its own.
 
 What it does not do: quantised caches, attention biases, non-causal attention, TMA. Rejected: autotuning at start
 (cold-start seconds for a choice that the head size decides; the choices are the constants below), a grid of
@@ -71,7 +70,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
     Shapes: k [tokens, kv_heads, head_dim], v [tokens, kv_heads, v_head_dim], the caches [blocks, block_size, kv_heads,
     dim], slot_mapping [tokens] int64 (slot = block * block_size + offset). k and v may be strided but for the last
-    dimension. Tokens that name the same slot (padding) race, and one of them stays.
+    dimension. Several padding tokens may name one slot: what stays there is undefined.
     """
     tokens, kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]

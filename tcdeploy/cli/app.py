@@ -9,14 +9,13 @@ import os
 import sys
 import traceback
 
-import click
 import typer
 
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.warm import warm
-from tcdeploy.errors import INTERRUPTED_EXIT_CODE, TcdeployError
+from tcdeploy.errors import TcdeployError
 
 app = typer.Typer(
     name="tcdeploy",
@@ -41,21 +40,12 @@ def root() -> None:
 
 
 def main() -> None:
-    """Run the CLI. TCDEPLOY_DEBUG=1 shows tracebacks."""
+    """Run the CLI; typer itself ends the process on success and on what its parser refuses (exit code 2)."""
     try:
-        code = app(standalone_mode=False)
+        app()
     except TcdeployError as error:
         _explain(error.message, error.hint)
-        code = error.exit_code
-    except click.exceptions.Abort:
-        code = INTERRUPTED_EXIT_CODE
-    except click.ClickException as error:
-        error.show()
-        code = error.exit_code
-    except KeyboardInterrupt:
-        _explain("interrupted", "run it again: what was compiled is in the cache")
-        code = INTERRUPTED_EXIT_CODE
-    sys.exit(code if isinstance(code, int) else 0)
+        sys.exit(error.exit_code)
 
 
 def _explain(message: str, hint: str) -> None:

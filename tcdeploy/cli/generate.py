@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Annotated
 
@@ -30,7 +31,7 @@ def generate(
     from tcdeploy.engine.sequence import SamplingParams
     from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
 
-    SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p)
+    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     text = sys.stdin.read() if prompt == "-" else prompt
     with display.reporting() as progress:
         deployment = pipeline.prepare(recipe, progress)
@@ -39,14 +40,8 @@ def generate(
         raise UsageError(f"{recipe.model} has no tokenizer", "add the tokenizer's files to its folder")
     if chat and not tokenizer.chat_template:
         raise UsageError(f"{recipe.model} has no chat template", "leave --chat out")
-    params = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-        stop_token_ids=stop_token_ids(deployment.engine.runner.model.generation_config),
-    )
+    stops = stop_token_ids(deployment.engine.runner.model.generation_config)
+    params = dataclasses.replace(params, stop_token_ids=stops)
     ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
     stream = TextStream(tokenizer)
     with sealed():

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from tcdeploy.errors import Interrupted
 from tcdeploy.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_kind
 
 
@@ -27,7 +28,10 @@ def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         name = given.pop("recipe")
         flags = {item.name: given.pop(item.name) for item in fields(Recipe)}
-        command(build_recipe(flags, name), **given)
+        try:
+            command(build_recipe(flags, name), **given)
+        except KeyboardInterrupt:  # typer would turn it into an exit without a word
+            raise Interrupted("interrupted", "run it again: what was compiled is in the cache") from None
 
     keyword_only = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in [*added[:1], *own, *added[1:]]]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]

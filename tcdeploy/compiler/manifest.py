@@ -10,7 +10,7 @@ import contextlib
 import errno
 import json
 import os
-import tempfile
+import threading
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -86,10 +86,10 @@ def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
     """Publish atomically. Raises SpaceError on a full disk, and the manifest that was there stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, staging = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=".tmp")
+    staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(staging, "w", encoding="utf-8") as file:
             json.dump(asdict(manifest), file, indent=1)
             file.flush()
             os.fsync(file.fileno())
@@ -102,7 +102,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
         raise
     finally:
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(staging)
+            staging.unlink()
 
 
 def read_manifest(path: Path) -> Manifest | None:
@@ -111,14 +111,15 @@ def read_manifest(path: Path) -> Manifest | None:
         document = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (ValueError, RecursionError, IsADirectoryError) as error:  # bad UTF-8 and bad JSON are ValueErrors
         raise _corrupt(path, str(error)) from error
     try:
         schema = document["schema"]
         if schema != SCHEMA_VERSION:
             raise _corrupt(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
         records = tuple(_read_record(item) for item in document["buckets"])
-        return Manifest(document["plan"], document["environment"], document["stage_seconds"], records, schema)
+        plan, environment, seconds = (dict(document[key].items()) for key in ("plan", "environment", "stage_seconds"))
+        return Manifest(plan, environment, seconds, records, schema)
     except (KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from error
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-PADDING_BLOCK = 0
+PADDING_BLOCK = 0  # nobody's: the free list never holds it
 
 
 class BlockAllocator:
@@ -27,6 +27,7 @@ class BlockAllocator:
         return [self._free.popleft() for _ in range(count)]
 
     def give_back(self, blocks: list[int]) -> None:
-        assert PADDING_BLOCK not in blocks and not set(blocks) & set(self._free), "a block was freed twice"
+        owned = set(range(1, self.capacity + 1)) - set(self._free)
+        assert len(set(blocks)) == len(blocks) and owned.issuperset(blocks), f"{blocks} are not all in use"
         self._free.extend(blocks)
         blocks.clear()

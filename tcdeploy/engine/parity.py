@@ -6,6 +6,8 @@ sequence alone, from its first token, and gives the logits of the last.
 
 from __future__ import annotations
 
+import inspect
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -30,10 +32,11 @@ def reference_attention(architecture: Architecture) -> str:
 def reference_logits(model: PreTrainedModel, token_ids: list[int], attention: str) -> Tensor:
     """Logits [vocab] (float32) after the last of `token_ids`, by transformers alone."""
     ids = torch.tensor([token_ids], device=model.device)
+    last_row = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model.set_attn_implementation(attention)
     try:
         with eager():
-            return model(input_ids=ids, use_cache=False).logits[0, -1].float()
+            return model(input_ids=ids, use_cache=False, **last_row).logits[0, -1].float()
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
 

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tcdeploy.engine.sequence import SamplingParams
 
+LOWEST_TEMPERATURE = 1e-30  # below, float32 quotients of equal logits would be 0 / 0
+
 
 def make_generator(params: SamplingParams, device: torch.device) -> torch.Generator | None:
     """The sequence's own source of randomness; None for greedy ones, which need none."""
@@ -26,15 +28,13 @@ def make_generator(params: SamplingParams, device: torch.device) -> torch.Genera
 
 def sample(logits: Tensor, params: SamplingParams, generator: torch.Generator) -> int:
     """A token id drawn from logits [vocab]; the most likely token always stays in."""
-    scores = logits.float() / params.temperature
+    scores = (logits.float() - logits.max().float()) / max(params.temperature, LOWEST_TEMPERATURE)
     if params.top_k:
-        smallest_kept = scores.topk(min(params.top_k, scores.shape[0])).values[-1]
-        scores = scores.masked_fill(scores < smallest_kept, float("-inf"))
+        kept = scores.topk(min(params.top_k, scores.shape[0])).indices
+        scores = torch.full_like(scores, float("-inf")).scatter(0, kept, scores[kept])
     probabilities = scores.softmax(dim=-1)
     if params.top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
-        before = ordered.cumsum(dim=-1) - ordered
-        probabilities = probabilities.masked_fill(
-            torch.zeros_like(order, dtype=torch.bool).scatter(0, order, before >= params.top_p), 0.0
-        )
+        is_beyond = ordered.cumsum(dim=-1) - ordered >= params.top_p
+        probabilities = probabilities.masked_fill(torch.zeros_like(is_beyond).scatter(0, order, is_beyond), 0.0)
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -21,13 +21,15 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
-            raise UsageError(f"max new tokens is {self.max_new_tokens}, and must be 1 or more")
+            raise UsageError(f"max new tokens is {self.max_new_tokens}, and must be 1 or more", "--max-new-tokens 128")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature is {self.temperature}, and must be 0 or more")
+            raise UsageError(f"temperature is {self.temperature}, and must be 0 or more", "--temperature 0 is greedy")
         if self.top_k < 0:
-            raise UsageError(f"top-k is {self.top_k}, and must be 0 or more")
+            raise UsageError(f"top-k is {self.top_k}, and must be 0 or more", "--top-k 0 keeps all")
         if not 0 < self.top_p <= 1:
-            raise UsageError(f"top-p is {self.top_p}, and must be above 0 and at most 1")
+            raise UsageError(f"top-p is {self.top_p}, and must be above 0 and at most 1", "--top-p 0.95")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**64:
+            raise UsageError(f"seed {self.seed} does not fit into 64 bits", "--seed 0")
 
 
 @dataclass

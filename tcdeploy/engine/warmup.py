@@ -28,7 +28,7 @@ from tcdeploy.errors import CompileError
 from tcdeploy.plan import Bucket
 from tcdeploy.progress import Progress
 
-RUNS_BEFORE_RECORDING = 3
+RUNS_BEFORE_RECORDING = 2
 CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
 CHECK_PROMPT_TOKENS = 15  # with the decoded token one block at most
 TIMED_CONTEXT = 512

@@ -1,0 +1,190 @@
+"""The ops as torch.compile sees them: registered properly, with true fakes, and each backend the reference's equal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tcdeploy.attention import backends, ops, reference
+from tcdeploy.attention.backends import Packed, Pages, Rules, VarlenResult
+
+HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
+
+
+class Case:
+    """Three sequences in a shuffled paged cache: one fresh, one with a prefix, one padding; and padding tokens."""
+
+    def __init__(
+        self, device: str = "cpu", dtype: torch.dtype = torch.float32, prefix: int = 21, dim: int = DIM
+    ) -> None:
+        generator = torch.Generator().manual_seed(5)
+
+        def rand(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(device=device, dtype=dtype)
+
+        self.queries = [19, 7]
+        self.lengths = [19, 7 + prefix]
+        tokens = sum(self.queries) + 6
+        self.q, self.k, self.v = rand(tokens, HEADS, dim), rand(tokens, KV_HEADS, dim), rand(tokens, KV_HEADS, dim)
+        self.k_cache, self.v_cache = rand(12, BLOCK, KV_HEADS, dim), rand(12, BLOCK, KV_HEADS, dim)
+        self.sinks = rand(HEADS)
+        self.block_table = torch.tensor([[5, 2, 0, 0], [9, 1, 7, 0], [0] * 4], dtype=torch.int32, device=device)
+        self.cu_seqlens_q = torch.tensor([0, 19, 26, 26], dtype=torch.int32, device=device)
+        self.seq_lens = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
+        self.host_facts = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0)])
+        spans = [
+            (row, length - query, length) for row, (query, length) in enumerate(zip([19, 7], self.lengths, strict=True))
+        ]
+        slots = [self.slot(row, position) for row, start, stop in spans for position in range(start, stop)]
+        self.slot_mapping = torch.tensor(slots + [0] * 6, device=device)
+
+    def slot(self, row: int, position: int) -> int:
+        return int(self.block_table[row, position // BLOCK]) * BLOCK + position % BLOCK
+
+    def write(self) -> None:
+        ops.kv_write(self.k, self.v, self.k_cache, self.v_cache, self.slot_mapping, "reference")
+
+    def prefill(self, backend: str, window: int = 0, softcap: float = 0.0, sinks: bool = False) -> Tensor:
+        return ops.prefill_attention(*self.prefill_arguments(backend, window, softcap, sinks))
+
+    def prefill_arguments(
+        self, backend: str, window: int = 0, softcap: float = 0.0, sinks: bool = False
+    ) -> tuple[Any, ...]:
+        return (
+            self.q, self.k, self.v, self.k_cache, self.v_cache, self.block_table, self.cu_seqlens_q, self.seq_lens,
+            self.host_facts, self.sinks if sinks else None, 0.3, window, softcap, backend,
+        )  # fmt: skip
+
+
+def test_opcheck_passes_on_every_op() -> None:
+    case = Case()
+    write = (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping[:], "reference")
+    torch.library.opcheck(ops.kv_write, write)
+    for sinks in (False, True):
+        torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
+    decode = (
+        case.q[:3],
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        case.seq_lens,
+        case.sinks,
+        0.3,
+        9,
+        2.0,
+        "reference",
+    )
+    torch.library.opcheck(ops.decode_attention, decode)
+
+
+def test_keys_land_in_their_slots_and_nowhere_else() -> None:
+    case = Case()
+    before = case.k_cache.clone()
+    case.write()
+    flat, old = case.k_cache.flatten(0, 1), before.flatten(0, 1)
+    slots = case.slot_mapping[:26]
+    assert torch.equal(flat[slots], case.k[:26])
+    untouched = torch.ones(len(flat), dtype=torch.bool)
+    untouched[case.slot_mapping] = False
+    assert torch.equal(flat[untouched], old[untouched])
+
+
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}, {"window": 9, "softcap": 2.0, "sinks": True}]
+)
+def test_the_reference_is_the_textbook_formula(rules: dict[str, Any]) -> None:
+    """One query, one head, written out in float64 with Python's math."""
+    case = Case()
+    case.write()
+    out = case.prefill("reference", **rules)
+    row, head, token = 1, 4, 24  # the sixth of seven queries behind a prefix of 21
+    position = 21 + 5
+    first = max(0, position - rules["window"] + 1) if rules.get("window") else 0
+    keys = [case.k_cache.flatten(0, 1)[case.slot(row, at), head // 3].double() for at in range(first, position + 1)]
+    values = [case.v_cache.flatten(0, 1)[case.slot(row, at), head // 3].double() for at in range(first, position + 1)]
+    scores = [0.3 * float(case.q[token, head].double() @ key) for key in keys]
+    if rules.get("softcap"):
+        scores = [2.0 * math.tanh(score / 2.0) for score in scores]
+    weights = [math.exp(score) for score in scores]
+    total = sum(weights) + (math.exp(float(case.sinks[head])) if rules.get("sinks") else 0.0)
+    expected = sum(weight / total * value for weight, value in zip(weights, values, strict=True))
+    torch.testing.assert_close(out[token, head].double(), expected, atol=1e-6, rtol=1e-5)
+    assert torch.equal(out[26:], torch.zeros_like(out[26:])), "padding rows are zeros"
+
+
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+    """A FlashAttention in ten lines: packed in, output and log-sum-exp out, without sinks."""
+    outs, sums = [], []
+    starts_q, starts_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
+    for begin_q, end_q, begin_k, end_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        if end_q == begin_q:
+            continue
+        query, key, value = q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]
+        outs.append(reference.attend(query, key, value, rules.scale, rules.window, rules.softcap, None))
+        one = torch.zeros(len(key), HEADS // len(key[0]) * len(key[0]), 1)[:, :KV_HEADS]
+        share = reference.attend(
+            query, key, torch.ones_like(one), rules.scale, rules.window, rules.softcap, torch.zeros(HEADS)
+        )
+        total = share[..., 0].double()  # exp(lse) / (exp(lse) + 1), since the sink is exp(0)
+        sums.append((total / (1 - total)).log().float().T)
+    return VarlenResult(torch.cat(outs), torch.cat(sums, dim=1))
+
+
+@pytest.mark.parametrize("prefix", [0, 21])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_flash_adapter_gathers_pages_and_applies_sinks(prefix: int, sinks: bool) -> None:
+    """With a plain varlen attention in place of a package: the adapter itself is what is tested."""
+    case = Case(prefix=prefix)
+    case.write()
+    pages = Pages(case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_facts)
+    rules = Rules(0.3, 9, 0.0, case.sinks if sinks else None)
+    out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, pages, rules)
+    torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)
+
+
+FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", [*FLASH, "triton"])
+@pytest.mark.parametrize("prefix", [0, 21])
+@pytest.mark.parametrize("rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}])
+def test_each_prefill_backend_equals_the_reference(backend: str, prefix: int, rules: dict[str, Any]) -> None:
+    """What is not installed on this machine skips by name."""
+    from tcdeploy.environment import installed_flash_packages
+
+    if backend.startswith("flash-attn") and backend not in dict(installed_flash_packages()):
+        pytest.skip(f"{backend} is not installed")
+    if backend == "torch-flash" and rules.get("softcap"):
+        pytest.skip("torch's FlashAttention has no soft-capping: the plan rejects it")
+    case = Case("cuda", torch.bfloat16, prefix, dim=64)
+    case.write()
+    out, expected = case.prefill(backend, **rules).float(), case.prefill("reference", **rules).float()
+    assert not out.isnan().any()
+    assert (out - expected).norm() / expected.norm() < 1e-2
+    assert torch.equal(out[26:], torch.zeros_like(out[26:]))
+
+
+@pytest.mark.gpu
+def test_opcheck_passes_on_the_gpu() -> None:
+    case = Case("cuda", torch.bfloat16, dim=64)
+    torch.library.opcheck(ops.kv_write, (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping, "triton"))
+    torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("torch-flash"))
+    torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("triton", 9, 2.0, True))
+    decode = (
+        case.q[:3],
+        case.k_cache,
+        case.v_cache,
+        case.block_table,
+        case.seq_lens,
+        case.sinks,
+        0.3,
+        9,
+        2.0,
+        "triton",
+    )
+    torch.library.opcheck(ops.decode_attention, decode)

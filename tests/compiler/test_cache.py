@@ -1,0 +1,211 @@
+"""The cache folder under use and abuse, through the real command in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import cli_command, cli_environment
+from tests.families import save_config
+
+BUCKETS = ("--buckets", "16,48", "--batch-sizes", "1,3")
+NUMBER_OF_BUCKETS = 4
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of a small llama: each process compiles in seconds."""
+    return save_config("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def warm(model: str, cache: Path, *more: str) -> list[str]:
+    return ["warm", model, "--load-format", "dummy", *BUCKETS, "--cache-dir", str(cache), "--json", *more]
+
+
+def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
+    assert result.returncode in (0, 6), result.stderr
+    return [record["outcome"] for record in json.loads(result.stdout)["buckets"]]
+
+
+@pytest.fixture(scope="module")
+def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A cache folder filled by one cold run, and the home it was filled under."""
+    home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
+    result = subprocess.run(
+        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=cli_environment(home)
+    )
+    assert result.returncode == 6, "a cold run cannot meet --require-hit: " + result.stderr
+    assert "4 of 4 buckets had to compile" in result.stderr
+    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+    return cache, home
+
+
+@contextlib.contextmanager
+def mounted(target: Path, *options: str) -> Iterator[Path]:
+    """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
+    target.mkdir(exist_ok=True)
+    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=True)
+
+
+def test_a_moved_cache_under_another_home_hits_in_every_bucket(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere" / "deeper" / "cache"
+    shutil.copytree(warmed[0], moved)
+    result = run_cli(*warm(model, moved, "--require-hit"))
+    assert result.returncode == 0, result.stderr
+    assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
+    document = json.loads(result.stdout)
+    for record in document["buckets"]:
+        assert record["cache_misses"] == 0 and record["cache_hits"] == record["programs"] == 1
+        assert record["cold_seconds"] > record["compile_seconds"], "the manifest kept what the cold run took"
+    assert document["plan"]["cache_dir"] == str(moved)
+
+
+def test_the_cache_folder_holds_everything_and_home_holds_nothing(warmed: tuple[Path, Path]) -> None:
+    cache, home = warmed
+    assert {path.name for path in cache.iterdir()} >= {"fxgraph", "aotautograd", "triton", "manifests"}
+    assert not list(home.rglob("*.so"))
+
+
+def test_an_inductor_folder_that_is_set_already_is_used(run_cli: Any, model: str, warmed: tuple[Path, Path]) -> None:
+    arguments = [
+        item for item in warm(model, warmed[0], "--require-hit") if item not in ("--cache-dir", str(warmed[0]))
+    ]
+    result = run_cli(*arguments, TORCHINDUCTOR_CACHE_DIR=str(warmed[0]))
+    assert result.returncode == 0, result.stderr
+    assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
+
+
+def test_another_bucket_is_a_miss_and_the_old_ones_stay_hits(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    arguments = [item if item != "16,48" else "16,32,48" for item in warm(model, cache, "--require-hit")]
+    result = run_cli(*arguments)
+    assert result.returncode == 6
+    assert "1 of 5 buckets had to compile: prefill:32" in result.stderr
+    assert outcomes(result) == ["hit", "miss", "hit", "hit", "hit"]
+
+
+def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    runs = [
+        subprocess.Popen(
+            cli_command(*warm(model, cache)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=cli_environment(tmp_path / f"home{number}"),
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    for run in runs:
+        _, stderr = run.communicate(timeout=600)
+        assert run.returncode == 0, stderr
+    after = subprocess.run(
+        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=cli_environment(tmp_path)
+    )
+    assert after.returncode == 0, after.stderr
+
+
+@pytest.mark.parametrize("finished_buckets", [0, 1, 3])
+def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, finished_buckets: int) -> None:
+    """kill -9 a moment into the bucket after `finished_buckets`: what was done is kept, the rest is done again."""
+    cache = tmp_path / "cache"
+    environment = {**cli_environment(tmp_path), "PYTHONUNBUFFERED": "1"}
+    run = subprocess.Popen(
+        cli_command(*warm(model, cache)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    assert run.stderr is not None
+    awaited = f"[{finished_buckets}/" if finished_buckets else "compile ..."
+    for line in run.stderr:
+        if line.startswith(awaited):
+            break
+    time.sleep(1.5)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert run.returncode == -signal.SIGKILL, "it finished before it was killed"
+    assert not list((cache / "manifests").glob("*.json")), "a manifest says that all buckets are done"
+    again = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=environment)
+    assert outcomes(again).count("hit") >= finished_buckets
+    last = subprocess.run(
+        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=environment
+    )
+    assert last.returncode == 0, last.stderr
+
+
+def test_a_corrupt_manifest_is_named_and_the_programs_stay(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    (manifest,) = (cache / "manifests").glob("*.json")
+    manifest.write_bytes(manifest.read_bytes()[:200])
+    result = run_cli(*warm(model, cache))
+    assert result.returncode == 5
+    assert f"error: the manifest {manifest} is corrupt" in result.stderr and f"rm {manifest}" in result.stderr
+    manifest.unlink()
+    assert run_cli(*warm(model, cache, "--require-hit")).returncode == 0
+
+
+def test_a_read_only_cache_folder_is_a_clear_error(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "read-only") as folder:
+        shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        result = run_cli(*warm(model, folder))
+    assert result.returncode == 1
+    assert f"error: the cache folder {folder} is on a read-only file system" in result.stderr
+    assert "hint:" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_cache_folder_that_is_a_file_is_a_clear_error(run_cli: Any, model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    result = run_cli(*warm(model, tmp_path / "file"))
+    assert result.returncode == 1
+    assert f"error: the cache folder {tmp_path / 'file'} cannot be written" in result.stderr
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+def test_a_folder_without_room_for_the_buckets_is_refused_first(run_cli: Any, model: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "-o", "size=2m") as folder:
+        result = run_cli(*warm(model, folder))
+        left = [path for path in folder.rglob("*") if path.is_file()]
+    assert result.returncode == 7
+    assert "MiB free" in result.stderr and "may need" in result.stderr
+    assert left == [], "nothing was begun"
+
+
+def test_a_disk_that_fills_up_while_warming_keeps_what_was_cached(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A folder with a valid cache, then full but for 300 KB: a new bucket cannot be written, the old ones still hit."""
+    with mounted(tmp_path / "full", "-o", "size=60m") as folder:
+        shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        (folder / "filler").write_bytes(b"x" * (free - 300_000))
+        arguments = [item if item != "16,48" else "16,48,64" for item in warm(model, folder)]
+        result = run_cli(*arguments)
+        assert result.returncode == 7, result.stderr
+        assert f"error: the disk of the cache folder {folder} is full" in result.stderr
+        assert "Traceback" not in result.stderr
+        (folder / "filler").unlink()
+        again = run_cli(*warm(model, folder, "--require-hit"))
+    assert again.returncode == 0, again.stderr

@@ -1,0 +1,380 @@
+"""The manifest comes back as it was written, is replaced whole or not at all, and is never half believed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.compiler.manifest import (
+    SCHEMA_VERSION,
+    BucketRecord,
+    Manifest,
+    Parity,
+    make_manifest,
+    manifest_path,
+    read_manifest,
+    write_manifest,
+)
+from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.plan import make_plan
+from tests.machines import H100, LLAMA_8B, ask
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RECORD = BucketRecord(
+    bucket="prefill:512",
+    outcome="miss",
+    compile_seconds=12.5,
+    capture_seconds=0.25,
+    check_seconds=1.0,
+    compiles=2,
+    programs=1,
+    cache_hits=0,
+    cache_misses=2,
+    graph_breaks=0,
+    captured=True,
+    parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, True),
+    peak_memory_bytes=17 << 30,
+    cold_seconds=12.5,
+)
+WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
+PLAN = make_plan(ask(context=4096), H100, LLAMA_8B)
+MANIFEST = make_manifest(PLAN, H100, {"import": 3.0, "compile": 14.0}, [RECORD, WARM])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return manifest_path(tmp_path, PLAN.key)
+
+
+@pytest.fixture
+def written(path: Path) -> Path:
+    write_manifest(path, MANIFEST)
+    return path
+
+
+def names_beside(path: Path) -> list[str]:
+    return sorted(item.name for item in path.parent.iterdir())
+
+
+def as_read(manifest: Manifest) -> dict[str, Any]:
+    """What JSON makes of a manifest: tuples become lists."""
+    return json.loads(json.dumps(asdict(manifest)))
+
+
+def corruption(path: Path) -> IntegrityError:
+    """The error that reading must raise, which names the file and says what to do."""
+    with pytest.raises(IntegrityError) as caught:
+        read_manifest(path)
+    assert caught.value.exit_code == 5
+    assert str(path) in caught.value.message
+    assert f"rm {path}" in caught.value.hint
+    return caught.value
+
+
+def change(path: Path, edit: Any) -> None:
+    """Rewrite the manifest after `edit` has changed its document in place."""
+    document = json.loads(path.read_text())
+    edit(document)
+    path.write_text(json.dumps(document))
+
+
+def test_a_manifest_comes_back_as_it_was_written(written: Path) -> None:
+    found = read_manifest(written)
+    assert found is not None
+    assert found.buckets == (RECORD, WARM)
+    assert as_read(found) == as_read(MANIFEST)
+    assert found.schema == SCHEMA_VERSION
+    assert found.plan["key"] == PLAN.key and found.environment["gpu"] == H100.gpu
+
+
+def test_the_file_is_named_after_the_plan_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    write_manifest(manifest_path(str(tmp_path / "new" / "cache"), "abc"), MANIFEST)
+    assert [item.relative_to(tmp_path) for item in tmp_path.rglob("*.json")] == [Path("new/cache/manifests/abc.json")]
+
+
+def test_cold_seconds_are_those_of_the_buckets_that_have_them() -> None:
+    assert MANIFEST.cold_seconds() == {"prefill:512": 12.5}
+
+
+def test_a_bucket_s_seconds_are_those_of_its_three_steps() -> None:
+    assert RECORD.seconds == 13.75
+
+
+def test_figures_that_are_not_numbers_come_back_too(path: Path) -> None:
+    odd = replace(RECORD, parity=replace(RECORD.parity, kl=float("inf"), relative_difference=float("-inf")))
+    write_manifest(path, replace(MANIFEST, buckets=(odd,)))
+    found = read_manifest(path)
+    assert found is not None and found.buckets == (odd,)
+
+
+def test_no_manifest_is_none_and_not_an_error(path: Path) -> None:
+    assert read_manifest(path) is None
+    path.parent.mkdir(parents=True)
+    assert read_manifest(path) is None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_manifest_cut_short_anywhere_is_an_integrity_error(written: Path, seed: int) -> None:
+    whole = written.read_bytes()
+    written.write_bytes(whole[: random.Random(seed).randrange(len(whole))])
+    corruption(written)
+
+
+def test_an_empty_manifest_and_one_without_its_last_byte_are_corrupt(written: Path) -> None:
+    whole = written.read_bytes()
+    for content in (b"", whole[:1], whole[:-1]):
+        written.write_bytes(content)
+        corruption(written)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_changed_byte_gives_a_manifest_or_an_integrity_error_and_nothing_else(written: Path, seed: int) -> None:
+    source = random.Random(seed)
+    damaged = bytearray(written.read_bytes())
+    damaged[source.randrange(len(damaged))] = source.randrange(256)
+    written.write_bytes(damaged)
+    try:
+        found = read_manifest(written)
+    except IntegrityError as error:
+        assert str(written) in error.message
+    else:
+        assert isinstance(found, Manifest)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not json",
+        b'{"schema": 1,}',
+        b"{'schema': 1}",
+        b"[]",
+        b"[1, 2]",
+        b'"text"',
+        b"1",
+        b"null",
+        b"true",
+        b"{}",
+        b"\xff\xfe\x00\x01",
+        b'{"schema": 1, "plan": "\xe9"}',
+    ],
+)
+def test_what_is_no_manifest_at_all_is_corrupt(written: Path, content: bytes) -> None:
+    written.write_bytes(content)
+    corruption(written)
+
+
+@pytest.mark.parametrize("schema", [0, 2, SCHEMA_VERSION + 1, "1", None, [1]])
+def test_another_schema_is_named_beside_the_one_that_is_read(written: Path, schema: Any) -> None:
+    change(written, lambda document: document.update(schema=schema))
+    assert f"schema {schema}, and this version reads {SCHEMA_VERSION}" in corruption(written).message
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Manifest)])
+def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> None:
+    change(written, lambda document: document.pop(name))
+    assert name in corruption(written).message
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
+def test_a_missing_field_of_a_bucket_is_named_even_where_it_has_a_default(written: Path, name: str) -> None:
+    change(written, lambda document: document["buckets"][1].pop(name))
+    assert name in corruption(written).message
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Parity)])
+def test_a_missing_field_of_the_parity_is_named(written: Path, name: str) -> None:
+    change(written, lambda document: document["buckets"][0]["parity"].pop(name))
+    assert name in corruption(written).message
+
+
+@pytest.mark.parametrize("place", ["bucket", "parity"])
+def test_a_field_nobody_knows_is_named(written: Path, place: str) -> None:
+    def add(document: dict[str, Any]) -> None:
+        bucket = document["buckets"][0]
+        (bucket if place == "bucket" else bucket["parity"])["novelty"] = 1
+
+    change(written, add)
+    assert "novelty" in corruption(written).message
+
+
+@pytest.mark.parametrize("buckets", [None, 3, "text", [1], ["bucket"], [None], [[]], {"a": 1}])
+def test_buckets_of_another_shape_are_corrupt(written: Path, buckets: Any) -> None:
+    change(written, lambda document: document.update(buckets=buckets))
+    corruption(written)
+
+
+@pytest.mark.parametrize("parity", [None, 3, "text", [], [1]])
+def test_a_parity_of_another_shape_is_corrupt(written: Path, parity: Any) -> None:
+    change(written, lambda document: document["buckets"][0].update(parity=parity))
+    corruption(written)
+
+
+# Writing
+
+
+def test_a_second_manifest_replaces_the_first(written: Path) -> None:
+    write_manifest(written, replace(MANIFEST, stage_seconds={"compile": 1.0}))
+    found = read_manifest(written)
+    assert found is not None and found.stage_seconds == {"compile": 1.0}
+    assert names_beside(written) == [written.name]
+
+
+WRITE_STEPS = {"folder": "Path.mkdir", "dump": "json.dump", "sync": "os.fsync", "rename": "os.replace"}
+
+
+def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one step of writing fail; a dump fails only after it has written half of the document."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        if step == "dump":
+            document, file = arguments
+            file.write(json.dumps(document)[:2000])
+            file.flush()
+        raise error
+
+    monkeypatch.setattr(f"tcdeploy.compiler.manifest.{WRITE_STEPS[step]}", fail)
+
+
+@pytest.mark.parametrize("step", WRITE_STEPS)
+def test_a_full_disk_is_a_space_error_and_leaves_the_old_manifest(
+    written: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written.read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(SpaceError) as caught:
+        fail_at(step, OSError(errno.ENOSPC, "No space left on device"), patch)
+        write_manifest(written, replace(MANIFEST, stage_seconds={}))
+    assert caught.value.exit_code == 7
+    assert str(written) in caught.value.message
+    assert written.read_bytes() == before
+    assert names_beside(written) == [written.name]
+
+
+@pytest.mark.parametrize("step", WRITE_STEPS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error"), RuntimeError("any")])
+def test_any_other_failure_passes_through_and_leaves_the_old_manifest(
+    written: Path, step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written.read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(type(error)) as caught:
+        fail_at(step, error, patch)
+        write_manifest(written, replace(MANIFEST, stage_seconds={}))
+    assert caught.value is error
+    assert written.read_bytes() == before
+    assert names_beside(written) == [written.name]
+
+
+def test_what_json_cannot_hold_leaves_nothing_behind(path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_manifest(path, replace(MANIFEST, plan={"key": object()}))
+    assert names_beside(path) == []
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (steps.append(name), real(*a))[1])
+    write_manifest(path, MANIFEST)
+    assert steps == ["fsync", "replace"]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """A tmpfs of that size on `folder`; the test skips where mounting is not allowed."""
+    options = f"size={kilobytes}k"
+    mount = shutil.which("mount")
+    if (
+        not mount
+        or subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_really_full_leaves_the_old_manifest(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kilobytes=64):
+        path = manifest_path(tmp_path, "key")
+        write_manifest(path, MANIFEST)
+        before = path.read_bytes()
+        with contextlib.suppress(OSError), open(tmp_path / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 4096)
+        with pytest.raises(SpaceError):
+            write_manifest(path, replace(MANIFEST, stage_seconds={}))
+        assert path.read_bytes() == before
+        assert names_beside(path) == [path.name]
+        (tmp_path / "filler").unlink()
+        write_manifest(path, replace(MANIFEST, stage_seconds={}))
+        found = read_manifest(path)
+        assert found is not None and found.stage_seconds == {}
+
+
+def test_who_may_read_the_cache_may_read_its_manifest(path: Path) -> None:
+    """An image warms its cache as root and serves from it as somebody else: mkstemp's 0600 must not stay."""
+    before = os.umask(0o022)
+    try:
+        write_manifest(path, MANIFEST)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tests.compiler.test_manifest import MANIFEST, RECORD
+from tcdeploy.compiler.manifest import write_manifest
+path, name = Path(sys.argv[1]), sys.argv[2]
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    buckets = tuple(replace(RECORD, bucket=f"{name}:{number}") for _ in range(1 + 20 * (name == "long")))
+    write_manifest(path, replace(MANIFEST, buckets=buckets))
+"""
+
+
+def test_two_processes_that_write_at_once_never_show_a_torn_manifest(path: Path) -> None:
+    """One writes long manifests, the other short ones, 50 each; all that is read meanwhile is one or the other."""
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, path, name], env=environ, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for name in ("long", "short")
+    ]  # fmt: skip
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    seen: set[str] = set()
+    while any(writer.poll() is None for writer in writers) or not seen:
+        found = read_manifest(path)
+        if found is not None:
+            [bucket] = {record.bucket for record in found.buckets}
+            assert len(found.buckets) == (21 if bucket.startswith("long") else 1)
+            seen.add(bucket)
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    assert len(seen) > 2
+    assert names_beside(path) == [path.name]

@@ -1,0 +1,125 @@
+"""Programs counted, on small models of many families: one per bucket and kind of layer, right, and never one more."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.programs import sealed
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.errors import RecompileError
+from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.recipe import build_recipe
+from tests.families import KINDS_OF_LAYERS, SERVED, WINDOW, save_config
+
+BUCKET, BATCH = 48, 3
+
+
+def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
+    """A dummy deployment in a process whose programs are forgotten first, so that every count starts at zero."""
+    torch._dynamo.reset()
+    asked = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
+    return prepare(build_recipe({**asked, "cache_dir": cache_dir}, environ={}))
+
+
+@pytest.fixture(scope="module", params=list(SERVED))
+def family(request: pytest.FixtureRequest, cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    deployment = deploy(save_config(request.param, tmp_path_factory.mktemp(request.param)), cache_dir)
+    return request.param, deployment
+
+
+def test_each_bucket_has_one_program_per_kind_of_layer(family: Any) -> None:
+    name, deployment = family
+    kinds = KINDS_OF_LAYERS.get(name, 1)
+    assert len(deployment.architecture.attentions) > kinds, "fewer kinds than layers, or the count proves nothing"
+    assert [record.programs for record in deployment.records] == [kinds, kinds]
+    assert [record.graph_breaks for record in deployment.records] == [0, 0]
+
+
+def test_compiled_logits_are_those_of_eager_transformers(family: Any) -> None:
+    """Prefill packs a prompt longer than the window; the difference is rounding in float32."""
+    _, deployment = family
+    for record in deployment.records:
+        assert record.parity.relative_difference < 1e-5, record
+        assert record.parity.kl < 1e-5, record
+
+
+def test_generating_past_the_window_equals_transformers_generate(family: Any) -> None:
+    """Chunks, the paged prefix, window, soft-capping and sinks, token for token over 40 tokens and 130 of prompt."""
+    name, deployment = family
+    prompts = [
+        [(7 * position + row) % 250 + 3 for position in range(length)] for row, length in enumerate((130, 5, 47))
+    ]
+    assert max(map(len, prompts)) > WINDOW + BUCKET
+    with measured() as serving, sealed():
+        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=40))
+    assert serving.counts.compiles == 0
+    model = deployment.engine.runner.model
+    model.set_attn_implementation("eager")
+    try:
+        with torch.compiler.set_stance("force_eager"):
+            for prompt, answer in zip(prompts, ours, strict=True):
+                assert answer == greedy(model, prompt, 40), name
+    finally:
+        model.set_attn_implementation("tcdeploy")
+
+
+def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """The highest logit each time, from a whole pass without any cache: nothing to share a mistake with."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(new_tokens):
+            ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize(("region", "programs"), [("blocks", 2), ("model", 1)])
+def test_other_regions_have_their_own_count(region: str, programs: int, cache_dir: str, tmp_path: Path) -> None:
+    deployment = deploy(save_config("llama", tmp_path), cache_dir, region=region)
+    assert [record.programs for record in deployment.records] == [programs, programs]
+    assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
+
+
+def test_a_dynamic_range_is_one_program(cache_dir: str, tmp_path: Path) -> None:
+    """Every length of the range, and chunks of longer prompts, run the one program that warm-up made."""
+    deployment = deploy(save_config("llama", tmp_path), cache_dir, shapes="dynamic", batch_sizes=(1, BATCH))
+    record = deployment.records[0]
+    assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", 1, 0)
+    prompts = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
+    with measured() as serving, sealed():
+        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    assert serving.counts.compiles == 0
+    static = deploy(save_config("llama", tmp_path), cache_dir, batch_sizes=(1, BATCH))
+    assert ours == static.engine.generate(prompts, SamplingParams(max_new_tokens=4))
+
+
+def test_the_mlp_of_every_family_is_found(family: Any) -> None:
+    from tcdeploy.compiler.regions import find_layers
+
+    name, deployment = family
+    layers = find_layers(deployment.engine.runner.model, deployment.architecture)
+    assert len({id(layer.layer) for layer in layers}) == len(deployment.architecture.attentions), name
+    for layer in layers:
+        inside = {id(parameter) for module in (layer.attention, *layer.mlp) for parameter in module.parameters()}
+        left = [
+            path
+            for path, parameter in layer.layer.named_parameters()
+            if id(parameter) not in inside and parameter.ndim > 1
+        ]
+        assert len(layer.mlp) == 1 and not left, f"{name}: {left} belong to no block"
+
+
+def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: Any) -> None:
+    """What sealed() is for: the model called with a shape of nobody's bucket."""
+    runner = tiny_deployment.engine.runner
+    with pytest.raises(RecompileError, match="after warm-up"), sealed(), torch.no_grad():
+        runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
+
+
+def test_max_autotune_is_right_too(cache_dir: str, tmp_path: Path) -> None:
+    deployment = deploy(save_config("llama", tmp_path), cache_dir, mode="max-autotune")
+    assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)

@@ -1,0 +1,82 @@
+"""What the tests share: one warmed tiny deployment, small random models of any family, and runs of the real CLI."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = "builtin:tiny"
+TINY_BUCKETS = (32, 128)
+TINY_BATCH_SIZES = (1, 4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests skip, visibly, where torch sees no GPU; asked only when such a test was collected."""
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One compile cache for all in-process tests: torch reads its place once per process."""
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+@pytest.fixture(scope="session")
+def tiny_deployment(cache_dir: str) -> Any:
+    from tcdeploy.pipeline import prepare
+    from tcdeploy.recipe import build_recipe
+
+    flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
+    return prepare(build_recipe(flags, environ={}))
+
+
+@pytest.fixture(scope="session")
+def reference_tiny() -> Any:
+    """The same weights in plain transformers, as anyone would load them."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tcdeploy.models.load import locate
+
+    return AutoModelForCausalLM.from_pretrained(locate(TINY), dtype=torch.float32).eval()
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder."""
+
+    def run(*arguments: str, timeout: float = 600, **environ: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            cli_command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=cli_environment(tmp_path, **environ),
+        )
+
+    return run
+
+
+def cli_command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tcdeploy", *arguments]
+
+
+def cli_environment(home: Path, **environ: str) -> dict[str, str]:
+    kept = {
+        name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES") if name in os.environ
+    }
+    return {**kept, "HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environ}

@@ -1,0 +1,75 @@
+"""The engine's edges: what it refuses, what it gives back, and that a seed means the same tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.text import TextStream, chat_prompt
+from tcdeploy.errors import UsageError
+
+
+def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    with pytest.raises(UsageError, match="empty"):
+        engine.generate([[5, 6], []], SamplingParams(max_new_tokens=2))
+    assert engine.allocator.free == engine.allocator.capacity
+    assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0]) == 2
+
+
+def test_a_request_beyond_the_context_is_refused(tiny_deployment: Any) -> None:
+    context = tiny_deployment.plan.context
+    with pytest.raises(UsageError, match=f"exceed the context of {context}"):
+        tiny_deployment.engine.generate([[5] * (context - 3)], SamplingParams(max_new_tokens=4))
+    answer = tiny_deployment.engine.generate([[5] * (context - 4)], SamplingParams(max_new_tokens=4))[0]
+    assert len(answer) == 4, "exactly the context is served"
+
+
+def test_a_stream_that_is_dropped_frees_its_blocks(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    stream = engine.stream([[5] * 200, [7, 8, 9]] * 5, SamplingParams(max_new_tokens=50))
+    for _ in range(12):
+        next(stream)
+    assert engine.allocator.free < engine.allocator.capacity
+    stream.close()
+    assert engine.allocator.free == engine.allocator.capacity
+
+
+def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any) -> None:
+    params = SamplingParams(max_new_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=11)
+    engine = tiny_deployment.engine
+    alone = engine.generate([[40, 41, 42]], params)[0]
+    assert engine.generate([[40, 41, 42]], params)[0] == alone
+    assert engine.generate([[9] * 130, [40, 41, 42], [3]], params)[1] == alone
+    other = SamplingParams(max_new_tokens=25, temperature=0.9, top_k=50, top_p=0.95, seed=12)
+    assert engine.generate([[40, 41, 42]], other)[0] != alone
+
+
+def test_a_stop_token_ends_a_sequence_and_is_its_last(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    free = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20))[0]
+    stop = free[6]
+    stopped = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20, stop_token_ids=(stop,)))[0]
+    assert stopped == free[: free.index(stop) + 1]
+
+
+@pytest.mark.parametrize(
+    "text", ["plain words, 123.", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🏳️‍🌈", "e\u0301 combining"]
+)  # noqa: RUF001
+def test_streamed_text_is_the_decoded_text(tiny_deployment: Any, text: str) -> None:
+    tokenizer = tiny_deployment.tokenizer
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    stream = TextStream(tokenizer)
+    assert "".join(stream.push(token_id) for token_id in ids) == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_a_chat_prompt_is_the_models_template(tiny_deployment: Any) -> None:
+    tokenizer = tiny_deployment.tokenizer
+    rendered = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is a list?"}], add_generation_prompt=True, tokenize=False
+    )
+    ids = chat_prompt(tokenizer, "What is a list?")
+    assert tokenizer.decode(ids) == rendered
+    assert ids.count(tokenizer.bos_token_id) <= 1

@@ -1,0 +1,87 @@
+"""Machines and models to plan for, built by hand: no torch, and none of the hardware they describe.
+
+`dataclasses.replace` makes the variants, so a test shows only what matters to it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tcdeploy.architecture import Architecture, AttentionFacts
+from tcdeploy.environment import Environment
+from tcdeploy.plan import Decision, Plan
+from tcdeploy.recipe import Recipe
+
+GIB = 1 << 30
+
+H100 = Environment(
+    python="3.11.7",
+    torch="2.13.0",
+    transformers="5.23.0",
+    triton="3.7.1",
+    cuda="13.0",
+    driver="580.95.05",
+    gpu="NVIDIA H100 80GB HBM3",
+    gpu_capability=(9, 0),
+    gpu_memory_bytes=80 * GIB,
+    gpu_multiprocessors=132,
+    cpu="AVX512",
+    cpu_threads=16,
+    host_memory_bytes=128 * GIB,
+    compiler="g++ 13.2.0",
+    flash_packages=(),
+    user_cache_dir="/home/someone/.cache",
+)
+ALL_FLASH = (("flash-attn-2", "2.8.3"), ("flash-attn-3", "3.0.0"), ("flash-attn-4", "4.0.0"))
+LAPTOP = replace(
+    H100,
+    triton="",
+    cuda="",
+    driver="",
+    gpu="",
+    gpu_capability=(0, 0),
+    gpu_memory_bytes=0,
+    gpu_multiprocessors=0,
+    cpu="AVX2",
+    cpu_threads=8,
+    host_memory_bytes=64 * GIB,
+)
+
+
+def attentions(layers: int, **facts: Any) -> tuple[AttentionFacts, ...]:
+    """Equal attention blocks, by default those of Llama 8B: 32 heads of 128 over 8 kv heads, nothing special."""
+    plain = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "window": 0, "softcap": 0.0}
+    return tuple(
+        AttentionFacts(path=f"model.layers.{layer}.self_attn", **{**plain, "has_sinks": False, **facts})
+        for layer in range(layers)
+    )
+
+
+LLAMA_8B = Architecture("llama", "LlamaForCausalLM", 8_030_261_248, 131072, 128256, "bfloat16", attentions(32))
+GEMMA_2_9B = Architecture(  # soft-capped scores
+    "gemma2", "Gemma2ForCausalLM", 9_241_705_984, 8192, 256000, "bfloat16",
+    attentions(42, heads=16, head_dim=256, v_head_dim=256, softcap=50.0),
+)  # fmt: skip
+GPT_OSS_20B = Architecture(  # attention sinks
+    "gpt_oss", "GptOssForCausalLM", 20_914_757_184, 131072, 201088, "bfloat16",
+    attentions(24, heads=64, head_dim=64, v_head_dim=64, has_sinks=True),
+)  # fmt: skip
+DEEPSEEK_LITE = Architecture(  # keys wider than values
+    "deepseek_v2", "DeepseekV2ForCausalLM", 15_706_484_224, 163840, 102400, "bfloat16",
+    attentions(27, heads=16, kv_heads=16, head_dim=192, v_head_dim=128),
+)  # fmt: skip
+
+
+def ask(**fields: Any) -> Recipe:
+    return Recipe(**{"model": "someone/model", **fields})
+
+
+def decisions_on(plan: Plan, name: str) -> list[Decision]:
+    return [decision for decision in plan.decisions if decision.name == name]
+
+
+def decision_on(plan: Plan, name: str) -> Decision:
+    """The one decision of that name; more or fewer is the test's failure."""
+    [decision] = decisions_on(plan, name)
+    return decision

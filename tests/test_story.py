@@ -1,0 +1,103 @@
+"""The whole flow on the embedded model: recipe in, warmed programs out, and the tokens are transformers' own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.compiler.ledger import measured, read_counts
+from tcdeploy.compiler.programs import sealed
+from tcdeploy.engine.sequence import SamplingParams
+from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS
+
+TEXT = "The function returns a new list of the objects that were given to it, in the order of the arguments. "
+
+
+COMMON_WORDS = set(
+    "the a an of to in and or is are be for if that this it as by with not on from which at can will given used "
+    "return returns function value object objects list string name type class method argument arguments file "
+    "module python new number none true false default set sequence called instance attribute error raised "
+    "when all one two first second any same other using".split()
+)
+
+
+def prompt_of(tokenizer: Any, length: int) -> list[int]:
+    return tokenizer(TEXT * 40).input_ids[:length]
+
+
+def plain_greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
+    """What transformers' own generate answers."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+def stopping(model: Any, new_tokens: int) -> SamplingParams:
+    eos = model.generation_config.eos_token_id
+    return SamplingParams(max_new_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
+
+
+@pytest.mark.parametrize(
+    "length",
+    [1, TINY_BUCKETS[0] - 1, TINY_BUCKETS[0], TINY_BUCKETS[0] + 1, TINY_BUCKETS[-1], TINY_BUCKETS[-1] + 1, 5 * 128 - 3],
+)
+def test_greedy_tokens_equal_transformers_generate(tiny_deployment: Any, reference_tiny: Any, length: int) -> None:
+    """Shorter than a bucket, equal to one, and several times longer than the largest (taken in chunks)."""
+    prompt = prompt_of(tiny_deployment.tokenizer, length)
+    assert len(prompt) == length
+    ours = tiny_deployment.engine.generate([prompt], stopping(reference_tiny, 24))[0]
+    assert ours == plain_greedy(reference_tiny, prompt, 24)
+
+
+def test_a_batch_of_unequal_lengths_equals_each_prompt_alone(tiny_deployment: Any, reference_tiny: Any) -> None:
+    """More prompts than the largest decode bucket, so sequences enter as others leave."""
+    prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (3, 200, 32, 129, 1, 77, 640)]
+    ours = tiny_deployment.engine.generate(prompts, stopping(reference_tiny, 20))
+    assert ours == [plain_greedy(reference_tiny, prompt, 20) for prompt in prompts]
+
+
+def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
+    prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (1, 2, 31, 33, 64, 127, 128, 129, 700)]
+    with measured() as while_serving, sealed():
+        tiny_deployment.engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.7, seed=3))
+    assert while_serving.counts.compiles == 0, "on_compile_start fired"
+    assert while_serving.counts.programs == 0
+
+
+def test_the_count_of_compiles_can_rise() -> None:
+    """The counter behind the test above: an ordinary compile moves it."""
+    before = read_counts()
+    torch.compile(lambda x: x + 41, backend="eager")(torch.ones(3))
+    assert (read_counts() - before).compiles == 1
+
+
+def test_every_bucket_is_one_program_without_breaks_and_passed_its_check(tiny_deployment: Any) -> None:
+    records = tiny_deployment.records
+    assert [record.bucket for record in records] == [
+        *(f"prefill:{size}" for size in TINY_BUCKETS),
+        *(f"decode:{size}" for size in TINY_BATCH_SIZES),
+    ]
+    assert len(tiny_deployment.architecture.attentions) > 1
+    for record in records:
+        assert record.programs == 1, f"{record.bucket}: one program whatever the number of layers"
+        assert record.graph_breaks == 0
+        assert record.parity.passed and record.parity.relative_difference < 1e-4
+
+
+def test_blocks_are_free_again_when_all_sequences_are_done(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    assert engine.allocator.free == engine.allocator.capacity
+
+
+def test_greedy_text_is_english(tiny_deployment: Any) -> None:
+    """The embedded model is a real one: most of the words it writes are words of the library's documentation."""
+    tokenizer = tiny_deployment.tokenizer
+    ids = tiny_deployment.engine.generate(
+        [tokenizer("The function returns").input_ids], SamplingParams(max_new_tokens=60)
+    )[0]
+    words = [word.strip(".,;:()`'\"").lower() for word in tokenizer.decode(ids).split()]
+    assert len(words) >= 20
+    assert len(set(words)) >= 12, f"a loop of few words: {words}"
+    assert sum(word in COMMON_WORDS for word in words) >= len(words) * 0.4, words
