@@ -14,6 +14,7 @@ _import_started = time.perf_counter()
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -56,14 +57,18 @@ class Decided:
 
 @dataclass(frozen=True)
 class Deployment:
-    """A warmed model: `engine` serves it, `records` prove it. `tokenizer` is None where the model brings none."""
+    """A warmed model: `engine` serves it, `records` prove it."""
 
     plan: Plan
     architecture: Architecture
     engine: Engine
-    tokenizer: Any | None
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loaded when it is first asked for: warming needs none. Raises ModelError where the model brings none."""
+        return load_tokenizer(self.plan)
 
 
 def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = False) -> Deployment:
@@ -76,14 +81,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     with stages.stage("load"):
         cachedir.activate(plan.cache_dir, len(plan.buckets), source_hash())
         earlier = read_manifest(manifest_file)
-        tokenizer = load_tokenizer(plan)
         runner = _load(decided)
     with stages.stage("compile"):
         compile_regions(_regions(runner.model, decided), plan)
         cold_seconds = earlier.cold_seconds() if earlier else {}
         records = warm_buckets(runner, architecture, cold_seconds, measure, progress)
     write_manifest(manifest_file, make_manifest(plan, decided.environment, stages.seconds, records))
-    return Deployment(plan, architecture, Engine(runner), tokenizer, tuple(records), stages.seconds)
+    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds)
 
 
 def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | None = None) -> Decided:

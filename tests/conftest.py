@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
+
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
@@ -79,4 +81,11 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
     kept = {
         name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES") if name in os.environ
     }
-    return {**kept, "HOME": str(home), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", **environ}
+    return {
+        **kept,
+        "HOME": str(home),
+        "PYTHONPATH": str(ROOT),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        **environ,
+    }

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tcdeploy.architecture import Architecture
 from tcdeploy.environment import Environment
 from tcdeploy.errors import SpaceError, UsageError
-from tcdeploy.plan import Bucket, Plan, make_plan
+from tcdeploy.plan import PREFERRED_ATTENTION, Bucket, Plan, make_plan
 from tests.machines import (
     ALL_FLASH,
     DEEPSEEK_LITE,
@@ -65,7 +65,7 @@ def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> No
 def test_the_plan_of_an_h100() -> None:
     plan = plan_for(context=16384)
     assert (plan.device, plan.dtype, plan.graphs) == ("cuda", "bfloat16", "step")
-    assert (plan.prefill_attention, plan.decode_attention) == ("torch-flash", "triton")
+    assert (plan.prefill_attention, plan.decode_attention) == ("triton", "triton")
     assert [bucket.name for bucket in plan.buckets] == [
         "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
     ]  # fmt: skip
@@ -151,8 +151,8 @@ def test_a_dtype_that_was_asked_for_is_taken(environment: Environment) -> None:
     ("packages", "chosen"),
     [
         (("flash-attn-2", "flash-attn-3", "flash-attn-4"), "flash-attn-3"),
-        (("flash-attn-2", "flash-attn-4"), "torch-flash"),
-        ((), "torch-flash"),
+        (("flash-attn-2", "flash-attn-4"), "triton"),
+        ((), "triton"),
     ],
 )
 def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[str, ...], chosen: str) -> None:
@@ -161,47 +161,51 @@ def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[
     assert (plan.prefill_attention, decision.value, decision.is_fallback) == (chosen, chosen, False)
 
 
-def test_the_first_choice_says_that_it_is_the_fastest_and_later_ones_what_stood_before() -> None:
-    assert decision_on(plan_for(with_packages("flash-attn-3")), "prefill attention").reason == "the fastest installed"
-    assert decision_on(plan_for(), "prefill attention").reason == (
-        "not flash-attn-3: flash-attn-3 is not installed; the best of those that can run"
-    )
+def test_a_choice_says_why_and_what_stood_before_it() -> None:
+    first = decision_on(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
+    assert first == PREFERRED_ATTENTION["flash-attn-3"]
+    second = decision_on(plan_for(), "prefill attention").reason
+    assert second == PREFERRED_ATTENTION["triton"] + "; not flash-attn-3: flash-attn-3 is not installed"
+
+
+def without_triton(*packages: str) -> Environment:
+    return replace(with_packages(*packages), triton="")
+
+
+def test_without_triton_torchs_own_kernel_comes_before_the_package_of_the_same_kernel() -> None:
+    assert plan_for(without_triton("flash-attn-2")).prefill_attention == "torch-flash"
 
 
 def test_flash_attention_4_is_taken_only_when_asked_for() -> None:
     machine = with_packages("flash-attn-4")
-    assert plan_for(machine).prefill_attention == "torch-flash"
+    assert plan_for(machine).prefill_attention == "triton"
     plan = plan_for(machine, attention="flash-attn-4")
     assert (plan.prefill_attention, decision_on(plan, "prefill attention").reason) == ("flash-attn-4", "asked for")
 
 
-def test_a_soft_capped_model_without_flash_packages_takes_triton() -> None:
-    plan = plan_for(architecture=GEMMA_2_9B)
-    assert plan.prefill_attention == "triton"
+def test_a_soft_capped_model_passes_over_torchs_own_kernel() -> None:
+    plan = plan_for(without_triton("flash-attn-2"), GEMMA_2_9B)
+    assert plan.prefill_attention == "flash-attn-2"
     reason = decision_on(plan, "prefill attention").reason
     assert "not torch-flash: it has no logit soft-capping, which this model needs" in reason
-    assert "not flash-attn-2: flash-attn is not installed" in reason
-
-
-def test_a_soft_capped_model_takes_a_flash_package_where_there_is_one() -> None:
-    assert plan_for(with_packages("flash-attn-2"), GEMMA_2_9B).prefill_attention == "flash-attn-2"
-    assert plan_for(with_packages("flash-attn-2", "flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
+    assert "not triton: triton is not installed" in reason
+    assert plan_for(with_packages("flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
 
 
 def test_sinks_change_nothing_about_the_choice() -> None:
-    assert plan_for(architecture=GPT_OSS_20B, context=4096).prefill_attention == "torch-flash"
+    assert plan_for(architecture=GPT_OSS_20B, context=4096).prefill_attention == "triton"
+    assert plan_for(without_triton(), GPT_OSS_20B, context=4096).prefill_attention == "torch-flash"
 
 
 def test_a_model_with_narrower_values_takes_triton_and_says_why() -> None:
     plan = plan_for(replace(H100, flash_packages=ALL_FLASH), DEEPSEEK_LITE)
     assert plan.prefill_attention == "triton"
     reason = decision_on(plan, "prefill attention").reason
-    for backend in ("flash-attn-3", "torch-flash", "flash-attn-2"):
-        assert f"not {backend}: keys have head_dim 192 and values 128" in reason
+    assert "not flash-attn-3: keys have head_dim 192 and values 128" in reason
 
 
 def test_float32_on_a_gpu_takes_triton() -> None:
-    plan = plan_for(dtype="float32")
+    plan = plan_for(with_packages("flash-attn-3"), dtype="float32")
     assert plan.prefill_attention == "triton"
     assert "bfloat16 and float16 only" in decision_on(plan, "prefill attention").reason
 
@@ -458,7 +462,7 @@ def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
         {"batch_sizes": (1, 8)},
         {"dtype": "float16"},
         {"device": "cpu"},
-        {"attention": "triton"},
+        {"attention": "torch-flash"},
         {"context": 2048},
         {"block_size": 32},
         {"kv_blocks": 2000},
@@ -496,7 +500,7 @@ def test_the_cache_folder_and_the_share_of_memory_do_not_enter_the_key(change: d
 
 def test_what_was_asked_for_and_what_was_decided_alike_have_one_key() -> None:
     decided = plan_for(**SMALL)
-    asked = plan_for(**SMALL, device="cuda", dtype="bfloat16", attention="torch-flash", graphs="step", block_size=16)
+    asked = plan_for(**SMALL, device="cuda", dtype="bfloat16", attention="triton", graphs="step", block_size=16)
     assert asked.key == decided.key
 
 

@@ -40,7 +40,7 @@ class Tiles(NamedTuple):
 
 
 # What to tune on a GPU, all of it. The stages count one load more than usual: the block ids come before the keys.
-PREFILL_TILES = {64: Tiles(128, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 256: Tiles(128, 64, 8, 3)}  # by padded head_dim
+PREFILL_TILES = {64: Tiles(128, 64, 4, 3), 128: Tiles(64, 64, 4, 4), 256: Tiles(128, 64, 8, 3)}  # by padded head_dim
 PREFILL_TILES_FLOAT32 = Tiles(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
 DECODE_TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages` of them in flight
 DECODE_WARPS, DECODE_STAGES = 4, 5

@@ -16,7 +16,9 @@ from tcdeploy.recipe import Recipe
 @recipe_command
 def generate(
     recipe: Recipe,
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads stdin", show_default=False)],
+    prompt: Annotated[
+        str | None, typer.Argument(help="The text to continue; - reads stdin", show_default=False)
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all")] = 0,
@@ -32,12 +34,12 @@ def generate(
     from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    if prompt is None:
+        raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
     text = sys.stdin.read() if prompt == "-" else prompt
     with display.reporting() as progress:
         deployment = pipeline.prepare(recipe, progress)
     tokenizer = deployment.tokenizer
-    if tokenizer is None:
-        raise UsageError(f"{recipe.model} has no tokenizer", "add the tokenizer's files to its folder")
     if chat and not tokenizer.chat_template:
         raise UsageError(f"{recipe.model} has no chat template", "leave --chat out")
     stops = stop_token_ids(deployment.engine.runner.model.generation_config)

@@ -28,6 +28,8 @@ def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         name = given.pop("recipe")
         flags = {item.name: given.pop(item.name) for item in fields(Recipe)}
+        if name is not None and "prompt" in given and given["prompt"] is None:
+            given["prompt"], flags["model"] = flags["model"], None  # the recipe named the model: one argument is left
         try:
             command(build_recipe(flags, name), **given)
         except KeyboardInterrupt:  # typer would turn it into an exit without a word

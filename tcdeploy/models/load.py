@@ -49,17 +49,12 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         )
 
 
-def load_tokenizer(plan: Plan) -> Any | None:
-    """The model's tokenizer, or None where the folder holds none (a bare config with dummy weights)."""
-    try:
-        with _foreign_errors(plan.model):
-            return AutoTokenizer.from_pretrained(
-                locate(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
-            )
-    except TcdeployError:
-        if plan.load_format == "dummy":
-            return None
-        raise
+def load_tokenizer(plan: Plan) -> Any:
+    """The model's tokenizer. Raises ModelError where there is none (a bare config with dummy weights has none)."""
+    with _foreign_errors(plan.model):
+        return AutoTokenizer.from_pretrained(
+            locate(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
+        )
 
 
 def load_model(plan: Plan, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
@@ -143,6 +138,8 @@ def _translated(model: str, error: Exception) -> TcdeployError:
         )
     if "trust_remote_code" in text:
         return ModelError(f"{model} brings modelling code of its own", "read that code, then: --trust-remote-code")
+    if "tokenizer" in text.lower():
+        return ModelError(f"{model} has no tokenizer that transformers can load", "put the tokenizer's files beside it")
     if "does not appear to have a file named" in text and "safetensors" in text:
         return ModelError(f"{model} holds a config and no weights", "--load-format dummy runs it with random weights")
     return ModelError(f"{model} cannot be loaded: {_first_sentence(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")

@@ -10,6 +10,7 @@ calls the interface at all, or passes a sink or a bias, stands in no config.
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass, field
 from typing import Any
@@ -90,8 +91,11 @@ def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> nn.Mod
     fake_logger.setLevel(logging.CRITICAL)
     try:
         with _quiet_transformers(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=torch.bfloat16, attn_implementation=PROBE_NAME, trust_remote_code=trust_remote_code
+            model = AutoModelForCausalLM.from_config(  # a copy: transformers writes the attention's name into it
+                copy.deepcopy(config),
+                dtype=torch.bfloat16,
+                attn_implementation=PROBE_NAME,
+                trust_remote_code=trust_remote_code,
             ).eval()
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
             model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)

@@ -100,7 +100,6 @@ def test_a_list_that_is_none_says_what_one_looks_like() -> None:
         (("compile", "builtin:tiny", "--memory-fraction", "most"), "--memory-fraction"),
         (("compile", "builtin:tiny", "--context"), "--context"),
         (("compile", "builtin:tiny", "another"), "another"),
-        (("generate", "builtin:tiny"), "prompt"),
         (("complie",), "complie"),
     ],
 )
@@ -110,6 +109,13 @@ def test_what_the_parser_refuses_is_an_error_without_a_traceback(arguments: tupl
     assert (done.returncode, done.stdout) == (2, "")
     assert word in done.stderr.lower()
     assert "error:" in done.stderr.lower()
+
+
+def test_generate_wants_a_prompt_beside_the_model() -> None:
+    for arguments in (("generate", "builtin:tiny"), ("generate", "--recipe", "tiny")):
+        error, hint = refused(*arguments)
+        assert error == "no prompt was given"
+        assert "tcdeploy generate MODEL" in hint
 
 
 def test_no_command_at_all_shows_the_help() -> None:

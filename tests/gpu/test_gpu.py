@@ -89,15 +89,19 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     assert serving.counts.compiles == 0
 
 
-def test_flash_attention_4_serves_where_it_is_installed(cache_dir: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"])
+def test_each_flash_attention_that_is_installed_serves_a_whole_model(
+    backend: str, cache_dir: str, tmp_path: Path
+) -> None:
+    """Prompts of one token, of several chunks, and of a chunk with one token left."""
     from tcdeploy.environment import installed_flash_packages
 
-    if "flash-attn-4" not in dict(installed_flash_packages()):
-        pytest.skip("flash-attn-4 is not installed")
-    sizes = {"hidden_size": 256, "head_dim": 64}
-    folder = save_config("llama", tmp_path, **sizes)
-    deployment = deploy(folder, cache_dir, load_format="dummy", attention="flash-attn-4")
+    if backend != "torch-flash" and backend not in dict(installed_flash_packages()):
+        pytest.skip(f"{backend} is not installed")
+    folder = save_config("llama", tmp_path, hidden_size=256, head_dim=64)
+    deployment = deploy(folder, cache_dir, load_format="dummy", attention=backend)
     assert all(record.parity.passed for record in deployment.records)
+    deployment.engine.generate([*PROMPTS, [5] * 129], SamplingParams(max_new_tokens=4))
 
 
 def test_a_model_too_large_for_the_gpu_is_told_before_loading(run_cli: Any, tmp_path: Path) -> None:
