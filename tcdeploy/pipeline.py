@@ -83,7 +83,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         earlier = read_manifest(manifest_file)
         runner = _load(decided)
     with stages.stage("compile"):
-        compile_regions(_regions(runner.model, decided), plan)
+        compile_regions(_regions(runner.model, decided), plan, runner.step)
         cold_seconds = earlier.cold_seconds() if earlier else {}
         records = warm_buckets(runner, architecture, cold_seconds, measure, progress)
     write_manifest(manifest_file, make_manifest(plan, decided.environment, stages.seconds, records))

@@ -22,15 +22,16 @@ import torch._dynamo
 import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
 from torch import Tensor, nn
 
+from tcdeploy.attention.interface import StepInputs
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
-from tcdeploy.plan import Plan
+from tcdeploy.plan import Bucket, Plan
 
 PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 programs per code object by default
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], plan: Plan) -> None:
-    """Compile every region in place; torch makes the programs when each bucket first runs."""
+def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> None:
+    """Compile every region in place; torch makes the programs when each bucket first runs. `step` is the layers'."""
     limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
@@ -40,7 +41,7 @@ def compile_regions(regions: list[nn.Module], plan: Plan) -> None:
         region.compile(fullgraph=True, dynamic=False, mode=_inductor_mode(plan))
         for bucket in plan.buckets:
             if bucket.min_size:
-                _mark_lengths_dynamic(region, bucket.min_size, bucket.size)
+                _mark_lengths_dynamic(region, step, bucket)
 
 
 def _inductor_mode(plan: Plan) -> str | None:
@@ -49,8 +50,8 @@ def _inductor_mode(plan: Plan) -> str | None:
     return "max-autotune-no-cudagraphs" if plan.mode == "max-autotune" else None
 
 
-def _mark_lengths_dynamic(region: nn.Module, low: int, high: int) -> None:
-    """Tell torch, at the region's door, which sizes are token counts that vary between low and high.
+def _mark_lengths_dynamic(region: nn.Module, step: StepInputs, bucket: Bucket) -> None:
+    """Tell torch, at the region's door, which sizes are token counts that vary within the bucket.
 
     The tensors are made by the eager code before the region, so this is the first place that sees them. It wraps
     the slot that `module.compile()` fills: torch.nn.Module has no public hook that runs outside the program. Covered
@@ -60,24 +61,20 @@ def _mark_lengths_dynamic(region: nn.Module, low: int, high: int) -> None:
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
-        for tensor, dim in _token_dims(region, args, kwargs):
-            torch._dynamo.mark_dynamic(tensor, dim, min=low, max=high)
+        if step.is_prefill:
+            for tensor, dim in _token_dims(step, args, kwargs):
+                torch._dynamo.mark_dynamic(tensor, dim, min=bucket.min_size, max=bucket.size)
         return compiled(*args, **kwargs)
 
     region._compiled_call_impl = call  # type: ignore[assignment]
 
 
-def _token_dims(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-    """(tensor, dim) of everything sized by tokens that enters a region during prefill: [1, tokens, ...] and slots."""
-    steps: list[Any] = [module.tcdeploy.step for module in region.modules() if "tcdeploy" in vars(module)]  # type: ignore[union-attr]
-    if steps and not steps[0].is_prefill:
-        return
-    flat, _ = torch.utils._pytree.tree_flatten((args, kwargs))
-    tensors = [item for item in flat if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1]
-    for tensor in tensors:
-        yield tensor, 1
-    for step in steps[:1]:
-        yield step.slot_mapping, 0
+def _token_dims(step: StepInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+    """(tensor, dim) of everything sized by tokens that enters a region: what is [1, tokens, ...], and the slots."""
+    for item in torch.utils._pytree.tree_leaves((args, kwargs)):
+        if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1:
+            yield item, 1
+    yield step.slot_mapping, 0
 
 
 @contextlib.contextmanager

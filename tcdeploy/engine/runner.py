@@ -25,7 +25,7 @@ class ModelRunner:
     def __init__(self, model: PreTrainedModel, plan: Plan, step: StepInputs) -> None:
         self.model = model
         self.plan = plan
-        self._step = step  # the object that every layer's binding holds
+        self.step = step  # the object that every layer's binding holds
         self._buffers: dict[Bucket, StepBuffers] = {}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
@@ -79,7 +79,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
-        self._step.show(buffers.step)
+        self.step.show(buffers.step)
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
         keep = {"logits_to_keep": buffers.rows} if self._keeps_rows else {}
