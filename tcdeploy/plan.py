@@ -12,6 +12,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
+from tcdeploy import __version__
 from tcdeploy.architecture import Architecture
 from tcdeploy.capability import Accepted, Rejected, judge_backend
 from tcdeploy.environment import Environment
@@ -145,7 +146,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
 
 
 def _plan_key(fields: dict[str, object], environment: Environment, architecture: Architecture) -> str:
-    plain = [fields, environment.program_factors(), architecture]
+    plain = [__version__, fields, environment.program_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
@@ -312,6 +313,7 @@ def _decide_memory(
 ) -> KVSize:
     size = size_kv_cache(recipe, environment, architecture, device, dtype, demand)
     if size.context < demand.context:
+        log[:] = [decision for decision in log if decision.name != "context"]
         reason = f"KV memory ends before the model's {demand.context}"
         log.append(Decision("context", str(size.context), reason, is_fallback=True))
     log.append(Decision("KV blocks", f"{size.blocks} ({gib(size.kv_bytes)})", size.reason))

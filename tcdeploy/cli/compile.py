@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
@@ -20,17 +21,17 @@ def compile_model(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Compile MODEL and compare it with eager, bucket by bucket."""
-    from tcdeploy import pipeline
     from tcdeploy.cli import display
 
-    if dry_run:
-        display.show_plan(pipeline.decide(recipe).plan, json)
-        return
-    if explain_breaks:
-        with display.reporting() as progress:
-            breaks = pipeline.explain_breaks(recipe, progress)
-        display.show_breaks(breaks, json)
-        return
     with display.reporting() as progress:
-        deployment = pipeline.prepare(recipe, progress, measure=True)
-    display.show_compile_report(deployment, json)
+        from tcdeploy import pipeline
+
+        show: Callable[[Any, bool], None]
+        result: Any
+        if dry_run:
+            show, result = display.show_plan, pipeline.decide(recipe).plan
+        elif explain_breaks:
+            show, result = display.show_breaks, pipeline.explain_breaks(recipe, progress)
+        else:
+            show, result = display.show_compile_report, pipeline.prepare(recipe, progress, measure=True)
+    show(result, json)

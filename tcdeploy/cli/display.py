@@ -19,13 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tcdeploy.engine.warmup import TIMED_CONTEXT, timed_context
-from tcdeploy.plan import Plan
-
 if TYPE_CHECKING:
     from tcdeploy.compiler.explain import Break
     from tcdeploy.compiler.manifest import BucketRecord
     from tcdeploy.pipeline import Deployment
+    from tcdeploy.plan import Plan
 
 JSON_SCHEMA = 1
 PLAIN_WIDTH = 160
@@ -33,9 +31,11 @@ PLAIN_WIDTH = 160
 
 @contextmanager
 def reporting() -> Iterator[PlainProgress | BarProgress]:
-    """The progress for this stderr: bars on a terminal, lines elsewhere."""
+    """The progress for this stderr: bars on a terminal, lines elsewhere. It begins with the imports of torch."""
     if not sys.stderr.isatty():
-        yield PlainProgress()
+        plain = PlainProgress()
+        plain.stage("import")
+        yield plain
         return
     bars = Progress(
         TextColumn("{task.description}"),
@@ -45,7 +45,9 @@ def reporting() -> Iterator[PlainProgress | BarProgress]:
         console=Console(stderr=True),
     )
     with bars:
-        yield BarProgress(bars)
+        progress = BarProgress(bars)
+        progress.stage("import")
+        yield progress
 
 
 def _warn_of_fallbacks(plan: Plan) -> None:
@@ -56,7 +58,8 @@ def _warn_of_fallbacks(plan: Plan) -> None:
 
 def _outcome(record: BucketRecord) -> str:
     captured = ", captured" if record.captured else ""
-    return f"{record.outcome}, {record.programs} programs{captured}, KL {record.parity.kl:.1e}"
+    programs = "1 program" if record.programs == 1 else f"{record.programs} programs"
+    return f"{record.outcome}, {programs}{captured}, KL {record.parity.kl:.1e}"
 
 
 class PlainProgress:
@@ -138,10 +141,9 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
         )
     )  # fmt: skip
     plan = deployment.plan
-    held = timed_context(plan.kv_blocks, plan.block_size, plan.context, plan.decode_buckets[-1].size)
-    context = min(TIMED_CONTEXT, plan.context)
-    spread = f"{context} tokens" if held == context else f"{held} to {context} tokens"
-    print(f"ms: medians of whole steps, decode at a context of {spread}; differences: to transformers' own attention")
+    contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
+    held = " and ".join(str(context) for context in contexts)
+    print(f"ms: medians of whole steps, decode at a context of {held}; differences: to transformers' own attention")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_arguments(plan)}")
 
@@ -182,7 +184,7 @@ def _compile_row(record: BucketRecord) -> Sequence[str]:
         f"{record.compiled_ms:.2f}",
         f"{record.eager_ms / record.compiled_ms:.2f}x",
         f"{record.parity.max_difference:.2g}",
-        f"{max(record.parity.kl, 0.0):.1e}",
+        f"{record.parity.kl:.1e}",
         str(record.graph_breaks),
         f"{record.peak_memory_bytes / 2**30:.2f} GiB",
     )
@@ -199,7 +201,7 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         str(record.programs),
         str(record.graph_breaks),
         f"{record.parity.max_difference:.2g}",
-        f"{max(record.parity.kl, 0.0):.1e}",
+        f"{record.parity.kl:.1e}",
     )
 
 

@@ -27,18 +27,20 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
 ) -> None:
     """Continue PROMPT with MODEL."""
-    from tcdeploy import pipeline
     from tcdeploy.cli import display
-    from tcdeploy.compiler.programs import sealed
     from tcdeploy.engine.sequence import SamplingParams
-    from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
 
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
     text = sys.stdin.read() if prompt == "-" else prompt
     with display.reporting() as progress:
+        from tcdeploy import pipeline
+
         deployment = pipeline.prepare(recipe, progress)
+    from tcdeploy.compiler.programs import sealed
+    from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
+
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:
         raise UsageError(f"{recipe.model} has no chat template", "leave --chat out")

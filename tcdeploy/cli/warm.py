@@ -19,14 +19,18 @@ def warm(
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Compile, capture and check every bucket of MODEL into the cache folder; safe to repeat, also in parallel."""
-    from tcdeploy import pipeline
     from tcdeploy.cli import display
 
-    if dry_run:
-        display.show_plan(pipeline.decide(recipe).plan, json)
-        return
     with display.reporting() as progress:
-        deployment = pipeline.prepare(recipe, progress)
+        from tcdeploy import pipeline
+
+        if dry_run:
+            plan = pipeline.decide(recipe).plan
+        else:
+            deployment = pipeline.prepare(recipe, progress)
+    if dry_run:
+        display.show_plan(plan, json)
+        return
     display.show_warm_report(deployment, json)
     missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
     if require_hit and missed:

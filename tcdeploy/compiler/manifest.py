@@ -55,6 +55,7 @@ class BucketRecord:
     cold_seconds: float | None = None  # compile_seconds of the run that filled the cache
     eager_ms: float | None = None
     compiled_ms: float | None = None
+    timed_context: int | None = None  # tokens that each sequence held while the step was timed
 
     @property
     def seconds(self) -> float:

@@ -111,6 +111,7 @@ class _BucketWarmer:
             cold_seconds=cold_seconds,
             eager_ms=eager_ms,
             compiled_ms=compiled_ms,
+            timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
     def _runs(self) -> int:
@@ -195,17 +196,12 @@ class _BucketWarmer:
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
         if self.bucket.is_prefill:
             return [self._sequence(self.bucket.size)]
-        return [
-            self._sequence(
-                timed_context(self.plan.kv_blocks, self.plan.block_size, self.plan.context, self.bucket.size)
-            )
-            for _ in range(self.bucket.size)
-        ]
+        return [self._sequence(self._timed_context()) for _ in range(self.bucket.size)]
 
-
-def timed_context(kv_blocks: int, block_size: int, context: int, sequences: int) -> int:
-    """Tokens that each of `sequences` holds while a decode step is timed."""
-    return min(TIMED_CONTEXT, context, (kv_blocks - 1) // sequences * block_size)
+    def _timed_context(self) -> int:
+        """Tokens that each sequence of a decode bucket holds while a step is timed."""
+        held = (self.plan.kv_blocks - 1) // self.bucket.size * self.plan.block_size
+        return min(TIMED_CONTEXT, self.plan.context, held)
 
 
 def _median_ms(step: Callable[[], StepOutput]) -> float:
