@@ -140,12 +140,11 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
             [_compile_row(record) for record in deployment.records],
         )
     )  # fmt: skip
-    plan = deployment.plan
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     held = " and ".join(str(context) for context in contexts)
     print(f"ms: medians of whole steps, decode at a context of {held}; differences: to transformers' own attention")
     _print_totals(deployment)
-    print(f"next: tcdeploy warm {_arguments(plan)}")
+    print(f"next: tcdeploy warm {_same_arguments()}")
 
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:
@@ -170,7 +169,7 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
         )
     )
     _print_totals(deployment)
-    print(f'next: tcdeploy generate {_arguments(deployment.plan)} "The function returns"')
+    print(f'next: tcdeploy generate {_same_arguments()} "The function returns"')
 
 
 def _compile_row(record: BucketRecord) -> Sequence[str]:
@@ -218,17 +217,9 @@ def _print_totals(deployment: Deployment) -> None:
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
 
 
-def _arguments(plan: Plan) -> str:
-    """The flags that ask for this plan again."""
-    words = [plan.model]
-    if plan.load_format != "auto":
-        words += ["--load-format", plan.load_format]
-    words += ["--buckets", ",".join(str(bucket.size) for bucket in plan.prefill_buckets)]
-    words += ["--batch-sizes", ",".join(str(bucket.size) for bucket in plan.decode_buckets)]
-    if plan.prefill_buckets[0].min_size:
-        words += ["--shapes", "dynamic"]
-    words += ["--cache-dir", plan.cache_dir]
-    return shlex.join(words)
+def _same_arguments() -> str:
+    """The words after the command as they were typed, so that the next command means the same deployment."""
+    return shlex.join(word for word in sys.argv[2:] if word != "--require-hit")
 
 
 def _plan_table(plan: Plan) -> Table:
