@@ -29,7 +29,11 @@ class AttentionFacts:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal LM: `context` in tokens, `parameters` counted once when tied, `dtype` the checkpoint's own."""
+    """A causal LM: `context` in tokens, `parameters` counted once when tied, `dtype` the checkpoint's own.
+
+    `rope_limit` is the length beyond which its rotary factors depend on the longest sequence of a batch (longrope), so
+    that neighbours would change one another's answers; 0 where there is none.
+    """
 
     model_type: str
     class_name: str
@@ -38,6 +42,7 @@ class Architecture:
     vocab_size: int
     dtype: str
     attentions: tuple[AttentionFacts, ...]
+    rope_limit: int = 0
 
     @property
     def kv_values_per_token(self) -> int:

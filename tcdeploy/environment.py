@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 FLASH_PACKAGES = {  # backend -> (module that holds its interface, distribution that gives its version)
     "flash-attn-2": ("flash_attn", "flash-attn"),
@@ -85,12 +86,22 @@ def detect_environment() -> Environment:
         gpu_multiprocessors=properties.multi_processor_count if properties else 0,
         cpu=torch.backends.cpu.get_cpu_capability(),
         cpu_threads=torch.get_num_threads(),
-        host_memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        host_memory_bytes=_host_memory_bytes(),
         compiler=_first_line("g++", "--version"),
         flash_packages=installed_flash_packages(),
         inductor_cache_dir=os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
         user_cache_dir=os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"),
     )
+
+
+def _host_memory_bytes() -> int:
+    """The machine's, or the container's where that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:

@@ -23,7 +23,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, register_attention
 from tcdeploy.attention.kvcache import allocate_kv_cache
-from tcdeploy.attention.ops import source_hash
 from tcdeploy.compiler import cachedir
 from tcdeploy.compiler.explain import Break, explain_regions
 from tcdeploy.compiler.manifest import BucketRecord, make_manifest, manifest_path, read_manifest, write_manifest
@@ -79,7 +78,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     plan, architecture = decided.plan, decided.architecture
     manifest_file = manifest_path(plan.cache_dir, plan.key)
     with stages.stage("load"):
-        cachedir.activate(plan.cache_dir, len(plan.buckets), source_hash())
+        cachedir.activate(plan.cache_dir, len(plan.buckets))
         earlier = read_manifest(manifest_file)
         runner = _load(decided)
     with stages.stage("compile"):
@@ -106,7 +105,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | N
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Break]:
     """Where and why tracing would break, for each kind of region. Compiles nothing."""
     decided = decide(recipe, progress)
-    cachedir.activate(decided.plan.cache_dir, len(decided.plan.buckets), source_hash())
+    cachedir.activate(decided.plan.cache_dir, len(decided.plan.buckets))
     runner = _load(decided)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     return explain_regions(_regions(runner.model, decided), lambda: runner.prefill([Chunk(prompt, 0, 2)]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 
 from tcdeploy import __version__
@@ -22,17 +23,18 @@ from tcdeploy.recipe import Attention, Recipe
 
 PREFILL_LADDER = (128, 512, 2048)
 DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
-MAX_PREFILL_SEQUENCES = 8
+PREFILL_SEQUENCES = 8  # that one prefill step may pack; the same everywhere, because programs hold it
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
+NOT_IN_PROGRAMS = {"context", "kv_blocks", "kv_bytes"}  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47) and costs 10 s of
-# import, 5 s of building and 0.1 ms of host time a call, so it is taken only when asked for. FlashAttention-3 could not
-# be measured; who built it wants it.
+# import, 5 s of building and 0.1 ms of host time a call, so it is taken only when asked for. The packages of
+# FlashAttention-2 and -3 could not be run where this was measured: they stand last, or are asked for.
 PREFERRED_ATTENTION: dict[Attention, str] = {
-    "flash-attn-3": "installed, and made for this GPU",
     "triton": "reads the pages in place; measured faster than torch's FlashAttention-2",
     "torch-flash": "FlashAttention-2 as torch ships it",
+    "flash-attn-3": "installed",
     "flash-attn-2": "installed",
 }
 
@@ -88,7 +90,7 @@ class Plan:
     kv_bytes: int
     cache_dir: str
     decisions: tuple[Decision, ...]
-    key: str  # names the manifest: equal for plans that compile the same programs on the same machine
+    key: str  # names the manifest: equal for plans that compile the same programs on machines of the same kind
 
     @property
     def prefill_buckets(self) -> tuple[Bucket, ...]:
@@ -109,8 +111,8 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
     device = _decide_device(recipe, environment, log)
     dtype = _decide_dtype(recipe, architecture, device, log)
     prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, log)
-    decode_attention = _decide_decode_attention(recipe, environment, device, log)
-    graphs = _decide_graphs(recipe, device, log)
+    decode_attention = _decide_decode_attention(recipe, environment, architecture, device, dtype, log)
+    graphs = _decide_graphs(recipe, device, decode_attention, log)
     context = _decide_context(recipe, architecture, log)
     batch_sizes = _decide_batch_sizes(recipe, device, log)
     prefill = _decide_prefill_buckets(recipe, context, log)
@@ -119,7 +121,6 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
     memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, log)
     _record_asked(recipe, log)
     cache_dir = _decide_cache_dir(recipe, environment, log)
-    prefill_sequences = min(MAX_PREFILL_SEQUENCES, batch_sizes[-1])
     decode = tuple(Bucket("decode", size) for size in batch_sizes)
     fields: dict[str, object] = {
         "model": recipe.model,
@@ -134,7 +135,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "mode": recipe.mode,
         "graphs": graphs,
         "buckets": prefill + decode,
-        "prefill_sequences": prefill_sequences,
+        "prefill_sequences": PREFILL_SEQUENCES,
         "context": memory.context,
         "block_size": block_size,
         "kv_blocks": memory.blocks,
@@ -146,7 +147,8 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
 
 
 def _plan_key(fields: dict[str, object], environment: Environment, architecture: Architecture) -> str:
-    plain = [__version__, fields, environment.program_factors(), architecture]
+    program_fields = {name: value for name, value in fields.items() if name not in NOT_IN_PROGRAMS}
+    plain = [__version__, program_fields, environment.program_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
@@ -169,7 +171,7 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: str, log: 
         log.append(Decision("dtype", recipe.dtype, "asked for"))
         return recipe.dtype
     if device == "cpu":
-        log.append(Decision("dtype", "float32", "a CPU computes it exactly and no slower"))
+        log.append(Decision("dtype", "float32", "the CPU's default: exact, so text equals transformers' own"))
         return "float32"
     if architecture.dtype in ("bfloat16", "float16"):
         log.append(Decision("dtype", architecture.dtype, "the checkpoint's own"))
@@ -205,24 +207,36 @@ def _decide_prefill_attention(
     return "reference"
 
 
-def _decide_decode_attention(recipe: Recipe, environment: Environment, device: str, log: list[Decision]) -> Attention:
+def _decide_decode_attention(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
+) -> Attention:
     if device == "cpu":
         log.append(Decision("decode attention", "reference", "the Triton kernel needs a GPU"))
         return "reference"
     if recipe.attention == "reference":
         log.append(Decision("decode attention", "reference", "asked for"))
         return "reference"
-    if environment.triton:
-        log.append(
-            Decision("decode attention", "triton", "split-KV paged decode; FlashAttention-2 takes 3 times as long")
-        )
-        return "triton"
-    log.append(Decision("decode attention", "reference", "triton is not installed", is_fallback=True))
-    return "reference"
+    match judge_backend("triton", environment, architecture, device, dtype):
+        case Accepted(backend):
+            reason = "split-KV paged decode; FlashAttention-2 took 3 times as long on an H100"
+            log.append(Decision("decode attention", backend, reason))
+            return backend
+        case Rejected(_, reason):
+            log.append(Decision("decode attention", "reference", reason, is_fallback=True))
+            return "reference"
 
 
-def _decide_graphs(recipe: Recipe, device: str, log: list[Decision]) -> str:
+def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, log: list[Decision]) -> str:
     asked = recipe.graphs
+    if asked == "region" and recipe.shapes == "dynamic":
+        raise UsageError(
+            "graphs region would record a graph for every length of a dynamic range", "--graphs step --shapes dynamic"
+        )
+    if device == "cuda" and decode_attention == "reference":
+        if asked not in (None, "none"):
+            raise UsageError(f"graphs {asked} cannot hold the reference attention: it reads lengths", "--graphs none")
+        log.append(Decision("graphs", "none", "the reference attention reads lengths on the host", is_fallback=True))
+        return "none"
     if device == "cpu":
         reason = "there are no CUDA graphs on a CPU"
         log.append(Decision("graphs", "none", reason, is_fallback=asked not in (None, "none")))
@@ -245,13 +259,15 @@ def _decide_graphs(recipe: Recipe, device: str, log: list[Decision]) -> str:
 
 
 def _decide_context(recipe: Recipe, architecture: Architecture, log: list[Decision]) -> int:
+    limit = architecture.rope_limit or architecture.context
     if recipe.context is None:
-        log.append(Decision("context", str(architecture.context), "the model's own"))
-        return architecture.context
-    if not 0 < recipe.context <= architecture.context:
+        reason = "beyond it the whole batch would change its rotary factors" if architecture.rope_limit else ""
+        log.append(Decision("context", str(limit), reason or "the model's own", is_fallback=bool(reason)))
+        return limit
+    if not 2 <= recipe.context <= limit:
         raise UsageError(
-            f"context {recipe.context} is not between 1 and the model's {architecture.context} tokens",
-            f"--context {architecture.context}",
+            f"context {recipe.context} is not between 2 and the {limit} tokens that this model can be served with",
+            f"--context {limit}",
         )
     log.append(Decision("context", str(recipe.context), "asked for"))
     return recipe.context
@@ -324,7 +340,7 @@ def _decide_memory(
 
 def _decide_cache_dir(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
     if recipe.cache_dir:
-        folder, reason = recipe.cache_dir, "asked for"
+        folder, reason = os.path.expanduser(recipe.cache_dir), "asked for"
     elif environment.inductor_cache_dir:
         folder, reason = environment.inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was set already"
     else:
@@ -336,7 +352,7 @@ def _decide_cache_dir(recipe: Recipe, environment: Environment, log: list[Decisi
 def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
     """The choices that have a plain default, so that the printed Plan is complete."""
     region_reasons = {
-        "layer": "one program with norms and residuals fused; 10% less per decode step than two",
+        "layer": "one program a layer, norms and residuals fused",
         "blocks": "asked for",
         "model": "asked for; compile time grows with the number of layers",
     }

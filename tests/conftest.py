@@ -61,13 +61,16 @@ def reference_tiny() -> Any:
 def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder."""
 
-    def run(*arguments: str, timeout: float = 600, **environ: str) -> subprocess.CompletedProcess[str]:
+    def run(
+        *arguments: str, timeout: float = 600, cwd: str | None = None, **environ: str
+    ) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             cli_command(*arguments),
             capture_output=True,
             text=True,
             timeout=timeout,
             env=cli_environment(tmp_path, **environ),
+            cwd=cwd,
         )
 
     return run

@@ -25,7 +25,10 @@ def test_check_prints_every_file_and_the_longest_functions() -> None:
 def test_the_readme_leads_from_prepare_to_a_token() -> None:
     """Every file of the reading order is there, and prepare() comes first."""
     order = (
-        (ROOT / "README.md").read_text(encoding="utf-8").partition("## Reading the code")[2].partition("`scripts/check`")[0]
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .partition("## Reading the code")[2]
+        .partition("`scripts/check`")[0]
     )
     named = re.findall(r"`((?:tcdeploy/)?(?:\w+/)?\w+\.py)`", order)
     assert named[0] == "tcdeploy/pipeline.py" and "prepare()" in order.splitlines()[4]

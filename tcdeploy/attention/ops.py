@@ -9,7 +9,7 @@ they compute is defined by `reference.py`. Nothing the graph sees depends on len
 integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs neither a guard nor
 a synchronisation.
 
-torch does not put an op's Python body into the key of its compile cache: `source_hash` does (see compiler/cachedir).
+torch does not put an op's Python body into the key of its compile cache: `source_hash` does (see compiler/programs).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _(
 
 
 def source_hash() -> str:
-    """Hash of every source file of this package: what TORCH_COMPILE_CACHE_KEY_TAG is set to."""
+    """Hash of every source file of this package: what torch's cache key is tagged with."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())

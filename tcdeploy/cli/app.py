@@ -8,9 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from typing import Annotated
 
 import typer
 
+from tcdeploy import __version__
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
@@ -30,8 +32,18 @@ app.command("generate")(generate)
 app.command("recipes")(recipes)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tcdeploy {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def root() -> None:
+def root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it")
+    ] = False,
+) -> None:
     """From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
 
     Reports go to stdout, all else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 5 integrity, 6 threshold not met,

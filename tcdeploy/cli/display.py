@@ -143,6 +143,9 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     held = " and ".join(str(context) for context in contexts)
     print(f"ms: medians of whole steps, decode at a context of {held}; differences: to transformers' own attention")
+    skipped = sum(record.graph_skips for record in deployment.records)
+    if skipped:
+        print(f"torch's own CUDA graphs passed over {skipped} regions: those that write KV or read the host")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_same_arguments()}")
 

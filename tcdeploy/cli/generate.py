@@ -38,7 +38,6 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
-    from tcdeploy.compiler.programs import sealed
     from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
 
     tokenizer = deployment.tokenizer
@@ -48,7 +47,6 @@ def generate(
     params = dataclasses.replace(params, stop_token_ids=stops)
     ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
     stream = TextStream(tokenizer)
-    with sealed():
-        for token in deployment.engine.stream([ids], params):
-            print(stream.push(token.token_id), end="", flush=True)
-    print()
+    for token in deployment.engine.stream([ids], params):
+        print(stream.push(token.token_id), end="", flush=True)
+    print(stream.finish())

@@ -5,8 +5,8 @@
     ROOT/manifests/       one JSON per plan (manifest.py)
 
 `activate` must run before the first compile, because torch reads the variables once. It proves by writing that the
-folder can be written, since torch would raise a bare OSError 30 from deep inside. torch leaves a custom op's Python
-out of its key, so TORCH_COMPILE_CACHE_KEY_TAG carries the hash of ours.
+folder can be written, since torch would raise a bare OSError 30 from deep inside. A TRITON_CACHE_DIR that was set
+gives way: a cache that travels must be one folder.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from tcdeploy.errors import SpaceError, TcdeployError
 MEBIBYTE = 1 << 20
 
 
-def activate(root: str, buckets: int, op_source_hash: str) -> None:
+def activate(root: str, buckets: int) -> None:
     """Make the folder, prove that it can be written, and point torch at it. Raises SpaceError or TcdeployError."""
     path = Path(root)
     try:
-        (path / "triton").mkdir(parents=True, exist_ok=True)
+        for folder in ("triton", "manifests"):
+            (path / folder).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
             probe.write(b"x" * 4096)
             probe.flush()
@@ -35,7 +36,6 @@ def activate(root: str, buckets: int, op_source_hash: str) -> None:
     _check_room(root, buckets)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(path.absolute())
     os.environ["TRITON_CACHE_DIR"] = str((path / "triton").absolute())
-    os.environ["TORCH_COMPILE_CACHE_KEY_TAG"] = op_source_hash
 
 
 def bytes_needed(buckets: int) -> int:
@@ -55,7 +55,7 @@ def _check_room(root: str, buckets: int) -> None:
 
 def _translated(root: str, error: OSError) -> TcdeployError:
     hint = "name a folder that can be written: --cache-dir, or TCDEPLOY_CACHE_DIR"
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"the disk of the cache folder {root} is full", "free some room, or name another --cache-dir")
     if error.errno == errno.EROFS:
         return TcdeployError(f"the cache folder {root} is on a read-only file system", hint)

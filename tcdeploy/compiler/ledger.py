@@ -24,7 +24,10 @@ def _count_compile_start(args: object) -> None:
     _compile_starts += 1
 
 
-torch._dynamo.callback.on_compile_start(_count_compile_start)  # fires for every Dynamo compile, hit or miss
+def _listen() -> None:
+    """Be called at every Dynamo compile, hit or miss. torch._dynamo.reset() forgets its listeners, so ask each time."""
+    if _count_compile_start not in torch._dynamo.callback.callback_handler.start_callbacks:
+        torch._dynamo.callback.on_compile_start(_count_compile_start)
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ class Counts:
     cache_hits: int = 0
     cache_misses: int = 0
     cache_bypasses: int = 0
+    cache_write_errors: int = 0
     graph_breaks: int = 0
+    graph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
 
     def __sub__(self, earlier: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
@@ -44,12 +49,14 @@ class Counts:
 
     @property
     def outcome(self) -> str:
-        if self.cache_misses or self.cache_bypasses:
+        if self.cache_misses or self.cache_bypasses or self.cache_hits < self.programs:
             return "miss"
         return "hit" if self.cache_hits else "reused"
 
 
 def read_counts() -> Counts:
+    """What has happened so far; compiles are counted from the first reading on."""
+    _listen()
     counters = torch._dynamo.utils.counters
     inductor = counters["inductor"]
     return Counts(
@@ -58,6 +65,8 @@ def read_counts() -> Counts:
         cache_hits=inductor["fxgraph_cache_hit"],
         cache_misses=inductor["fxgraph_cache_miss"],
         cache_bypasses=inductor["fxgraph_cache_bypass"],
+        cache_write_errors=inductor["fxgraph_cache_write_error"],
+        graph_skips=inductor["cudagraph_skips"],
         graph_breaks=sum(counters["graph_break"].values()),
     )
 

@@ -31,7 +31,8 @@ class Parity:
     max_difference: float
     relative_difference: float  # max_difference over the largest reference logit
     kl: float  # nats, the largest over the rows
-    tolerance: float  # of relative_difference and of kl
+    tolerance: float  # of relative_difference
+    kl_tolerance: float
     passed: bool
 
 
@@ -49,6 +50,7 @@ class BucketRecord:
     cache_hits: int
     cache_misses: int
     graph_breaks: int
+    graph_skips: int
     captured: bool
     parity: Parity
     peak_memory_bytes: int
@@ -96,7 +98,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             os.fsync(file.fileno())
         os.replace(staging, path)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
                 f"no room for the manifest {path}", "free some room and run again: the cache is intact"
             ) from error

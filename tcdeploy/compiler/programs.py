@@ -20,9 +20,11 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
+import torch.compiler.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.ops import source_hash
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
@@ -32,6 +34,7 @@ NEARLY_FULL_BYTES = 1 << 20
 
 def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs. `step` is the layers'."""
+    _tag_cache_key()
     limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
@@ -42,6 +45,16 @@ def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> N
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
+
+
+def _tag_cache_key() -> None:
+    """Put the sources of our ops into torch's cache key, which knows only their names; a tag of the user's stays in.
+
+    The variable TORCH_COMPILE_CACHE_KEY_TAG would come too late: torch reads it when it is imported.
+    """
+    own = f"tcdeploy-{source_hash()}"
+    config = torch.compiler.config
+    config.cache_key_tag = "-".join(filter(None, [config.cache_key_tag.partition("tcdeploy-")[0].rstrip("-"), own]))
 
 
 def _inductor_mode(plan: Plan) -> str | None:
@@ -139,7 +152,7 @@ def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
 def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
     """The compiler's own children report a full disk as text, or not at all: so the disk is asked as well."""
     while error is not None:
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in str(error):
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return shutil.disk_usage(cache_dir).free < NEARLY_FULL_BYTES

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+import torch._dynamo
 from torch import Tensor
 
 from tcdeploy.attention.interface import StepInputs
@@ -98,10 +99,12 @@ def make_buffers(plan: Plan, bucket: Bucket, tokens: int) -> StepBuffers:
     def zeros(*shape: int, dtype: torch.dtype, device: str = plan.device) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
+    block_table = zeros(sequences, max(plan.blocks_per_sequence, 2), dtype=torch.int32)
+    torch._dynamo.mark_dynamic(block_table, 1)  # its width follows the context: a symbol, so programs do not
     step = StepInputs(
         is_prefill=bucket.is_prefill,
         slot_mapping=zeros(tokens, dtype=torch.int64),
-        block_table=zeros(sequences, plan.blocks_per_sequence, dtype=torch.int32),
+        block_table=block_table,
         seq_lens=zeros(sequences, dtype=torch.int32),
         cu_seqlens_q=zeros(sequences + 1, dtype=torch.int32),
         host_facts=zeros(5, dtype=torch.int64, device="cpu"),

@@ -14,6 +14,7 @@ class BlockAllocator:
         self.block_size = block_size
         self.capacity = blocks - 1
         self._free = deque(range(1, blocks))
+        self._used: set[int] = set()
 
     @property
     def free(self) -> int:
@@ -24,10 +25,12 @@ class BlockAllocator:
 
     def take(self, count: int) -> list[int]:
         assert count <= self.free, "the caller asks first"
-        return [self._free.popleft() for _ in range(count)]
+        taken = [self._free.popleft() for _ in range(count)]
+        self._used.update(taken)
+        return taken
 
     def give_back(self, blocks: list[int]) -> None:
-        owned = set(range(1, self.capacity + 1)) - set(self._free)
-        assert len(set(blocks)) == len(blocks) and owned.issuperset(blocks), f"{blocks} are not all in use"
+        assert len(set(blocks)) == len(blocks) and self._used.issuperset(blocks), f"{blocks} are not all in use"
+        self._used.difference_update(blocks)
         self._free.extend(blocks)
         blocks.clear()

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from tcdeploy.compiler.programs import sealed
 from tcdeploy.engine.batch import Chunk
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
@@ -41,7 +42,12 @@ class Engine:
         self._generators: dict[int, torch.Generator | None] = {}
 
     def stream(self, prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[NewToken]:
-        """Tokens of all prompts as they come. Raises UsageError for a prompt that cannot be served."""
+        """Tokens of all prompts as they come; one stream at a time.
+
+        Raises UsageError for a prompt that cannot be served, and RecompileError should a step want to compile.
+        """
+        if self._waiting or self._running:
+            raise UsageError("another stream of this engine is still open", "finish or close it first")
         sequences = [self._admissible(index, list(prompt), params) for index, prompt in enumerate(prompts)]
         self._waiting.extend(sequences)
         try:
@@ -59,6 +65,11 @@ class Engine:
         return results
 
     def step(self) -> list[NewToken]:
+        """Bring one sequence in, or advance all that run. Nothing can compile here."""
+        with sealed():
+            return self._step()
+
+    def _step(self) -> list[NewToken]:
         if self._waiting and len(self._running) < self.plan.decode_buckets[-1].size and self._fits(self._waiting[0]):
             sequence = self._waiting.popleft()
             return self._advance([sequence], self._prefill(sequence))
@@ -79,7 +90,7 @@ class Engine:
                 return output
 
     def _advance(self, batch: list[Sequence], output: StepOutput) -> list[NewToken]:
-        greedy = output.tokens.tolist()  # the one synchronisation of a step
+        greedy = output.tokens.tolist()  # synchronises; each sampled row does once more
         made = []
         for row, sequence in enumerate(batch):
             generator = self._generators[sequence.index]

@@ -17,9 +17,9 @@ from tcdeploy.attention.interface import ATTENTION_NAME
 from tcdeploy.compiler.manifest import Parity
 from tcdeploy.compiler.programs import eager
 
-# Of the largest reference logit, and of the KL in nats. float32 differs by the order of sums, bfloat16 by rounding
-# in every layer: random 32-layer models of 8B shape measured up to 0.03.
-TOLERANCE = {"float32": 2e-3, "float16": 5e-2, "bfloat16": 1e-1}
+# (of the largest reference logit, KL in nats). float32 differs by the order of sums: measured 1e-6 and 1e-7 at most.
+# bfloat16 rounds in every layer: an 8B shape with random weights measured 0.07 and 4e-3.
+TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 
 
 def reference_attention(architecture: Architecture) -> str:
@@ -47,5 +47,6 @@ def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
     relative = difference / max(reference.abs().max().item(), 1e-30)
     log_p, log_q = reference.log_softmax(dim=-1), ours.float().log_softmax(dim=-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).max().clamp(min=0).item()  # rounding may leave it below 0
-    tolerance = TOLERANCE[dtype]
-    return Parity(ours.shape[0], difference, relative, kl, tolerance, relative <= tolerance and kl <= tolerance)
+    tolerance, kl_tolerance = TOLERANCE[dtype]
+    passed = relative <= tolerance and kl <= kl_tolerance
+    return Parity(ours.shape[0], difference, relative, kl, tolerance, kl_tolerance, passed)

@@ -32,7 +32,7 @@ class SamplingParams:
             raise UsageError(f"seed {self.seed} does not fit into 64 bits", "--seed 0")
 
 
-@dataclass
+@dataclass(eq=False)  # two requests may hold the same tokens and be two
 class Sequence:
     """`token_ids` is the prompt, then what was generated; the first `cached` of them have keys in the cache."""
 

@@ -6,17 +6,30 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
+from tcdeploy.errors import ModelError
+
 
 class TextStream:
-    """The text of one sequence, piece by piece; special tokens give none."""
+    """The text of one sequence, piece by piece; special tokens give none. Needs a tokenizer of tokenizers' making."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._backend = tokenizer._tokenizer  # the Rust tokenizer that DecodeStream wants
+        if not getattr(tokenizer, "is_fast", False):
+            raise ModelError(f"{type(tokenizer).__name__} cannot stream text", "use a model with a fast tokenizer")
+        self._tokenizer = tokenizer
         self._stream = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._sent = 0  # characters
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; "" while a character is still open."""
-        return self._stream.step(self._backend, token_id) or ""
+        self._ids.append(token_id)
+        piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
+        self._sent += len(piece)
+        return piece
+
+    def finish(self) -> str:
+        """What was held back: the replacement character of one that the last token left open."""
+        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._sent :]
 
 
 def stop_token_ids(generation_config: Any) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from tcdeploy.architecture import Architecture
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import measured, read_counts
 from tcdeploy.compiler.manifest import BucketRecord, Parity
 from tcdeploy.compiler.programs import compiling, eager
 from tcdeploy.engine.batch import Chunk
@@ -24,13 +24,12 @@ from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.parity import compare, reference_attention, reference_logits
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams, Sequence
-from tcdeploy.errors import CompileError
+from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.plan import Bucket
 from tcdeploy.progress import Progress
 
 RUNS_BEFORE_RECORDING = 2
 CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
-CHECK_PROMPT_TOKENS = 15  # with the decoded token one block at most
 TIMED_CONTEXT = 512
 TIMED_RUNS = 20
 TIMED_SECONDS = 2.0
@@ -55,6 +54,11 @@ def warm_buckets(
             records[bucket] = warmer.warm(cold_seconds.get(bucket.name), measure)
         progress.bucket_finished(records[bucket])
         _insist(records[bucket].parity, bucket)
+    if read_counts().cache_write_errors:
+        raise SpaceError(
+            f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {plan.cache_dir}",
+            "the next start will compile them again: look at the folder's free space and permissions",
+        )
     return [records[bucket] for bucket in plan.buckets]
 
 
@@ -62,7 +66,8 @@ def _insist(parity: Parity, bucket: Bucket) -> None:
     if not parity.passed:
         raise CompileError(
             f"bucket {bucket.name} is not the eager model: logits differ by {parity.max_difference:.3g} "
-            f"({parity.relative_difference:.2g} of the largest), KL {parity.kl:.2g}, tolerance {parity.tolerance:g}",
+            f"({parity.relative_difference:.2g} of the largest, tolerance {parity.tolerance:g}), "
+            f"KL {parity.kl:.2g} (tolerance {parity.kl_tolerance:g})",
             "--attention reference and --mode default --region blocks tell which part is wrong",
         )
 
@@ -77,21 +82,22 @@ class _BucketWarmer:
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
     def warm(self, cold_seconds: float | None, measure: bool) -> BucketRecord:
-        _reset_peak()
+        if self.plan.device == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
         with measured() as compile_step:
             for _ in range(self._runs()):
-                output = self._run(sequences)
+                self._run(sequences)
             _synchronize()
         capture_seconds = self._capture()
+        peak_memory_bytes = self._peak_memory_bytes()
         start = time.perf_counter()
         parity = self._check(sequences)
         counts = compile_step.counts
-        if counts.outcome == "miss" or (cold_seconds is None and counts.outcome != "hit"):
+        if counts.outcome == "miss":
             cold_seconds = compile_step.seconds
-        del output
         check_seconds = time.perf_counter() - start
         eager_ms, compiled_ms = self._time() if measure else (None, None)
         return BucketRecord(
@@ -105,9 +111,10 @@ class _BucketWarmer:
             cache_hits=counts.cache_hits,
             cache_misses=counts.cache_misses + counts.cache_bypasses,
             graph_breaks=counts.graph_breaks,
+            graph_skips=counts.graph_skips,
             captured=self.runner.is_captured(self.bucket),
             parity=parity,
-            peak_memory_bytes=_peak_memory_bytes(),
+            peak_memory_bytes=peak_memory_bytes,
             cold_seconds=cold_seconds,
             eager_ms=eager_ms,
             compiled_ms=compiled_ms,
@@ -120,16 +127,27 @@ class _BucketWarmer:
         return RUNS_BEFORE_RECORDING if recorded else 1
 
     def _sequences(self) -> list[Sequence]:
-        """Unequal lengths that leave some padding: prefill packs two or three prompts, decode one per row."""
+        """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""
+        return [
+            self._sequence(length)
+            for length in (self._prefill_lengths() if self.bucket.is_prefill else self._decode_lengths())
+        ]
+
+    def _prefill_lengths(self) -> list[int]:
         size = self.bucket.size
-        if not self.bucket.is_prefill:
-            longest = min(CHECK_PROMPT_TOKENS, self.plan.context - 1)
-            lengths = [1 + (7 * row + longest - 1) % longest for row in range(size)]
-            return [self._sequence(length + 1) for length in lengths]
-        if size < 8 or self.plan.prefill_sequences < 3:
-            return [self._sequence(size)]
-        second, third = size // 4, size // 8
-        return [self._sequence(length) for length in (size - second - third - 1, second, third)]
+        packed = [size - size // 4 - size // 8 - 1, size // 4, size // 8]
+        blocks = sum(self.allocator.needed(length) for length in packed)
+        fits = size >= 8 and self.plan.prefill_sequences >= len(packed) and blocks <= self.allocator.free
+        return packed if fits else [size]
+
+    def _decode_lengths(self) -> list[int]:
+        """One block each; the first row crosses into a third block where there is room."""
+        longest = min(self.plan.block_size, self.plan.context)
+        lengths = [2 + 7 * row % (longest - 1) for row in range(self.bucket.size)]
+        first = min(2 * self.plan.block_size + 5, self.plan.context)
+        if self.allocator.needed(first) + self.bucket.size - 1 <= self.allocator.free:
+            lengths[0] = first
+        return lengths
 
     def _sequence(self, length: int) -> Sequence:
         ids = [self.random.randrange(self.vocab_size) for _ in range(length)]
@@ -168,15 +186,33 @@ class _BucketWarmer:
         _synchronize()
         return time.perf_counter() - start
 
+    def _peak_memory_bytes(self) -> int:
+        """Of device memory since the bucket began; on a CPU, of the process since it began: no other is kept."""
+        if self.plan.device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
     def _check(self, sequences: list[Sequence]) -> Parity:
         """The bucket as it will serve (from its graph if it has one) against transformers' own attention."""
-        rows = range(len(sequences))
-        if not self.bucket.is_prefill and len(rows) > CHECKED_DECODE_ROWS:
-            last = len(rows) - 1
-            rows = sorted({0, last // 3, 2 * last // 3, last})  # type: ignore[assignment]
-        ours = self._run(sequences).logits[list(rows)]
+        rows = self._checked_rows(len(sequences))
+        ours = list(self._run(sequences).logits[rows].clone())
         references = [reference_logits(self.runner.model, sequences[row].token_ids, self.reference) for row in rows]
-        return compare(ours, torch.stack(references), self.plan.dtype)
+        if self.bucket.is_prefill and len(sequences[0].token_ids) > 1:
+            ours.append(self._behind_prefix(sequences[0]))
+            references.append(references[0])
+        return compare(torch.stack(ours), torch.stack(references), self.plan.dtype)
+
+    def _checked_rows(self, count: int) -> list[int]:
+        last = count - 1
+        if self.bucket.is_prefill or count <= CHECKED_DECODE_ROWS:
+            return list(range(count))
+        return sorted({0, last // 3, 2 * last // 3, last})
+
+    def _behind_prefix(self, sequence: Sequence) -> torch.Tensor:
+        """The last logits of a prompt taken in two chunks: the second attends to the first through its pages."""
+        length = len(sequence.token_ids)
+        self.runner.prefill([Chunk(sequence, 0, length // 2)])
+        return self.runner.prefill([Chunk(sequence, length // 2, length)]).logits[0].clone()
 
     def _time(self) -> tuple[float, float]:
         """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""
@@ -220,15 +256,3 @@ def _median_ms(step: Callable[[], StepOutput]) -> float:
 def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def _reset_peak() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-
-
-def _peak_memory_bytes() -> int:
-    """Of device memory since the bucket began; on a CPU, of the process since it began (the system keeps no other)."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

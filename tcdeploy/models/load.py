@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -61,7 +60,7 @@ def load_model(plan: Plan, config: PreTrainedConfig, attention: str) -> PreTrain
     """The model in eval mode on the plan's device and dtype, calling the attention function named `attention`."""
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.dtype)
-    with _quiet_transformers(), _foreign_errors(plan.model):
+    with quiet_transformers(), _foreign_errors(plan.model):
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attention)
         else:
@@ -82,20 +81,27 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, atten
 def _pretrained_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
     """accelerate, where installed, reads shards straight to the device; without it they pass through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
-    model = AutoModelForCausalLM.from_pretrained(
+    model, report = AutoModelForCausalLM.from_pretrained(
         locate(plan.model),
         config=config,
         revision=plan.revision,
         dtype=dtype,
         attn_implementation=attention,
         trust_remote_code=plan.trust_remote_code,
+        output_loading_info=True,
         **placement,
     )
+    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if absent:
+        raise ModelError(
+            f"the checkpoint of {plan.model} lacks {len(absent)} of the model's tensors: {', '.join(absent[:3])}",
+            "download it again: random weights would have taken their place",
+        )
     return model.to(plan.device)
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """transformers comments on configs at length; our own report says what matters."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
@@ -116,7 +122,7 @@ def _foreign_errors(model: str) -> Iterator[None]:
             f"the weights of {model} do not fit into the GPU's free memory: {_first_sentence(error)}",
             "free the GPU (nvidia-smi shows who holds it), or choose a smaller model",
         ) from error
-    except (OSError, ValueError, ImportError, RuntimeError) as error:
+    except Exception as error:  # whatever a library raises about somebody's files
         raise _translated(model, error) from error
 
 
@@ -140,7 +146,7 @@ def _translated(model: str, error: Exception) -> TcdeployError:
         return ModelError(f"{model} brings modelling code of its own", "read that code, then: --trust-remote-code")
     if "tokenizer" in text.lower():
         return ModelError(f"{model} has no tokenizer that transformers can load", "put the tokenizer's files beside it")
-    if "does not appear to have a file named" in text and "safetensors" in text:
+    if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
         return ModelError(f"{model} holds a config and no weights", "--load-format dummy runs it with random weights")
     return ModelError(f"{model} cannot be loaded: {_first_sentence(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
 
@@ -162,7 +168,3 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 def _first_sentence(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__
-
-
-def transformers_version() -> str:
-    return transformers.__version__

@@ -23,7 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.architecture import Architecture, AttentionFacts
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.load import _quiet_transformers
+from tcdeploy.models.load import quiet_transformers
 
 PROBE_NAME = "tcdeploy-probe"
 PROBE_TOKENS = 8
@@ -63,6 +63,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
         raise UnsupportedModelError(f"{name} names no longest context in its config", HINT)
+    _check_windows(text_config, attentions, name)
     return Architecture(
         model_type=name,
         class_name=type(model).__name__,
@@ -71,7 +72,17 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attentions=attentions,
+        rope_limit=_rope_limit(text_config),
     )
+
+
+def _rope_limit(text_config: Any) -> int:
+    """transformers chooses longrope's factors once per batch, by its longest position."""
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    if parameters.get("rope_type") != "longrope":
+        return 0
+    original = parameters.get("original_max_position_embeddings")
+    return int(original or getattr(text_config, "original_max_position_embeddings", 0) or 0)
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
@@ -84,13 +95,28 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
             )
 
 
+def _check_windows(text_config: Any, attentions: tuple[AttentionFacts, ...], name: str) -> None:
+    """A window that lives only in the mask never reaches attention: such a layer would see too far."""
+    window = getattr(text_config, "sliding_window", None)
+    if not window or window >= text_config.max_position_embeddings:
+        return
+    types = getattr(text_config, "layer_types", None)
+    everywhere = getattr(text_config, "use_sliding_window", True)
+    for number, facts in enumerate(attentions):
+        is_sliding = types[number] == "sliding_attention" if types else everywhere
+        if is_sliding and not facts.window:
+            raise UnsupportedModelError(
+                f"{name}: {facts.path} has a window of {window} and does not tell attention", HINT
+            )
+
+
 def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> nn.Module:
     """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
     fake_logger.setLevel(logging.CRITICAL)
     try:
-        with _quiet_transformers(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with quiet_transformers(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
             model = AutoModelForCausalLM.from_config(  # a copy: transformers writes the attention's name into it
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,

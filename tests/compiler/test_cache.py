@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import cli_command, cli_environment
+from tests.conftest import ROOT, cli_command, cli_environment
 from tests.families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "1,3")
@@ -105,6 +105,42 @@ def test_another_bucket_is_a_miss_and_the_old_ones_stay_hits(
     assert outcomes(result) == ["hit", "miss", "hit", "hit", "hit"]
 
 
+def test_another_context_and_another_batch_size_keep_the_hits(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The KV cache's size follows the machine and the request: programs must not."""
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    arguments = [item if item != "1,3" else "1,3,5" for item in warm(model, cache, "--context", "200")]
+    result = run_cli(*arguments)
+    assert outcomes(result) == ["hit", "hit", "hit", "hit", "miss"], result.stderr
+
+
+def test_other_sources_of_our_ops_make_every_bucket_a_miss(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The package copied, a comment added to a file of attention/: torch alone would not have noticed."""
+    package = tmp_path / "changed"
+    shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
+    with open(package / "tcdeploy" / "attention" / "reference.py", "a") as file:
+        file.write("# changed\n")
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    result = run_cli(*warm(model, cache, "--require-hit"), PYTHONPATH=str(package), cwd=str(package))
+    assert result.returncode == 6
+    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+
+
+def test_a_cache_that_is_switched_off_is_no_hit(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    result = run_cli(*warm(model, cache, "--require-hit"), TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert result.returncode == 6
+    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+
+
 def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     runs = [
@@ -144,6 +180,7 @@ def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, 
     assert not list((cache / "manifests").glob("*.json")), "a manifest says that all buckets are done"
     again = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=environment)
     assert outcomes(again).count("hit") >= finished_buckets
+    assert outcomes(again).count("miss") >= 1, "it was killed before all was compiled"
     last = subprocess.run(
         cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=environment
     )

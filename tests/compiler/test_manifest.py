@@ -44,8 +44,9 @@ RECORD = BucketRecord(
     cache_hits=0,
     cache_misses=2,
     graph_breaks=0,
+    graph_skips=0,
     captured=True,
-    parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, True),
+    parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, 0.01, True),
     peak_memory_bytes=17 << 30,
     cold_seconds=12.5,
 )

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.text import TextStream, chat_prompt
-from tcdeploy.errors import UsageError
+from tcdeploy.errors import RecompileError, UsageError
+from tcdeploy.plan import Bucket
 
 
 def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:
@@ -55,6 +59,43 @@ def test_a_stop_token_ends_a_sequence_and_is_its_last(tiny_deployment: Any) -> N
     assert stopped == free[: free.index(stop) + 1]
 
 
+def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) -> None:
+    """Four long rows, then two, then three in the same decode:4 buffers: each prompt as if it were alone."""
+    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
+    for lengths in ((400, 390, 380, 370), (17, 5), (33, 16, 1)):
+        prompts = [[3 + (position * 7 + row) % 900 for position in range(length)] for row, length in enumerate(lengths)]
+        together = engine.generate(prompts, params)
+        assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
+
+
+def test_an_engine_serves_one_stream_at_a_time(tiny_deployment: Any) -> None:
+    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
+    first = engine.stream([[40, 41, 42]], params)
+    next(first)
+    with pytest.raises(UsageError, match="still open"):
+        next(engine.stream([[40, 41, 42]], params))
+    assert len(list(first)) == 5
+
+
+def test_a_character_left_open_at_the_end_is_not_lost(tiny_deployment: Any) -> None:
+    tokenizer = tiny_deployment.tokenizer
+    ids = tokenizer("na\u00efve \u65e5", add_special_tokens=False).input_ids[:-1]
+    stream = TextStream(tokenizer)
+    pieces = [stream.push(token_id) for token_id in ids]
+    assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
+    assert tokenizer.decode(ids).endswith("\ufffd"), "the last character is open, or this shows nothing"
+
+
+def test_the_engine_is_sealed_by_itself(tiny_deployment: Any) -> None:
+    """A step that wanted to compile is an error for a library's caller too: here, a bucket nobody warmed."""
+    engine = tiny_deployment.engine
+    unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
+    runner = ModelRunner(engine.runner.model, unwarmed, engine.runner.step)
+    with pytest.raises(RecompileError, match="after warm-up"):
+        Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
+    assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2
+
+
 @pytest.mark.parametrize(
     "text", ["plain words, 123.", "naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🏳️‍🌈", "e\u0301 combining"]
 )  # noqa: RUF001
@@ -62,7 +103,9 @@ def test_streamed_text_is_the_decoded_text(tiny_deployment: Any, text: str) -> N
     tokenizer = tiny_deployment.tokenizer
     ids = tokenizer(text, add_special_tokens=False).input_ids
     stream = TextStream(tokenizer)
-    assert "".join(stream.push(token_id) for token_id in ids) == tokenizer.decode(ids, skip_special_tokens=True)
+    assert "".join(stream.push(token_id) for token_id in ids) + stream.finish() == tokenizer.decode(
+        ids, skip_special_tokens=True
+    )
 
 
 def test_a_chat_prompt_is_the_models_template(tiny_deployment: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -85,6 +86,8 @@ def test_a_folder_that_is_no_model(run_cli: Any, tmp_path: Path) -> None:
 def test_a_broken_config_is_no_traceback(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "abc"}))
+    fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody-knows-it"}))
     fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded", "nobody-knows-it")
 
@@ -103,6 +106,22 @@ def test_a_model_too_large_for_the_memory_is_exit_code_7(run_cli: Any, tmp_path:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 200, "num_attention_heads": 128, "intermediate_size": 53248}
     folder = save_config("llama", tmp_path, **sizes)
     fails(run_cli("warm", folder, "--load-format", "dummy"), 7, "weights leave no room for KV")
+
+
+def test_a_checkpoint_with_a_layer_missing_is_refused(run_cli: Any, tmp_path: Path) -> None:
+    """transformers would put random weights in their place, and eager would agree with them."""
+    from safetensors.torch import load_file, save_file
+
+    from tcdeploy.models.load import locate
+
+    folder = tmp_path / "holed"
+    shutil.copytree(locate("builtin:tiny"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    assert len(kept) < len(tensors)
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    result = run_cli("warm", str(folder), *WARM, "--cache-dir", str(tmp_path / "cache"))
+    fails(result, 1, f"lacks {len(tensors) - len(kept)} of the model's tensors", "model.layers.1.")
 
 
 def test_a_local_folder_gives_its_own_weights(run_cli: Any, tmp_path: Path) -> None:

@@ -47,6 +47,23 @@ def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
     assert all(one.has_sinks for one in facts("gpt_oss")) and not any(one.has_sinks for one in facts("llama"))
 
 
+def test_a_window_that_only_the_mask_knows_is_refused() -> None:
+    """Phi-MoE builds a sliding mask and does not tell attention: it would see too far."""
+    sizes = {**SERVED["mixtral"], "sliding_window": 100}
+    with pytest.raises(UnsupportedModelError, match="has a window of 100 and does not tell attention"):
+        probe(AutoConfig.for_model("phimoe", **sizes))
+    assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attentions
+
+
+def test_longrope_is_known_to_switch_at_its_original_length() -> None:
+    factors = [1.0] * 8
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 256}  # fmt: skip
+    sizes = {**SERVED["llama"], "rope_parameters": rope, "original_max_position_embeddings": 256}
+    assert probe(AutoConfig.for_model("phi3", **sizes)).rope_limit == 256
+    assert probe(AutoConfig.for_model("phi3", **SERVED["phi3"])).rope_limit == 0
+
+
 def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
