@@ -37,13 +37,27 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(scope="session")
+_deployments: dict[str, Any] = {}
+
+
+def forget_programs() -> None:
+    """Let torch forget what it compiled, so that counts start at zero; deployments of before are sealed and useless."""
+    import torch
+
+    torch._dynamo.reset()
+    _deployments.clear()
+
+
+@pytest.fixture
 def tiny_deployment(cache_dir: str) -> Any:
+    """The embedded model, warmed once, and again (from the cache) after a test that made torch forget."""
     from tcdeploy.pipeline import prepare
     from tcdeploy.recipe import build_recipe
 
-    flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
-    return prepare(build_recipe(flags, environ={}))
+    if "tiny" not in _deployments:
+        flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
+        _deployments["tiny"] = prepare(build_recipe(flags, environ={}))
+    return _deployments["tiny"]
 
 
 @pytest.fixture(scope="session")

@@ -31,10 +31,14 @@ class ModelRunner:
         self._pool: Any | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def prefill(self, chunks: list[Chunk]) -> StepOutput:
-        """One packed step over the chunks; row i of the output belongs to chunk i."""
+    def prefill(self, chunks: list[Chunk], bucket: Bucket | None = None) -> StepOutput:
+        """One packed step over the chunks, in the smallest bucket that holds them unless one is named.
+
+        Row i of the output belongs to chunk i.
+        """
         tokens = sum(stop - start for _, start, stop in chunks)
-        buffers = self._buffers_for(self._smallest(self.plan.prefill_buckets, tokens), tokens)
+        bucket = bucket or self._smallest(self.plan.prefill_buckets, tokens)
+        buffers = self._buffers_for(bucket, tokens)
         buffers.set_prefill(chunks)
         return self._run(buffers)
 

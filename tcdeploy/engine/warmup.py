@@ -174,7 +174,7 @@ class _BucketWarmer:
 
     def _run(self, sequences: list[Sequence]) -> StepOutput:
         if self.bucket.is_prefill:
-            return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences])
+            return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences], self.bucket)
         return self.runner.decode(sequences)
 
     def _capture(self) -> float:
@@ -211,8 +211,8 @@ class _BucketWarmer:
     def _behind_prefix(self, sequence: Sequence) -> torch.Tensor:
         """The last logits of a prompt taken in two chunks: the second attends to the first through its pages."""
         length = len(sequence.token_ids)
-        self.runner.prefill([Chunk(sequence, 0, length // 2)])
-        return self.runner.prefill([Chunk(sequence, length // 2, length)]).logits[0].clone()
+        self.runner.prefill([Chunk(sequence, 0, length // 2)], self.bucket)
+        return self.runner.prefill([Chunk(sequence, length // 2, length)], self.bucket).logits[0].clone()
 
     def _time(self) -> tuple[float, float]:
         """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""

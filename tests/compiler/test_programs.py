@@ -14,6 +14,7 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.recipe import build_recipe
+from tests.conftest import forget_programs
 from tests.families import KINDS_OF_LAYERS, SERVED, WINDOW, save_config
 
 BUCKET, BATCH = 48, 3
@@ -21,7 +22,7 @@ BUCKET, BATCH = 48, 3
 
 def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
     """A dummy deployment in a process whose programs are forgotten first, so that every count starts at zero."""
-    torch._dynamo.reset()
+    forget_programs()
     asked = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
     return prepare(build_recipe({**asked, "cache_dir": cache_dir}, environ={}))
 
