@@ -103,12 +103,15 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | N
 
 
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Break]:
-    """Where and why tracing would break, for each kind of region. Compiles nothing."""
+    """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
     decided = decide(recipe, progress)
     cachedir.activate(decided.plan.cache_dir, len(decided.plan.buckets))
     runner = _load(decided)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
-    return explain_regions(_regions(runner.model, decided), lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    regions = _regions(runner.model, decided)
+    found = explain_regions(regions, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    found += explain_regions(regions, lambda: runner.decode([prompt]))
+    return list(dict.fromkeys(found))
 
 
 def _load(decided: Decided) -> ModelRunner:

@@ -172,7 +172,7 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
         )
     )
     _print_totals(deployment)
-    print(f'next: tcdeploy generate {_same_arguments()} "The function returns"')
+    print(f'next: tcdeploy generate {_same_arguments()} "This module provides"')
 
 
 def _compile_row(record: BucketRecord) -> Sequence[str]:

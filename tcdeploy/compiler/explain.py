@@ -34,9 +34,11 @@ def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) ->
         arguments[type(module)] = (args, kwargs)
 
     hooks = [region.register_forward_pre_hook(catch, with_kwargs=True) for region in kinds.values()]
-    run_once()
-    for hook in hooks:
-        hook.remove()
+    try:
+        run_once()
+    finally:
+        for hook in hooks:
+            hook.remove()
     return [
         found for kind, region in kinds.items() if kind in arguments for found in _explain(region, *arguments[kind])
     ]
