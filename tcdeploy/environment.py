@@ -3,7 +3,7 @@
 `Environment` is plain data without torch, so that a laptop can plan for an H100 in a test, and so that `diff` can
 explain a cache that was made elsewhere. `detect_environment` fills it and is the one place that imports torch, late.
 
-flash-attn packages are found without importing them: FlashAttention-4 takes 10 s to import on an H100 machine.
+flash-attn packages are found without importing them: FlashAttention-4 takes 5 to 10 s to import on an H100 machine.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program 
 BLOCK_SIZE = 16
 NOT_IN_PROGRAMS = {"context", "kv_blocks", "kv_bytes"}  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
-# torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47) and costs 10 s of
-# import, 5 s of building and 0.1 ms of host time a call, so it is taken only when asked for. The packages of
+# torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
+# call takes 5 s and each later one 0.1 ms of the host, so it is taken only when asked for. The packages of
 # FlashAttention-2 and -3 could not be run where this was measured: they stand last, or are asked for.
 PREFERRED_ATTENTION: dict[Attention, str] = {
     "triton": "reads the pages in place; measured faster than torch's FlashAttention-2",

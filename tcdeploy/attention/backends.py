@@ -6,7 +6,7 @@ costs one read of the prefix and spares four packages' different ideas of a page
 torch 2.11 knows none). Attention sinks need no support in the kernel: a sink only adds to the softmax's denominator,
 so the output is scaled by sigmoid(log_sum_exp - sink).
 
-Packages are imported at the first call: FlashAttention-4 takes 10 s to import.
+Packages are imported at the first call: FlashAttention-4 takes 5 to 10 s to import.
 """
 
 from __future__ import annotations
