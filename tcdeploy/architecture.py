@@ -32,7 +32,8 @@ class Architecture:
     """A causal LM: `context` in tokens, `parameters` counted once when tied, `dtype` the checkpoint's own.
 
     `rope_limit` is the length beyond which its rotary factors depend on the longest sequence of a batch (longrope), so
-    that neighbours would change one another's answers; 0 where there is none.
+    that neighbours would change one another's answers; 0 where there is none. `siblings` are groups of linear layers
+    that read the same input: their weights can be one matrix.
     """
 
     model_type: str
@@ -43,6 +44,7 @@ class Architecture:
     dtype: str
     attentions: tuple[AttentionFacts, ...]
     rope_limit: int = 0
+    siblings: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
 
     @property
     def kv_values_per_token(self) -> int:

@@ -21,21 +21,21 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.architecture import Architecture
-from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, register_attention
+from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_step, register_attention
 from tcdeploy.attention.kvcache import allocate_kv_cache
 from tcdeploy.compiler import cachedir
 from tcdeploy.compiler.explain import Break, explain_regions
 from tcdeploy.compiler.manifest import BucketRecord, make_manifest, manifest_path, read_manifest, write_manifest
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_layers, regions_to_compile
-from tcdeploy.engine.batch import Chunk, make_buffers
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import SamplingParams, Sequence
-from tcdeploy.engine.warmup import warm_buckets
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.warmup import Earlier, warm_buckets
 from tcdeploy.environment import Environment, detect_environment
 from tcdeploy.models.load import load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
+from tcdeploy.models.siblings import pack_siblings
 from tcdeploy.plan import Plan, make_plan
 from tcdeploy.progress import Progress, Silent
 from tcdeploy.recipe import Recipe
@@ -83,8 +83,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         runner = _load(decided)
     with stages.stage("compile"):
         compile_regions(_regions(runner.model, decided), plan, runner.step)
-        cold_seconds = earlier.cold_seconds() if earlier else {}
-        records = warm_buckets(runner, architecture, cold_seconds, measure, progress)
+        known = Earlier(earlier.cold_seconds(), earlier.trials()) if earlier else Earlier()
+        records = warm_buckets(runner, architecture, known, measure, progress)
     write_manifest(manifest_file, make_manifest(plan, decided.environment, stages.seconds, records))
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds)
 
@@ -110,6 +110,7 @@ def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Bre
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     regions = _regions(runner.model, decided)
     found = explain_regions(regions, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    runner.seating.place([prompt])
     found += explain_regions(regions, lambda: runner.decode([prompt]))
     return list(dict.fromkeys(found))
 
@@ -119,9 +120,10 @@ def _load(decided: Decided) -> ModelRunner:
     plan, architecture = decided.plan, decided.architecture
     register_attention()
     model = load_model(plan, decided.config, ATTENTION_NAME)
-    step = make_buffers(plan, plan.buckets[0], plan.buckets[0].size).step
+    pack_siblings(model, architecture.siblings)
+    step = empty_step(plan, architecture)
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
-    return ModelRunner(model, plan, step)
+    return ModelRunner(model, plan, step, architecture.vocab_size)
 
 
 def _regions(model: PreTrainedModel, decided: Decided) -> list[torch.nn.Module]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from tcdeploy import __version__
 from tcdeploy.architecture import Architecture
+from tcdeploy.candidate import Candidate, candidates
 from tcdeploy.capability import Accepted, Rejected, judge_backend
 from tcdeploy.environment import Environment
 from tcdeploy.errors import UsageError
@@ -26,7 +27,7 @@ DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
 PREFILL_SEQUENCES = 8  # that one prefill step may pack; the same everywhere, because programs hold it
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
-NOT_IN_PROGRAMS = {"context", "kv_blocks", "kv_bytes"}  # sizes that a program holds as symbols
+NOT_IN_PROGRAMS = {"context", "kv_blocks", "kv_bytes", "tune_seconds"}  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
 # call takes 5 s and each later one 0.1 ms of the host, so it is taken only when asked for. The packages of
@@ -81,6 +82,9 @@ class Plan:
     region: str
     mode: str
     graphs: str
+    prefill_candidates: tuple[Candidate, ...]  # ways to make a bucket's step; more than one: the fastest is kept
+    decode_candidates: tuple[Candidate, ...]
+    tune_seconds: float
     buckets: tuple[Bucket, ...]
     prefill_sequences: int
     context: int
@@ -99,6 +103,15 @@ class Plan:
     @property
     def decode_buckets(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
+
+    def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
+        return self.prefill_candidates if bucket.is_prefill else self.decode_candidates
+
+    def is_recorded(self, bucket: Bucket) -> bool:
+        """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
+        if self.graphs != "step" or bucket.min_size:
+            return False
+        return not bucket.is_prefill or self.prefill_attention == "triton"
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -134,6 +147,9 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
+        "prefill_candidates": candidates(recipe.mode, device, is_prefill=True),
+        "decode_candidates": candidates(recipe.mode, device, is_prefill=False),
+        "tune_seconds": recipe.tune_seconds,
         "buckets": prefill + decode,
         "prefill_sequences": PREFILL_SEQUENCES,
         "context": memory.context,
@@ -253,7 +269,7 @@ def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, log
         log.append(Decision("graphs", asked, "asked for"))
         return asked
     log.append(
-        Decision("graphs", "step", "one launch per decode step; per-region graphs took 2.4 times as long on an H100")
+        Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100")
     )
     return "step"
 
@@ -357,8 +373,11 @@ def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
         "model": "asked for; compile time grows with the number of layers",
     }
     log.append(Decision("region", recipe.region, region_reasons[recipe.region]))
-    kernels = "autotuned kernels" if recipe.mode == "max-autotune" else "Inductor's default kernels"
-    log.append(Decision("mode", recipe.mode, kernels))
+    mode_reasons = {
+        "max-autotune": "autotuned kernels",
+        "auto": f"each bucket tries several kinds of kernels, for {recipe.tune_seconds:.0f} s at most, and keeps the fastest",
+    }
+    log.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
 
 
 def _listed(values: tuple[int, ...]) -> str:

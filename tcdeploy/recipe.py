@@ -30,7 +30,7 @@ Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 Region = Literal["layer", "blocks", "model"]
-Mode = Literal["default", "reduce-overhead", "max-autotune"]
+Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
 Graphs = Literal["step", "region", "none"]
 Shapes = Literal["bucket", "dynamic"]
 
@@ -53,7 +53,8 @@ class Recipe:
     dtype: DType | None = _asked(None, "the checkpoint's on a GPU, float32 on a CPU")
     attention: Attention | None = _asked(None, "prefill attention backend; the best one installed if not given")
     region: Region = _asked("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
-    mode: Mode = _asked("reduce-overhead", "PyTorch's name for the effort; default takes no CUDA graphs")
+    mode: Mode = _asked("reduce-overhead", "PyTorch's name for the effort; auto: what measures fastest, per bucket")
+    tune_seconds: float = _asked(300.0, "with mode auto, when to stop trying candidates; each bucket tries one at least")
     graphs: Graphs | None = _asked(None, "CUDA graphs of the whole step, per region, or none")
     shapes: Shapes = _asked("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
     buckets: tuple[int, ...] | None = _asked(None, "prefill buckets in tokens, ascending: 128,512,2048")

@@ -11,12 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.architecture import Architecture
 from tcdeploy.attention import ops
 from tcdeploy.attention.kvcache import LayerKV
+from tcdeploy.candidate import DEFAULT, Candidate
 from tcdeploy.plan import Plan
 
 ATTENTION_NAME = "tcdeploy"
@@ -36,6 +38,9 @@ class StepInputs:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     host_facts: Tensor
+    decode_splits: int
+    arrivals: Tensor
+    candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
 
     def show(self, other: StepInputs) -> None:
         """Take over the tensors of `other`: the object stays the one that all layers hold."""
@@ -51,6 +56,25 @@ class LayerBinding:
     prefill_backend: str
     decode_backend: str
     step: StepInputs
+
+
+def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
+    """A step of nothing, for the layers to hold until the first one is shown to them; its arrivals serve all steps."""
+
+    def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = plan.device) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    kv_heads = max(facts.kv_heads for facts in architecture.attentions)
+    return StepInputs(
+        is_prefill=True,
+        slot_mapping=zeros(1, dtype=torch.int64),
+        block_table=zeros(1, 2),
+        seq_lens=zeros(1),
+        cu_seqlens_q=zeros(2),
+        host_facts=zeros(5, dtype=torch.int64, device="cpu"),
+        decode_splits=1,
+        arrivals=zeros(plan.decode_buckets[-1].size + 1, kv_heads),
+    )
 
 
 def register_attention() -> None:
@@ -88,7 +112,13 @@ def paged_attention(
     q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))  # [tokens, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     window, cap = sliding_window or 0, softcap or 0.0
-    ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
+    slots = step.slot_mapping
+    if not step.is_prefill:  # TEMPORARY
+        at = (step.seq_lens.long() - 1).clamp(min=0)
+        bs = binding.k_cache.shape[1]
+        slots = step.block_table.gather(1, (at // bs)[:, None])[:, 0].long() * bs + at % bs
+        slots = torch.where(step.seq_lens > 0, slots, 0)
+    ops.kv_write(k, v, binding.k_cache, binding.v_cache, slots, binding.decode_backend)
     if step.is_prefill:
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,

@@ -19,7 +19,7 @@ from tcdeploy.environment import Environment
 from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.plan import Plan
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 FOLDER = "manifests"
 
 
@@ -34,6 +34,16 @@ class Parity:
     tolerance: float  # of relative_difference
     kl_tolerance: float
     passed: bool
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One candidate as it did on this bucket: median ms of a step, or why it could not be timed."""
+
+    candidate: str
+    step_ms: float | None
+    seconds: float  # of compiling, recording and timing it
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -54,6 +64,9 @@ class BucketRecord:
     captured: bool
     parity: Parity
     peak_memory_bytes: int
+    candidate: str  # how its step is made
+    trials: tuple[Trial, ...] = ()  # what was timed to choose it, the losers included; kept from the run that tuned
+    graph_memory_bytes: int | None = None  # that recording took from the device
     cold_seconds: float | None = None  # compile_seconds of the run that filled the cache
     eager_ms: float | None = None
     compiled_ms: float | None = None
@@ -75,6 +88,10 @@ class Manifest:
     def cold_seconds(self) -> dict[str, float]:
         """Per bucket, the compile seconds of the run that missed: what the cache saves."""
         return {record.bucket: record.cold_seconds for record in self.buckets if record.cold_seconds is not None}
+
+    def trials(self) -> dict[str, tuple[Trial, ...]]:
+        """Per bucket, what an earlier run timed: the fastest is taken without timing again."""
+        return {record.bucket: record.trials for record in self.buckets if record.trials}
 
 
 def make_manifest(
@@ -131,7 +148,8 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
     known = {item.name for item in fields(BucketRecord)}
     if set(document) != known:
         raise KeyError(f"bucket fields {sorted(set(document) ^ known)}")
-    return BucketRecord(**{**document, "parity": Parity(**document["parity"])})
+    trials = tuple(Trial(**trial) for trial in document["trials"])
+    return BucketRecord(**{**document, "parity": Parity(**document["parity"]), "trials": trials})
 
 
 def _corrupt(path: Path, reason: str) -> IntegrityError:

@@ -25,15 +25,22 @@ from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
 from tcdeploy.attention.ops import source_hash
+from tcdeploy.candidate import Candidate
+from tcdeploy.compiler.passes import MergeIdenticalProducts
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
+MERGE = MergeIdenticalProducts()  # one object: options are compared by value
 PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 programs per code object by default
 NEARLY_FULL_BYTES = 1 << 20
 
 
 def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> None:
-    """Compile every region in place; torch makes the programs when each bucket first runs. `step` is the layers'."""
+    """Compile every region in place; torch makes the programs when each bucket first runs.
+
+    `step` is the layers': its `candidate` says how the running bucket's program is to be made. The regions that are
+    only compiled for decode (see compiler/regions.py) run eagerly in prefill.
+    """
     _tag_cache_key()
     limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
@@ -41,10 +48,35 @@ def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> N
         limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
     )
     for region in regions:
-        region.compile(fullgraph=True, dynamic=False, mode=_inductor_mode(plan))
+        _compile_in_place(region, step)
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
+
+
+def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
+    """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
+
+    `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
+    shared by all layers, because torch compares options by value. Covered by test_programs.py::
+    test_each_bucket_runs_the_program_of_its_own_candidate.
+    """
+    compiled: dict[Candidate, Callable[..., Any]] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        program = compiled.get(step.candidate)
+        if program is None:
+            options = inductor_options(step.candidate)
+            program = torch.compile(region._call_impl, fullgraph=True, dynamic=False, options=options)
+            compiled[step.candidate] = program
+        return program(*args, **kwargs)
+
+    region._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def inductor_options(candidate: Candidate) -> dict[str, Any]:
+    """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
+    return {"post_grad_custom_pre_pass": MERGE, **dict(candidate.inductor)}
 
 
 def _tag_cache_key() -> None:
@@ -55,12 +87,6 @@ def _tag_cache_key() -> None:
     own = f"tcdeploy-{source_hash()}"
     config = torch.compiler.config
     config.cache_key_tag = "-".join(filter(None, [config.cache_key_tag.partition("tcdeploy-")[0].rstrip("-"), own]))
-
-
-def _inductor_mode(plan: Plan) -> str | None:
-    if plan.graphs == "region":
-        return plan.mode
-    return "max-autotune-no-cudagraphs" if plan.mode == "max-autotune" else None
 
 
 def _mark_lengths_dynamic(region: nn.Module, step: StepInputs, bucket: Bucket) -> None:

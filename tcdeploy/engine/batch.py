@@ -1,119 +1,185 @@
-"""The static input buffers of one bucket, and how a step's sequences are laid out in them.
+"""The static tensors that programs and CUDA graphs read: one set of decode rows for all buckets, one set per prefill.
 
-A bucket's program and its CUDA graph read fixed addresses, so every step is copied into the same tensors. What a
-batch leaves over is padding: its tokens write to slot 0, which no sequence owns, and its sequences have length 0.
+A graph replays on fixed addresses. `DecodeRows` holds what the running sequences are to the device: the token that each
+feeds next, its position, its length, its blocks, how it is sampled. Decode bucket b reads the first b rows, and the step
+itself moves them on (engine/advance.py), so the host copies nothing in while the batch stays the same. A prefill step
+has inputs of its own, which go up in one copy.
+
+What a bucket has left over is padding. The last row belongs to nobody: what a step computes for padding lands there. Its
+length is 0, and length 0 writes no key and reads none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
-from typing import NamedTuple
 
+import numpy
 import torch
 import torch._dynamo
 from torch import Tensor
 
 from tcdeploy.attention.interface import StepInputs
 from tcdeploy.attention.kvcache import PADDING_SLOT
-from tcdeploy.engine.sequence import Sequence
+from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
+from tcdeploy.engine.sequence import Chunk
 from tcdeploy.plan import Bucket, Plan
 
+ALIGNMENT = 16  # elements: every part of a packed upload begins at a multiple of 128 bytes
 
-class Chunk(NamedTuple):
-    """The tokens [start, stop) of a sequence: what one prefill step takes of its prompt."""
 
-    sequence: Sequence
-    start: int
-    stop: int
+@dataclass(frozen=True)
+class DecodeRows:
+    """The device's view of what runs; `rows` live ones and, as the last, the one that belongs to nobody."""
+
+    token_ids: Tensor  # [rows + 1] int64: the token that the next step feeds
+    positions: Tensor  # [rows + 1] int64: where it stands
+    seq_lens: Tensor  # [rows + 1] int32: position + 1, or 0 for an empty row
+    block_table: Tensor  # [rows + 1, width] int32
+    sampling: SamplingRows
+
+    @property
+    def nobody(self) -> int:
+        return self.token_ids.shape[0] - 1
+
+
+def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
+    rows = plan.decode_buckets[-1].size + 1
+
+    def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=plan.device)
+
+    return DecodeRows(
+        token_ids=zeros(rows, dtype=torch.int64),
+        positions=zeros(rows, dtype=torch.int64),
+        seq_lens=zeros(rows, dtype=torch.int32),
+        block_table=zeros(rows, _table_width(plan), dtype=torch.int32),
+        sampling=make_sampling_rows(rows, vocab_size, torch.device(plan.device)),
+    )
 
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Inputs of one bucket. `rows` of the hidden states go to the head: the last token of each sequence."""
+    """Inputs of one bucket. `rows` says whose next token each output is; `lengths` how many of its tokens are cached.
+
+    Where lengths is 0 (padding, or a prompt that goes on in a later chunk) nothing is written to the decode rows.
+    """
 
     bucket: Bucket
     input_ids: Tensor  # [1, tokens] int64
     position_ids: Tensor  # [1, tokens] int64
-    rows: Tensor  # [sequences] int64
+    rows: Tensor  # [outputs] int64
+    lengths: Tensor  # [outputs] int32
     step: StepInputs
-    block_size: int
-
-    def set_prefill(self, chunks: list[Chunk]) -> None:
-        """Pack the chunks one after another. Their blocks must reach to `stop`."""
-        ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        tables: list[list[int]] = []
-        starts, lengths = [0], []
-        for sequence, start, stop in chunks:
-            ids += sequence.token_ids[start:stop]
-            positions += range(start, stop)
-            slots += [self._slot(sequence, position) for position in range(start, stop)]
-            starts.append(len(ids))
-            lengths.append(stop)
-            tables.append(sequence.blocks)
-        longest_query = max(stop - start for _, start, stop in chunks)
-        has_prefix = any(start > 0 for _, start, _ in chunks)
-        self._fill(ids, positions, slots, lengths, tables)
-        padded_starts = starts + [starts[-1]] * (self.rows.shape[0] - len(chunks))
-        _copy(self.step.cu_seqlens_q, padded_starts)
-        _copy(self.rows, [start - 1 for start in padded_starts[1:]])
-        _copy(self.step.host_facts, [len(ids), sum(lengths), longest_query, max(lengths), int(has_prefix)])
-
-    def set_decode(self, sequences: list[Sequence]) -> None:
-        """One token each: the last, whose key goes to the slot after the cached ones."""
-        positions = [len(sequence.token_ids) - 1 for sequence in sequences]
-        ids = [sequence.token_ids[-1] for sequence in sequences]
-        slots = [self._slot(sequence, position) for sequence, position in zip(sequences, positions, strict=True)]
-        lengths = [position + 1 for position in positions]
-        self._fill(ids, positions, slots, lengths, [sequence.blocks for sequence in sequences])
-
-    def _slot(self, sequence: Sequence, position: int) -> int:
-        return sequence.blocks[position // self.block_size] * self.block_size + position % self.block_size
-
-    def _fill(
-        self, ids: list[int], positions: list[int], slots: list[int], lengths: list[int], tables: list[list[int]]
-    ) -> None:
-        """Copy, and pad: id and position 0, slot 0, length 0, block 0."""
-        _copy(self.input_ids[0], ids)
-        _copy(self.position_ids[0], positions)
-        _copy(self.step.slot_mapping, slots, PADDING_SLOT)
-        _copy(self.step.seq_lens, lengths)
-        width = max(len(table) for table in tables)
-        table = torch.zeros(self.step.block_table.shape[0], width, dtype=torch.int32)
-        for row, blocks in enumerate(tables):
-            table[row, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
-        self.step.block_table[:, :width].copy_(table)
+    logit_rows: Tensor | None = None  # [outputs] int64: the last token of each prompt; None: every token is one
 
 
-def _copy(target: Tensor, values: list[int], padding: int = 0) -> None:
-    """Values, then padding, into a static tensor [size]."""
-    padded = values + [padding] * (target.shape[0] - len(values))
-    target.copy_(torch.tensor(padded, dtype=target.dtype))
-
-
-def make_buffers(plan: Plan, bucket: Bucket, tokens: int) -> StepBuffers:
-    """Buffers for `tokens` tokens: the bucket's size, or any in the range of a dynamic bucket."""
-    sequences = plan.prefill_sequences if bucket.is_prefill else tokens
-
-    def zeros(*shape: int, dtype: torch.dtype, device: str = plan.device) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    block_table = zeros(sequences, max(plan.blocks_per_sequence, 2), dtype=torch.int32)
+def decode_buffers(bucket: Bucket, state: DecodeRows, step: StepInputs) -> StepBuffers:
+    """The first rows of the decode state: views, so that all decode buckets share it. `step` brings the arrivals."""
+    size, device = bucket.size, state.token_ids.device
+    block_table = state.block_table[:size]
     torch._dynamo.mark_dynamic(block_table, 1)  # its width follows the context: a symbol, so programs do not
-    step = StepInputs(
-        is_prefill=bucket.is_prefill,
-        slot_mapping=zeros(tokens, dtype=torch.int64),
+    unused = torch.zeros(2, dtype=torch.int64, device=device)
+    inputs = StepInputs(
+        is_prefill=False,
+        slot_mapping=unused,
         block_table=block_table,
-        seq_lens=zeros(sequences, dtype=torch.int32),
-        cu_seqlens_q=zeros(sequences + 1, dtype=torch.int32),
-        host_facts=zeros(5, dtype=torch.int64, device="cpu"),
+        seq_lens=state.seq_lens[:size],
+        cu_seqlens_q=unused,
+        host_facts=torch.zeros(5, dtype=torch.int64),
+        decode_splits=0,
+        arrivals=step.arrivals,
     )
-    return StepBuffers(
-        bucket,
-        input_ids=zeros(1, tokens, dtype=torch.int64),
-        position_ids=zeros(1, tokens, dtype=torch.int64),
-        rows=torch.arange(sequences, device=plan.device),
-        step=step,
-        block_size=plan.block_size,
-    )
+    rows = torch.arange(size, device=device)
+    ids, positions = state.token_ids[None, :size], state.positions[None, :size]
+    return StepBuffers(bucket, ids, positions, rows, inputs.seq_lens, inputs)
+
+
+class PrefillBuffers:
+    """A prefill bucket's inputs, as views of one device tensor that is filled by one copy."""
+
+    def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: StepInputs) -> None:
+        self.plan, self.state = plan, state
+        sequences, width = plan.prefill_sequences, _table_width(plan)
+        self._longs = _Parts(ids=tokens, positions=tokens, slots=tokens, logit_rows=sequences, rows=sequences)
+        self._ints = _Parts(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
+        self._packed = torch.zeros(self._longs.size + self._ints.size // 2, dtype=torch.int64, device=plan.device)
+        longs = self._longs.of(self._packed)
+        ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
+        block_table = ints["tables"].view(sequences, width)
+        torch._dynamo.mark_dynamic(block_table, 1)
+        inputs = StepInputs(
+            is_prefill=True,
+            slot_mapping=longs["slots"],
+            block_table=block_table,
+            seq_lens=ints["seq_lens"],
+            cu_seqlens_q=ints["starts"],
+            host_facts=torch.zeros(5, dtype=torch.int64),
+            decode_splits=0,
+            arrivals=step.arrivals,
+        )
+        self.buffers = StepBuffers(
+            bucket, longs["ids"][None], longs["positions"][None], longs["rows"], ints["lengths"],
+            inputs, longs["logit_rows"],
+        )  # fmt: skip
+
+    def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None]) -> None:
+        """Pack the chunks one after another; `rows` names the decode row of each whose prompt ends here."""
+        staging = torch.empty(self._packed.shape, dtype=torch.int64, pin_memory=self._packed.is_cuda)
+        flat = staging.numpy()
+        longs = self._longs.of(flat)
+        ints = self._ints.of(flat[self._longs.size :].view(numpy.int32))
+        self._pad(longs, ints)
+        tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
+        end = 0
+        for number, (sequence, start, stop) in enumerate(chunks):
+            begin, end = end, end + stop - start
+            blocks = numpy.array(sequence.blocks, dtype=numpy.int32)
+            positions = numpy.arange(start, stop)
+            block_size = self.plan.block_size
+            longs["ids"][begin:end] = sequence.token_ids[start:stop]
+            longs["positions"][begin:end] = positions
+            longs["slots"][begin:end] = blocks[positions // block_size].astype(numpy.int64) * block_size
+            longs["slots"][begin:end] += positions % block_size
+            longs["logit_rows"][number] = end - 1
+            tables[number, : len(blocks)] = blocks
+            ints["seq_lens"][number] = stop
+            ints["starts"][number + 1 :] = end
+            row = rows[number]
+            if row is not None:
+                longs["rows"][number], ints["lengths"][number] = row, stop
+        self._packed.copy_(staging, non_blocking=True)
+        self.buffers.step.host_facts.copy_(torch.tensor(_host_facts(chunks, end)))
+
+    def _pad(self, longs: dict[str, numpy.ndarray], ints: dict[str, numpy.ndarray]) -> None:
+        for name in ("ids", "positions", "logit_rows"):
+            longs[name][:] = 0
+        longs["slots"][:] = PADDING_SLOT
+        longs["rows"][:] = self.state.nobody
+        for name in ("seq_lens", "starts", "lengths"):
+            ints[name][:] = 0
+
+
+def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:
+    """See attention/ops.py, HOST_FACTS."""
+    lengths = [stop for _, _, stop in chunks]
+    longest_query = max(stop - start for _, start, stop in chunks)
+    return [tokens, sum(lengths), longest_query, max(lengths), int(any(start > 0 for _, start, _ in chunks))]
+
+
+class _Parts:
+    """Names for stretches of a flat tensor or array, each beginning at a multiple of ALIGNMENT elements."""
+
+    def __init__(self, **sizes: int) -> None:
+        self._places: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, size in sizes.items():
+            self._places[name] = (self.size, self.size + size)
+            self.size += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def of(self, flat):  # type: ignore[no-untyped-def]  # a torch.Tensor or a numpy array
+        return {name: flat[start:stop] for name, (start, stop) in self._places.items()}
+
+
+def _table_width(plan: Plan) -> int:
+    return max(plan.blocks_per_sequence, 2)  # torch specialises a width of 1

@@ -1,112 +1,170 @@
-"""Turn prompts into tokens with the warmed programs: prefill in chunks, then decode everything that runs together.
+"""Turn prompts into tokens with the warmed programs: continuous batching, one step ahead of the device.
 
-Each `step` either brings one waiting sequence in or advances all running ones by a token. A sequence is admitted when
-the blocks for its prompt and all its new tokens are free, so nothing is ever evicted.
+`step` launches the next step and then reads the tokens of the one before, so the device never waits for the host. The
+host decides (scheduler.py, no torch) from what it knows: lengths, blocks, limits. Which token was sampled it learns one
+step late; a sequence that turns out to have stopped has run one step for nothing, whose token is dropped here.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from tcdeploy.compiler.programs import sealed
-from tcdeploy.engine.batch import Chunk
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sampling import make_generator, sample
+from tcdeploy.engine.sampling import Logprobs, logprobs
+from tcdeploy.engine.scheduler import Limits, Scheduler, Step
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 from tcdeploy.errors import SpaceError, UsageError
 
 
-class NewToken(NamedTuple):
-    """A token for prompt number `prompt`; `finish_reason` is "" until its last one."""
+class TokenLogprobs(NamedTuple):
+    """Of the model's own distribution, in nats: the chosen token's, and the most likely tokens with theirs."""
 
-    prompt: int
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class NewToken(NamedTuple):
+    """A token of request `request_id`; `finish_reason` is "" until its last one."""
+
+    request_id: int
     token_id: int
     finish_reason: str
+    logprobs: TokenLogprobs | None = None
+
+
+class _Launched(NamedTuple):
+    """A step on its way: whose tokens it makes, and where the host will find them."""
+
+    sequences: tuple[Sequence | None, ...]  # None: a chunk that does not end its prompt
+    tokens: Tensor  # [outputs] int64, in host memory
+    logprobs: Logprobs | None  # in host memory
+    arrived: torch.cuda.Event | None
 
 
 class Engine:
-    """Owns the sequences and the KV blocks. Not thread-safe."""
+    """Owns the requests and the KV blocks. Not thread-safe."""
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self.plan = runner.plan
-        self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
-        self._generators: dict[int, torch.Generator | None] = {}
+        self.plan = plan = runner.plan
+        self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        self.scheduler = Scheduler(
+            Limits(plan.decode_buckets[-1].size, plan.prefill_buckets[-1].size, plan.prefill_sequences), self.allocator
+        )
+        self.waited_seconds = 0.0  # that the host stood still for the device
+        self._requests: dict[int, Sequence] = {}
+        self._unread: dict[int, list[NewToken]] = {}  # of requests that a stream will ask for
+        self._next_id = 0
+        self._launched: _Launched | None = None
 
-    def stream(self, prompts: Iterable[list[int]], params: SamplingParams) -> Iterator[NewToken]:
-        """Tokens of all prompts as they come; one stream at a time.
+    def submit(self, prompt: Iterable[int], params: SamplingParams) -> int:
+        """Queue a request and give its id. Raises UsageError or SpaceError for one that can never be served."""
+        sequence = self._admissible(list(prompt), params)
+        self._requests[sequence.request_id] = sequence
+        self.scheduler.submit(sequence)
+        return sequence.request_id
 
-        Raises UsageError for a prompt that cannot be served, and RecompileError should a step want to compile.
+    def abort(self, request_id: int) -> None:
+        """Drop a request; nothing more comes from it. Raises UsageError where none of that id is open."""
+        if request_id not in self._requests:
+            raise UsageError(f"there is no open request {request_id}", "it may have finished already")
+        self.scheduler.abort(self._requests.pop(request_id))
+        self._unread.pop(request_id, None)
+
+    @property
+    def has_work(self) -> bool:
+        return self._launched is not None or self.scheduler.has_work
+
+    def step(self) -> list[NewToken]:
+        """Launch the next step, then read the tokens of the one before. Nothing can compile here."""
+        with sealed():
+            before, self._launched = self._launched, self._launch()
+            tokens = self._collect(before) if before else []
+        self._keep_unread(tokens)
+        return tokens
+
+    def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
+        """Tokens of all prompts as they come; `request_id` is replaced by the prompt's number.
+
+        Raises UsageError for a prompt that cannot be served, and RecompileError should a step want to compile. Other
+        requests of this engine go on meanwhile.
         """
-        if self._waiting or self._running:
-            raise UsageError("another stream of this engine is still open", "finish or close it first")
-        sequences = [self._admissible(index, list(prompt), params) for index, prompt in enumerate(prompts)]
-        self._waiting.extend(sequences)
+        ids = self._submit_all(prompts, params)
+        numbers = {request_id: number for number, request_id in enumerate(ids)}
+        self._unread.update((request_id, []) for request_id in ids)
         try:
-            while self._waiting or self._running:
-                yield from self.step()
+            while any(request_id in self._requests or self._unread[request_id] for request_id in ids):
+                for request_id in ids:
+                    for token in self._take_unread(request_id):
+                        yield token._replace(request_id=numbers[request_id])
+                if any(request_id in self._requests for request_id in ids):
+                    self.step()
         finally:
-            self._abandon(sequences)
+            self._abandon(ids)
 
-    def generate(self, prompts: Iterable[list[int]], params: SamplingParams) -> list[list[int]]:
+    def generate(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[list[int]]:
         """The new token ids of each prompt, a stop token included."""
         prompts = list(prompts)
         results: list[list[int]] = [[] for _ in prompts]
         for token in self.stream(prompts, params):
-            results[token.prompt].append(token.token_id)
+            results[token.request_id].append(token.token_id)
         return results
 
-    def step(self) -> list[NewToken]:
-        """Bring one sequence in, or advance all that run. Nothing can compile here."""
-        with sealed():
-            return self._step()
+    def _launch(self) -> _Launched | None:
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        running = self.scheduler.running
+        output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
+        return self._send_home(output, _sampled(step))
 
-    def _step(self) -> list[NewToken]:
-        if self._waiting and len(self._running) < self.plan.decode_buckets[-1].size and self._fits(self._waiting[0]):
-            sequence = self._waiting.popleft()
-            return self._advance([sequence], self._prefill(sequence))
-        batch = list(self._running)
-        return self._advance(batch, self.runner.decode(batch))
+    def _send_home(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> _Launched:
+        """Sample where greedy is not enough, and start the copy of the tokens to the host."""
+        live = [sequence for sequence in sequences if sequence is not None]
+        features = self.runner.seating.features(live)
+        if features:
+            output = self.runner.sample(output, features)
+        wanted = max((-1 if one.params.logprobs is None else one.params.logprobs for one in live), default=-1)
+        found = logprobs(output.logits, output.tokens, wanted) if wanted >= 0 else None
+        tokens = _to_host(output.tokens)
+        found = Logprobs(*map(_to_host, found)) if found else None
+        arrived = None
+        if output.tokens.is_cuda:
+            arrived = torch.cuda.Event()
+            arrived.record()
+        return _Launched(sequences, tokens, found, arrived)
 
-    def _prefill(self, sequence: Sequence) -> StepOutput:
-        """The whole prompt, in chunks of the largest bucket; the last chunk's output."""
-        sequence.blocks = self.allocator.take(self.allocator.needed(self._longest(sequence)))
-        self._generators[sequence.index] = make_generator(sequence.params, self.runner.model.device)
-        self._running.append(sequence)
-        largest = self.plan.prefill_buckets[-1].size
-        while True:
-            stop = min(sequence.cached + largest, sequence.prompt_length)
-            output = self.runner.prefill([Chunk(sequence, sequence.cached, stop)])
-            sequence.cached = stop
-            if stop == sequence.prompt_length:
-                return output
-
-    def _advance(self, batch: list[Sequence], output: StepOutput) -> list[NewToken]:
-        greedy = output.tokens.tolist()  # synchronises; each sampled row does once more
+    def _collect(self, launched: _Launched) -> list[NewToken]:
+        if launched.arrived:  # the one place where the host waits for the device
+            start = time.perf_counter()
+            launched.arrived.synchronize()
+            self.waited_seconds += time.perf_counter() - start
         made = []
-        for row, sequence in enumerate(batch):
-            generator = self._generators[sequence.index]
-            token_id = sample(output.logits[row], sequence.params, generator) if generator else greedy[row]
-            sequence.cached = len(sequence.token_ids)
-            sequence.append(token_id)
-            made.append(NewToken(sequence.index, token_id, sequence.finish_reason))
+        for row, (sequence, token_id) in enumerate(zip(launched.sequences, launched.tokens.tolist(), strict=False)):
+            if sequence is None or sequence.finish_reason:  # it stopped, or was aborted, after this was launched
+                continue
+            sequence.receive(token_id)
             if sequence.finish_reason:
-                self._release(sequence)
+                self.scheduler.finish(sequence)
+                del self._requests[sequence.request_id]
+            found = _token_logprobs(launched.logprobs, row, sequence.params.logprobs)
+            made.append(NewToken(sequence.request_id, token_id, sequence.finish_reason, found))
         return made
 
-    def _admissible(self, index: int, prompt: list[int], params: SamplingParams) -> Sequence:
+    def _admissible(self, prompt: list[int], params: SamplingParams) -> Sequence:
         if not prompt:
-            raise UsageError("the prompt is empty")
-        sequence = Sequence(index, prompt, len(prompt), params)
-        longest = self._longest(sequence)
+            raise UsageError("the prompt is empty", "give at least one token; most tokenizers add one at the start")
+        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in prompt):
+            raise UsageError(f"the prompt holds what is no token id from 0 to {self.vocab_size - 1}")
+        longest = len(prompt) + params.max_new_tokens
         if longest > self.plan.context:
             raise UsageError(
                 f"{len(prompt)} prompt tokens and {params.max_new_tokens} new ones exceed the context of "
@@ -115,25 +173,57 @@ class Engine:
             )
         if self.allocator.needed(longest) > self.allocator.capacity:
             raise SpaceError(f"{longest} tokens need more KV blocks than the {self.allocator.capacity} there are")
-        return sequence
+        self._next_id += 1
+        return Sequence(self._next_id, prompt, len(prompt), params)
 
-    @staticmethod
-    def _longest(sequence: Sequence) -> int:
-        """Tokens it may come to hold; the last new one is never fed back, but costs at most one block."""
-        return sequence.prompt_length + sequence.params.max_new_tokens
+    @property
+    def vocab_size(self) -> int:
+        return self.runner.vocab_size
 
-    def _fits(self, sequence: Sequence) -> bool:
-        return self.allocator.needed(self._longest(sequence)) <= self.allocator.free
+    def _submit_all(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> list[int]:
+        """All or none: one that is refused takes the others back."""
+        ids: list[int] = []
+        try:
+            for prompt in prompts:
+                ids.append(self.submit(prompt, params))
+        except Exception:
+            self._abandon(ids)
+            raise
+        return ids
 
-    def _release(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        self._generators.pop(sequence.index)
-        self.allocator.give_back(sequence.blocks)
-
-    def _abandon(self, sequences: list[Sequence]) -> None:
+    def _abandon(self, ids: list[int]) -> None:
         """What a caller left unfinished: out of the queue, its blocks free."""
-        for sequence in sequences:
-            if sequence in self._running:
-                self._release(sequence)
-            elif sequence in self._waiting:
-                self._waiting.remove(sequence)
+        for request_id in ids:
+            self._unread.pop(request_id, None)
+            if request_id in self._requests:
+                self.abort(request_id)
+
+    def _keep_unread(self, tokens: list[NewToken]) -> None:
+        for token in tokens:
+            if token.request_id in self._unread:
+                self._unread[token.request_id].append(token)
+
+    def _take_unread(self, request_id: int) -> list[NewToken]:
+        taken, self._unread[request_id] = self._unread[request_id], []
+        return taken
+
+
+def _sampled(step: Step) -> tuple[Sequence | None, ...]:
+    """Whose next token each output of the step is."""
+    if step.decode:
+        return step.decode
+    return tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy that the host may read once the event after it has passed."""
+    if not tensor.is_cuda:
+        return tensor.clone()
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+def _token_logprobs(found: Logprobs | None, row: int, wanted: int | None) -> TokenLogprobs | None:
+    if found is None or wanted is None:
+        return None
+    ids, values = found.top_ids[row, :wanted].tolist(), found.top_logprobs[row, :wanted].tolist()
+    return TokenLogprobs(float(found.chosen[row]), tuple(zip(ids, values, strict=True)))

@@ -16,7 +16,8 @@ from torch import Tensor
 
 class StepOutput(NamedTuple):
     logits: Tensor  # [rows, vocab]
-    tokens: Tensor  # [rows] int64: the greedy choice
+    tokens: Tensor  # [rows] int64: the greedy choice, unless sampled
+    rows: Tensor  # [rows] int64: the decode row that each belongs to
 
 
 class StepGraph(NamedTuple):

@@ -1,57 +1,90 @@
-"""Run one step of the model for a bucket: fill the static buffers, then replay its graph or call its programs.
+"""Run one step of the model for a bucket: replay its graph, or call its programs.
 
 The model is called through its own forward, so whatever a family does around its layers (embedding scale, final
-soft-capping, logit scaling) is its own code. Only the rows that are sampled from go through the head.
+soft-capping, logit scaling) is its own code. Only the rows that are sampled from go through the head. A step ends, on
+the device, with the greedy choice and the advance of the decode rows; any other sampling replaces that choice after it.
 """
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence as ListLike
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import StepInputs
-from tcdeploy.engine.batch import Chunk, StepBuffers, make_buffers
+from tcdeploy.candidate import Candidate
+from tcdeploy.engine import sampling
+from tcdeploy.engine.advance import advance
+from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
 from tcdeploy.engine.graphs import StepGraph, StepOutput, record
-from tcdeploy.engine.sequence import Sequence
+from tcdeploy.engine.rows import RowSeating
+from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.plan import Bucket, Plan
 
 
 class ModelRunner:
-    """Owns the buffers and graphs of all buckets. Everything runs under `torch.no_grad()`: torch guards on it."""
+    """Owns the decode rows, and the buffers and graphs of all buckets. `no_grad` everywhere: torch guards on it."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, step: StepInputs) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan, step: StepInputs, vocab_size: int) -> None:
         self.model = model
         self.plan = plan
+        self.vocab_size = vocab_size
         self.step = step  # the object that every layer's binding holds
-        self._buffers: dict[Bucket, StepBuffers] = {}
+        self.state = make_decode_rows(plan, vocab_size)
+        self.seating = RowSeating(self.state)
+        self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
+        self._prefill: dict[Bucket, PrefillBuffers] = {}
+        self._default_splits = {bucket: 1 for bucket in plan.decode_buckets}
+        self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
-    def prefill(self, chunks: list[Chunk], bucket: Bucket | None = None) -> StepOutput:
+    def prefill(
+        self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None
+    ) -> StepOutput:
         """One packed step over the chunks, in the smallest bucket that holds them unless one is named.
 
-        Row i of the output belongs to chunk i.
+        Row i of the output belongs to chunk i. A sequence that ends its prompt here and is the r-th that runs takes its
+        first token with it into decode row r.
         """
         tokens = sum(stop - start for _, start, stop in chunks)
-        bucket = bucket or self._smallest(self.plan.prefill_buckets, tokens)
-        buffers = self._buffers_for(bucket, tokens)
-        buffers.set_prefill(chunks)
-        return self._run(buffers)
+        bucket = bucket or smallest(self.plan.prefill_buckets, tokens)
+        self.seating.seat(running)
+        prefill = self._prefill_for(bucket, tokens)
+        prefill.fill(chunks, self.seating.rows_of(chunks))
+        return self._run(prefill.buffers)
 
-    def decode(self, sequences: list[Sequence]) -> StepOutput:
+    def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; row i of the output belongs to sequence i."""
-        bucket = self._smallest(self.plan.decode_buckets, len(sequences))
-        buffers = self._buffers_for(bucket, bucket.size)
-        buffers.set_decode(sequences)
-        return self._run(buffers)
+        self.seating.seat(running)
+        return self._run(self._decode[smallest(self.plan.decode_buckets, len(running))])
+
+    @torch.no_grad()
+    def sample(self, output: StepOutput, features: sampling.Features) -> StepOutput:
+        """Replace the greedy choice of a step by what the rows' sampling parameters ask; the next step feeds that."""
+        state = self.state
+        positions = state.positions[output.rows]
+        tokens = sampling.sample(output.logits, state.sampling, positions, features, output.rows)
+        state.token_ids.index_copy_(0, output.rows, tokens)
+        if features.penalties:
+            sampling.count_tokens(state.sampling, output.rows, tokens)
+        return output._replace(tokens=tokens)
+
+    def choose(self, bucket: Bucket, candidate: Candidate) -> None:
+        """How the bucket's step is to be made from now on; a graph made otherwise is dropped."""
+        self._graphs.pop(bucket, None)
+        self._candidates[bucket] = candidate
+        if not bucket.is_prefill:
+            step = self._decode[bucket].step
+            step.decode_splits = candidate.decode_splits or self._default_splits[bucket]
 
     def capture(self, bucket: Bucket) -> None:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
-        buffers = self._buffers[bucket]
+        buffers = self._buffers(bucket)
         graph = record(lambda: self._call(buffers), self._pool)
         self._pool = self._pool or graph.graph.pool()
         self._graphs[bucket] = graph
@@ -61,21 +94,20 @@ class ModelRunner:
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """The bucket's step again, on what its buffers hold."""
-        return self._run(self._buffers[bucket])
+        return self._run(self._buffers(bucket))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
-        return self._call(self._buffers[bucket])
+        return self._call(self._buffers(bucket))
 
-    @staticmethod
-    def _smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:
-        return next(bucket for bucket in buckets if bucket.size >= size)
+    def _buffers(self, bucket: Bucket) -> StepBuffers:
+        return self._prefill[bucket].buffers if bucket.is_prefill else self._decode[bucket]
 
-    def _buffers_for(self, bucket: Bucket, tokens: int) -> StepBuffers:
-        if bucket.min_size:
-            return make_buffers(self.plan, bucket, max(tokens, bucket.min_size))
-        if bucket not in self._buffers:
-            self._buffers[bucket] = make_buffers(self.plan, bucket, bucket.size)
-        return self._buffers[bucket]
+    def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
+        if bucket.min_size:  # a dynamic bucket keeps no buffers
+            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.state, self.step)
+        if bucket not in self._prefill:
+            self._prefill[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.state, self.step)
+        return self._prefill[bucket]
 
     def _run(self, buffers: StepBuffers) -> StepOutput:
         graph = self._graphs.get(buffers.bucket)
@@ -84,9 +116,29 @@ class ModelRunner:
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
         self.step.show(buffers.step)
+        self.step.candidate = self._candidates[buffers.bucket]
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        keep = {"logits_to_keep": buffers.rows} if self._keeps_rows else {}
-        output = self.model(input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep)
-        logits = output.logits[0] if keep else output.logits[0, buffers.rows]
-        return StepOutput(logits, logits.argmax(dim=-1))
+        keep: dict[str, Any] = {}
+        if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
+            keep["logits_to_keep"] = 0 if buffers.logit_rows is None else buffers.logit_rows
+        logits = self.model(
+            input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep
+        ).logits[0]
+        if buffers.logit_rows is not None and not keep:
+            logits = logits[buffers.logit_rows]
+        state = self.state
+        tokens = advance(
+            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self.backend
+        )
+        return StepOutput(logits, tokens, buffers.rows)
+
+    @property
+    def backend(self) -> str:
+        """Of what ends a step: Triton where decode attention is Triton's as well."""
+        return "triton" if self.plan.decode_attention == "triton" else "reference"
+
+
+def smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:
+    """The smallest bucket that holds `size`."""
+    return next(bucket for bucket in buckets if bucket.size >= size)

@@ -7,23 +7,27 @@ leaves behind is measured too: compile seconds apart from capture and check, and
 
 from __future__ import annotations
 
+import math
 import random
 import resource
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
+import torch._dynamo
 
 from tcdeploy.architecture import Architecture
-from tcdeploy.compiler.ledger import measured, read_counts
-from tcdeploy.compiler.manifest import BucketRecord, Parity
+from tcdeploy.candidate import Candidate
+from tcdeploy.compiler.ledger import Measured, measured, read_counts
+from tcdeploy.compiler.manifest import BucketRecord, Parity, Trial
 from tcdeploy.compiler.programs import compiling, eager
-from tcdeploy.engine.batch import Chunk
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.parity import compare, reference_attention, reference_logits
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import SamplingParams, Sequence
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.plan import Bucket
 from tcdeploy.progress import Progress
@@ -32,28 +36,40 @@ RUNS_BEFORE_RECORDING = 2
 CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
 TIMED_CONTEXT = 512
 TIMED_RUNS = 20
+WARMING_RUNS = 2
 TIMED_SECONDS = 2.0
 SEED = 20
 
 
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier run left in the manifest, by bucket name."""
+
+    cold_seconds: dict[str, float] = field(default_factory=dict)
+    trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
+
+
 def warm_buckets(
-    runner: ModelRunner, architecture: Architecture, cold_seconds: dict[str, float], measure: bool, progress: Progress
+    runner: ModelRunner, architecture: Architecture, earlier: Earlier, measure: bool, progress: Progress
 ) -> list[BucketRecord]:
     """Warm all buckets of the plan; returns their records in the plan's order.
 
-    `cold_seconds` are those of an earlier run that missed; `measure` times eager and compiled steps as well. Raises
-    CompileError for a bucket that differs from eager.
+    `measure` times eager and compiled steps as well. Raises CompileError for a bucket that differs from eager.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
     order = sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
+    tuning_ends = time.perf_counter() + plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
         warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
+        # what is left is shared by the buckets that are left
+        share = (tuning_ends - time.perf_counter()) / (len(order) - number + 1)
         with compiling(plan, plan.cache_dir):
-            records[bucket] = warmer.warm(cold_seconds.get(bucket.name), measure)
+            records[bucket] = warmer.warm(earlier, share, measure)
         progress.bucket_finished(records[bucket])
         _insist(records[bucket].parity, bucket)
+    runner.seating.place([])
     if read_counts().cache_write_errors:
         raise SpaceError(
             f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {plan.cache_dir}",
@@ -72,6 +88,14 @@ def _insist(parity: Parity, bucket: Bucket) -> None:
         )
 
 
+class _Made(NamedTuple):
+    """A candidate that was compiled and recorded on this bucket."""
+
+    compile_step: Measured
+    capture_seconds: float
+    graph_memory_bytes: int | None
+
+
 class _BucketWarmer:
     """The sequences that one bucket is warmed with, and the steps of warming it."""
 
@@ -81,30 +105,26 @@ class _BucketWarmer:
         self.vocab_size = vocab_size
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
-    def warm(self, cold_seconds: float | None, measure: bool) -> BucketRecord:
+    def warm(self, earlier: Earlier, tune_seconds: float, measure: bool) -> BucketRecord:
         if self.plan.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
-        with measured() as compile_step:
-            for _ in range(self._runs()):
-                self._run(sequences)
-            _synchronize()
-        capture_seconds = self._capture()
+        candidate, made, trials = self._choose(sequences, earlier.trials.get(self.bucket.name, ()), tune_seconds)
         peak_memory_bytes = self._peak_memory_bytes()
         start = time.perf_counter()
         parity = self._check(sequences)
-        counts = compile_step.counts
-        if counts.outcome == "miss":
-            cold_seconds = compile_step.seconds
+        counts = made.compile_step.counts
+        missed = counts.outcome == "miss"
+        cold_seconds = made.compile_step.seconds if missed else earlier.cold_seconds.get(self.bucket.name)
         check_seconds = time.perf_counter() - start
         eager_ms, compiled_ms = self._time() if measure else (None, None)
         return BucketRecord(
             bucket=self.bucket.name,
             outcome=counts.outcome,
-            compile_seconds=compile_step.seconds,
-            capture_seconds=capture_seconds,
+            compile_seconds=made.compile_step.seconds,
+            capture_seconds=made.capture_seconds,
             check_seconds=check_seconds,
             compiles=counts.compiles,
             programs=counts.programs,
@@ -115,16 +135,70 @@ class _BucketWarmer:
             captured=self.runner.is_captured(self.bucket),
             parity=parity,
             peak_memory_bytes=peak_memory_bytes,
+            candidate=candidate.name,
+            trials=trials,
+            graph_memory_bytes=made.graph_memory_bytes,
             cold_seconds=cold_seconds,
             eager_ms=eager_ms,
             compiled_ms=compiled_ms,
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _runs(self) -> int:
-        """Steps until nothing lazy is left: a recorded bucket needs more than one."""
-        recorded = self.plan.graphs == "region" or self.plan.graphs == "step" and not self.bucket.is_prefill
-        return RUNS_BEFORE_RECORDING if recorded else 1
+    def _choose(
+        self, sequences: list[Sequence], known: tuple[Trial, ...], seconds: float
+    ) -> tuple[Candidate, _Made, tuple[Trial, ...]]:
+        """The only candidate, the one that won in an earlier run, or the fastest now; made, and ready to serve."""
+        candidates = self.plan.candidates(self.bucket)
+        if len(candidates) == 1:
+            return candidates[0], self._make(candidates[0], sequences), ()
+        by_name = {candidate.name: candidate for candidate in candidates}
+        if not any(trial.candidate in by_name and trial.step_ms is not None for trial in known):
+            return self._tune(candidates, sequences, seconds)
+        winner = by_name[_fastest(known).candidate]
+        return winner, self._make(winner, sequences), known
+
+    def _tune(
+        self, candidates: tuple[Candidate, ...], sequences: list[Sequence], seconds: float
+    ) -> tuple[Candidate, _Made, tuple[Trial, ...]]:
+        """Make and time one candidate after another until the seconds are over; keep the fastest."""
+        made: dict[str, _Made] = {}
+        trials: list[Trial] = []
+        started = time.perf_counter()
+        for candidate in candidates:
+            if made and time.perf_counter() - started > seconds:
+                break
+            start, step_ms, problem = time.perf_counter(), None, ""
+            try:
+                made[candidate.name] = self._make(candidate, sequences)
+                step_ms = self._step_ms()
+            except torch._dynamo.exc.TorchDynamoException as error:  # a setting that this torch cannot compile with
+                problem = str(error).strip().splitlines()[0][:200]
+            trials.append(Trial(candidate.name, step_ms, time.perf_counter() - start, problem))
+        if not made:
+            raise CompileError(f"no candidate could be compiled for {self.bucket.name}: {trials[0].error}")
+        winner = next(one for one in candidates if one.name == _fastest(tuple(trials)).candidate)
+        first = made[winner.name]  # its counts are those of the compile; made once more, because the last one stands
+        again = self._make(winner, sequences)
+        return winner, again._replace(compile_step=first.compile_step), tuple(trials)
+
+    def _make(self, candidate: Candidate, sequences: list[Sequence]) -> _Made:
+        """Compile the bucket's step this way, and record it."""
+        self.runner.choose(self.bucket, candidate)
+        with measured() as compile_step:
+            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded() else 1):
+                self._run(sequences)
+            _synchronize()
+        free = _free_bytes()
+        start = time.perf_counter()
+        if self.plan.is_recorded(self.bucket):
+            self.runner.capture(self.bucket)
+            _synchronize()
+        seconds = time.perf_counter() - start
+        return _Made(compile_step, seconds, None if free is None else free - (_free_bytes() or 0))
+
+    def _is_recorded(self) -> bool:
+        """By us or by torch: then nothing lazy may be left, which takes more than one run."""
+        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket)
 
     def _sequences(self) -> list[Sequence]:
         """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""
@@ -174,17 +248,9 @@ class _BucketWarmer:
 
     def _run(self, sequences: list[Sequence]) -> StepOutput:
         if self.bucket.is_prefill:
-            return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences], self.bucket)
+            return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences], bucket=self.bucket)
+        self.runner.seating.place(sequences)
         return self.runner.decode(sequences)
-
-    def _capture(self) -> float:
-        """Seconds of recording the step; 0 where none is recorded. Prefill runs its programs: its op reads the host."""
-        if self.plan.graphs != "step" or self.bucket.is_prefill:
-            return 0.0
-        start = time.perf_counter()
-        self.runner.capture(self.bucket)
-        _synchronize()
-        return time.perf_counter() - start
 
     def _peak_memory_bytes(self) -> int:
         """Of device memory since the bucket began; on a CPU, of the process since it began: no other is kept."""
@@ -211,21 +277,23 @@ class _BucketWarmer:
     def _behind_prefix(self, sequence: Sequence) -> torch.Tensor:
         """The last logits of a prompt taken in two chunks: the second attends to the first through its pages."""
         length = len(sequence.token_ids)
-        self.runner.prefill([Chunk(sequence, 0, length // 2)], self.bucket)
-        return self.runner.prefill([Chunk(sequence, length // 2, length)], self.bucket).logits[0].clone()
+        self.runner.prefill([Chunk(sequence, 0, length // 2)], bucket=self.bucket)
+        return self.runner.prefill([Chunk(sequence, length // 2, length)], bucket=self.bucket).logits[0].clone()
 
     def _time(self) -> tuple[float, float]:
         """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""
+        with eager():
+            eager_ms = self._step_ms(captured=False)
+        return eager_ms, self._step_ms()
+
+    def _step_ms(self, captured: bool = True) -> float:
         sequences = self._timed_sequences()
         self._run(sequences)
-        if self.bucket.min_size:  # a dynamic bucket keeps no buffers to rerun
-            step: Callable[[], StepOutput] = lambda: self._run(sequences)  # noqa: E731
-            with eager():
-                eager_ms = _median_ms(step)
-            return eager_ms, _median_ms(step)
-        with eager():
-            eager_ms = _median_ms(lambda: self.runner.rerun_uncaptured(self.bucket))
-        return eager_ms, _median_ms(lambda: self.runner.rerun(self.bucket))
+        if self.bucket.min_size:  # a dynamic bucket keeps no buffers to run again
+            return _median_ms(lambda: None, lambda: self._run(sequences))
+        again = self.runner.rerun if captured else self.runner.rerun_uncaptured
+        put_back = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.seating.place(sequences))
+        return _median_ms(put_back, lambda: again(self.bucket))
 
     def _timed_sequences(self) -> list[Sequence]:
         """Prefill: one prompt that fills the bucket. Decode: full rows; their keys are whatever the cache holds."""
@@ -240,17 +308,28 @@ class _BucketWarmer:
         return min(TIMED_CONTEXT, self.plan.context, held)
 
 
-def _median_ms(step: Callable[[], StepOutput]) -> float:
-    for _ in range(2):
-        step()
+def _fastest(trials: tuple[Trial, ...]) -> Trial:
+    return min(trials, key=lambda trial: math.inf if trial.step_ms is None else trial.step_ms)
+
+
+def _median_ms(put_back: Callable[[], None], step: Callable[[], StepOutput]) -> float:
+    """`put_back` restores what a step moves on, outside of the time."""
     times: list[float] = []
-    while len(times) < TIMED_RUNS and (len(times) < 3 or sum(times) < TIMED_SECONDS):
+    for number in range(TIMED_RUNS + WARMING_RUNS):
+        put_back()
         _synchronize()
         start = time.perf_counter()
         step()
         _synchronize()
-        times.append(time.perf_counter() - start)
+        if number >= WARMING_RUNS:
+            times.append(time.perf_counter() - start)
+        if len(times) >= 3 and sum(times) > TIMED_SECONDS:
+            break
     return sorted(times)[len(times) // 2] * 1e3
+
+
+def _free_bytes() -> int | None:
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
 
 
 def _synchronize() -> None:

@@ -47,14 +47,29 @@ class _Recorder:
         return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
 
 
+@dataclass
+class _LinearInputs:
+    """Which linear layers read which tensor, by identity, in the order of the calls."""
+
+    readers: dict[int, list[nn.Module]] = field(default_factory=dict)
+    calls: dict[int, int] = field(default_factory=dict)
+    kept: list[Tensor] = field(default_factory=list)  # so that no identity is given away twice
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.kept.append(args[0])
+        self.readers.setdefault(id(args[0]), []).append(module)
+        self.calls[id(module)] = self.calls.get(id(module), 0) + 1
+
+
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
     """Architecture of `config`'s causal LM. Raises UnsupportedModelError, naming the model and the reason."""
     name = config.model_type
     _check_layer_types(config)
     recorder = _Recorder()
     ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, recorder)
+    linear_inputs = _LinearInputs()
     try:
-        model = _run(config, name, trust_remote_code)
+        model = _run(config, name, trust_remote_code, linear_inputs)
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_NAME, None)
     attentions = _read_calls(model, recorder, name)
@@ -73,7 +88,21 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attentions=attentions,
         rope_limit=_rope_limit(text_config),
+        siblings=_siblings(model, linear_inputs),
     )
+
+
+def _siblings(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:
+    """Groups of two or more plain linear layers that read the very same tensor, once, and agree on having a bias."""
+    paths = {id(module): path for path, module in model.named_modules()}
+    groups = []
+    for readers in inputs.readers.values():
+        called_once = [module for module in readers if inputs.calls[id(module)] == 1]
+        for has_bias in (True, False):
+            group = [paths[id(module)] for module in called_once if (module.bias is not None) == has_bias]
+            if len(group) > 1:
+                groups.append(tuple(group))
+    return tuple(groups)
 
 
 def _rope_limit(text_config: Any) -> int:
@@ -110,7 +139,7 @@ def _check_windows(text_config: Any, attentions: tuple[AttentionFacts, ...], nam
             )
 
 
-def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> nn.Module:
+def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputs) -> nn.Module:
     """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
@@ -123,6 +152,9 @@ def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool) -> nn.Mod
                 attn_implementation=PROBE_NAME,
                 trust_remote_code=trust_remote_code,
             ).eval()
+            for module in model.modules():
+                if type(module) is nn.Linear:
+                    module.register_forward_pre_hook(linear_inputs)
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
             model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
     except KeyError as error:

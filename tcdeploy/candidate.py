@@ -1,0 +1,54 @@
+"""The ways in which a bucket's step can be made, and which of them each mode tries. No torch.
+
+A candidate is a set of Inductor settings, how far decode attention splits its keys, and whether the step is recorded as
+a CUDA graph. Every mode but `auto` names one candidate for all buckets; `auto` times several for each and keeps the
+fastest (engine/tuning.py), so nothing here claims to know which that is: only the order, the likely winners first, for
+the case that the budget ends early.
+
+Measured on an H100, 8B shape, per layer and without attention (us): at batch 1 coordinate descent 158 against 172 by
+default, because with it Inductor writes the matrix-vector product itself; at batch 16 and 32 it changes nothing, for
+there it leaves products to cuBLAS. max-autotune alone lost at every batch (181, 185, 186): it times GEMMs on weights
+that lie in the L2 cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`inductor` are settings of torch._inductor.config by dotted name; `decode_splits` 0 leaves the number to us."""
+
+    name: str
+    inductor: tuple[tuple[str, bool | str], ...] = ()
+    decode_splits: int = 0
+    graph: bool = True
+
+
+PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
+DESCENT = ("coordinate_descent_tuning", True)
+AUTOTUNE = (("max_autotune", True), DESCENT)
+DEFAULT = Candidate("default")
+MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
+DECODE = (
+    Candidate("descent+pdl", (DESCENT, PDL)),
+    Candidate("pdl", (PDL,)),
+    DEFAULT,
+    Candidate("max-autotune+pdl", (*AUTOTUNE, PDL)),
+    Candidate("descent", (DESCENT,)),
+    MAX_AUTOTUNE,
+)
+PREFILL = (DEFAULT, Candidate("pdl", (PDL,)), MAX_AUTOTUNE)
+CPU = (DEFAULT, Candidate("descent", (DESCENT,)))
+
+
+def candidates(mode: str, device: str, is_prefill: bool) -> tuple[Candidate, ...]:
+    """What `mode` tries for a bucket, in this order; all but `auto` name one."""
+    if mode == "max-autotune":
+        return (MAX_AUTOTUNE,)
+    if mode != "auto":
+        return (DEFAULT,)
+    if device == "cpu":
+        return CPU
+    return PREFILL if is_prefill else DECODE

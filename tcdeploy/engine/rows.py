@@ -1,0 +1,111 @@
+"""Who sits in which decode row: the host's list of running sequences, carried over to the device when it changes.
+
+`seat` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
+gather on the device (the token that a row feeds next may not have reached the host yet), new sequences bring their
+sampling parameters, and a block table goes up when it grew. Nothing changed costs a comparison per row and no launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as ListLike
+
+import torch
+from torch import Tensor
+
+from tcdeploy.engine.batch import DecodeRows
+from tcdeploy.engine.sampling import Features, row_seed, set_history
+from tcdeploy.engine.sequence import Chunk, Sequence
+
+
+class RowSeating:
+    """Keeps `state` (on the device) in step with the running sequences (on the host)."""
+
+    def __init__(self, state: DecodeRows) -> None:
+        self.state = state
+        self._seated: list[Sequence] = []
+        self._blocks_up: list[int] = []  # how many of each row's blocks the device knows
+        self._counts_tokens = False
+
+    def seat(self, running: ListLike[Sequence]) -> None:
+        """Make row i hold running[i]. Launches work only for what changed."""
+        if len(running) != len(self._seated) or any(a is not b for a, b in zip(running, self._seated, strict=True)):
+            self._reseat(running)
+        for row, sequence in enumerate(running):
+            if len(sequence.blocks) != self._blocks_up[row]:
+                self._upload(self.state.block_table[row], sequence.blocks)
+                self._blocks_up[row] = len(sequence.blocks)
+
+    def rows_of(self, chunks: ListLike[Chunk]) -> list[int | None]:
+        """The decode row of each chunk that ends its sequence's prompt and is seated; None for the others."""
+        seats = {id(sequence): row for row, sequence in enumerate(self._seated)}
+        return [seats.get(id(one)) if stop == len(one.token_ids) else None for one, _, stop in chunks]
+
+    def place(self, sequences: ListLike[Sequence]) -> None:
+        """Seat sequences whose tokens the host knows all of, as if a prefill had just ended: what warm-up runs on."""
+        self._reseat([])
+        self.seat(sequences)
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        self._upload(self.state.token_ids, [sequence.token_ids[-1] for sequence in sequences])
+        self._upload(self.state.positions, [length - 1 for length in lengths])
+        self._upload(self.state.seq_lens, lengths)
+
+    def features(self, sequences: ListLike[Sequence]) -> Features | None:
+        """What sampling these takes beyond the greedy choice that every step makes; None: nothing."""
+        params = [sequence.params for sequence in sequences]
+        if all(one.is_greedy and not one.has_penalties for one in params):
+            return None
+        return Features(any(one.has_penalties for one in params), any(one.has_filters for one in params))
+
+    def _reseat(self, running: ListLike[Sequence]) -> None:
+        before = {id(sequence): row for row, sequence in enumerate(self._seated)}
+        rows = self.state.nobody
+        source = [before.get(id(sequence), rows) for sequence in running]
+        source += [rows] * (rows + 1 - len(running))
+        self._move(source)
+        blocks_up = [self._blocks_up[row] if row < rows else -1 for row in source[: len(running)]]
+        for row, sequence in enumerate(running):
+            if id(sequence) not in before:
+                self._seat_new(row, sequence)
+        self._seated, self._blocks_up = list(running), blocks_up
+
+    def _move(self, source: list[int]) -> None:
+        """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others."""
+        state = self.state
+        moved = [state.token_ids, state.positions, state.seq_lens, state.block_table]
+        moved += [one for one in vars(state.sampling).values() if one.ndim == 1 or self._counts_tokens]
+        index = _device_tensor(source, torch.int64, state.token_ids.device)
+        for tensor in moved:
+            tensor.copy_(tensor.index_select(0, index))
+
+    def _seat_new(self, row: int, sequence: Sequence) -> None:
+        """The row came from nobody's, so it is greedy and penalises nothing until told otherwise."""
+        params = sequence.params
+        if params.is_greedy and not params.has_penalties:
+            return
+        sampling = self.state.sampling
+        values: dict[str, float] = {
+            "temperature": params.temperature,
+            "top_k": params.top_k,
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+            "seeds": row_seed(params.seed),
+            "repetition": params.repetition_penalty,
+            "presence": params.presence_penalty,
+            "frequency": params.frequency_penalty,
+        }
+        for name, value in values.items():
+            self._upload(getattr(sampling, name)[row : row + 1], [value])
+        if params.has_penalties:
+            self._counts_tokens = True
+            prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
+            set_history(sampling, row, prompt, output)
+
+    def _upload(self, target: Tensor, values: ListLike[float]) -> None:
+        target[: len(values)].copy_(_device_tensor(values, target.dtype, target.device), non_blocking=True)
+
+
+def _device_tensor(values: ListLike[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
+    if device.type != "cuda":
+        return torch.tensor(values, dtype=dtype)
+    return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)
