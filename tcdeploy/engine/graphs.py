@@ -31,9 +31,10 @@ class StepGraph(NamedTuple):
         return self.output
 
 
-def record(step: Callable[[], StepOutput], pool: Any | None) -> StepGraph:
+def record(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
+    """Record `step` with its tensors in `pool`, a torch.cuda.MemPool: it outlives its graphs, which candidates need."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool=pool):
+    with torch.cuda.graph(graph, pool=pool.id):
         output = step()
     return StepGraph(graph, output)

@@ -85,9 +85,8 @@ class ModelRunner:
     def capture(self, bucket: Bucket) -> None:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
         buffers = self._buffers(bucket)
-        graph = record(lambda: self._call(buffers), self._pool)
-        self._pool = self._pool or graph.graph.pool()
-        self._graphs[bucket] = graph
+        self._pool = self._pool or torch.cuda.MemPool()
+        self._graphs[bucket] = record(lambda: self._call(buffers), self._pool)
 
     def is_captured(self, bucket: Bucket) -> bool:
         return bucket in self._graphs
