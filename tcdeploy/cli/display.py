@@ -162,7 +162,9 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
                 "compile s",
                 "cold s",
                 "capture s",
+                "graph MB",
                 "check s",
+                "kernels",
                 "programs",
                 "breaks",
                 "max |dlogit|",
@@ -199,7 +201,9 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         f"{record.compile_seconds:.2f}",
         "-" if record.cold_seconds is None else f"{record.cold_seconds:.2f}",
         f"{record.capture_seconds:.2f}",
+        "-" if record.graph_memory_bytes is None else f"{record.graph_memory_bytes / 1e6:.0f}",
         f"{record.check_seconds:.2f}",
+        record.candidate,
         str(record.programs),
         str(record.graph_breaks),
         f"{record.parity.max_difference:.2g}",
@@ -216,8 +220,26 @@ def _print_totals(deployment: Deployment) -> None:
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
         f"{len(deployment.architecture.attentions)} layers; compile {compile_seconds:.1f} s"
     )
+    for record in records:
+        if record.trials:
+            print(f"{record.bucket} tried {_trials(record)}")
+    if deployment.workspace_bytes is not None:
+        plan, gibibyte = deployment.plan, 2**30
+        print(
+            f"device memory: weights {plan.weight_bytes / gibibyte:.2f} GiB, KV {plan.kv_bytes / gibibyte:.2f} GiB, all else "
+            f"{deployment.workspace_bytes / gibibyte:.2f} GiB ({plan.workspace_bytes / gibibyte:.2f} GiB predicted)"
+        )
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
+
+
+def _trials(record: BucketRecord) -> str:
+    """Every candidate with its time, the fastest first."""
+    timed = sorted(
+        (trial for trial in record.trials if trial.step_ms is not None), key=lambda trial: trial.step_ms or 0
+    )
+    failed = [f"{trial.candidate} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
+    return ", ".join([f"{trial.candidate} {trial.step_ms:.3f} ms" for trial in timed] + failed)
 
 
 def _same_arguments() -> str:
@@ -248,6 +270,7 @@ def _print_report(command: str, deployment: Deployment) -> None:
         command,
         plan=dataclasses.asdict(deployment.plan),
         stage_seconds=deployment.stage_seconds,
+        workspace_bytes=deployment.workspace_bytes,
         buckets=[dataclasses.asdict(record) for record in deployment.records],
     )
 

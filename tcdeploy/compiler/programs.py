@@ -35,11 +35,11 @@ PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> None:
+def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: StepInputs) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
-    `step` is the layers': its `candidate` says how the running bucket's program is to be made. The regions that are
-    only compiled for decode (see compiler/regions.py) run eagerly in prefill.
+    `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
+    and after the layers) are compiled in decode only, where their few microseconds count.
     """
     _tag_cache_key()
     limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
@@ -52,9 +52,11 @@ def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> N
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
+    for edge in edges:
+        _compile_in_place(edge, step, in_prefill=False)
 
 
-def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
+def _compile_in_place(region: nn.Module, step: StepInputs, in_prefill: bool = True) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
@@ -64,6 +66,8 @@ def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
     compiled: dict[Candidate, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if step.is_prefill and not in_prefill:
+            return region._call_impl(*args, **kwargs)
         program = compiled.get(step.candidate)
         if program is None:
             options = inductor_options(step.candidate)

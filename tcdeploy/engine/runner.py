@@ -37,7 +37,7 @@ class ModelRunner:
         self.seating = RowSeating(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        self._default_splits = {bucket: 1 for bucket in plan.decode_buckets}
+        self._default_splits = dict.fromkeys(plan.decode_buckets, 1)
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None

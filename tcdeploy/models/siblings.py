@@ -10,6 +10,8 @@ The packed matrix is the only copy: the layers' own weights are dropped as soon 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -47,13 +49,13 @@ def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> No
         _return_freed_memory()
 
 
-def _pack(layers: list[nn.Module], model: nn.Module, paths: tuple[str, ...]) -> None:
-    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)  # type: ignore[misc]
+def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
+    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
     has_bias = layers[0].bias is not None
-    bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None  # type: ignore[misc]
+    bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None
     start = 0
     for path, layer in zip(paths, layers, strict=True):
-        stop = start + layer.weight.shape[0]  # type: ignore[operator,index]
+        stop = start + layer.weight.shape[0]
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
         start = stop
