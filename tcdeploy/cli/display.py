@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tcdeploy.memory import gib
+
 if TYPE_CHECKING:
     from tcdeploy.compiler.explain import Break
     from tcdeploy.compiler.manifest import BucketRecord
@@ -224,10 +226,10 @@ def _print_totals(deployment: Deployment) -> None:
         if record.trials:
             print(f"{record.bucket} tried {_trials(record)}")
     if deployment.workspace_bytes is not None:
-        plan, gibibyte = deployment.plan, 2**30
+        plan = deployment.plan
         print(
-            f"device memory: weights {plan.weight_bytes / gibibyte:.2f} GiB, KV {plan.kv_bytes / gibibyte:.2f} GiB, all else "
-            f"{deployment.workspace_bytes / gibibyte:.2f} GiB ({plan.workspace_bytes / gibibyte:.2f} GiB predicted)"
+            f"device memory: weights {gib(plan.weight_bytes)}, KV {gib(plan.kv_bytes)}, all else "
+            f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
@@ -235,11 +237,9 @@ def _print_totals(deployment: Deployment) -> None:
 
 def _trials(record: BucketRecord) -> str:
     """Every candidate with its time, the fastest first."""
-    timed = sorted(
-        (trial for trial in record.trials if trial.step_ms is not None), key=lambda trial: trial.step_ms or 0
-    )
+    timed = sorted((trial.step_ms, trial.candidate) for trial in record.trials if trial.step_ms is not None)
     failed = [f"{trial.candidate} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
-    return ", ".join([f"{trial.candidate} {trial.step_ms:.3f} ms" for trial in timed] + failed)
+    return ", ".join([f"{candidate} {step_ms:.3f} ms" for step_ms, candidate in timed] + failed)
 
 
 def _same_arguments() -> str:

@@ -1,9 +1,9 @@
-"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM can read them all.
+"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM reads them all.
 
-Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its own
-rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes its
-slice; the siblings' products are then identical, and `compiler/passes.py` leaves one of them. The modelling code calls
-its projections as ever.
+Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its
+own rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes
+its slice; the siblings' products are then identical, and `compiler/passes.py` leaves one of them. The modelling code
+calls its projections as ever.
 
 The packed matrix is the only copy: the layers' own weights are dropped as soon as they have been copied into it.
 """
