@@ -88,8 +88,6 @@ class Plan:
     region: str
     mode: str
     graphs: str
-    prefill_candidates: tuple[Candidate, ...]  # ways to make a bucket's step; more than one: the fastest is kept
-    decode_candidates: tuple[Candidate, ...]
     tune_seconds: float
     buckets: tuple[Bucket, ...]
     prefill_sequences: int
@@ -112,7 +110,8 @@ class Plan:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
 
     def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
-        return self.prefill_candidates if bucket.is_prefill else self.decode_candidates
+        """Ways to make the bucket's step; where there are several, the fastest is kept."""
+        return candidates(self.mode, self.device, bucket.is_prefill, bucket.size)
 
     def is_recorded(self, bucket: Bucket) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
@@ -154,8 +153,6 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
-        "prefill_candidates": candidates(recipe.mode, device, is_prefill=True),
-        "decode_candidates": candidates(recipe.mode, device, is_prefill=False),
         "tune_seconds": recipe.tune_seconds,
         "buckets": prefill + decode,
         "prefill_sequences": PREFILL_SEQUENCES,
