@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """`inductor` are settings of torch._inductor.config by dotted name; `streams`: products by our own kernel (linear/).
+    """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `decode_splits` 0 leaves the number to us.
+    `streams` gives products of few rows to our own kernel (linear/); `decode_splits` 0 leaves the number to us.
     """
 
     name: str

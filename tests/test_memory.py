@@ -160,9 +160,12 @@ def test_the_workspace_counts_each_thing_that_grows() -> None:
     assert found.logits == (1 + 32 + 8 * 3) * 128256 * 2
     assert found.check > found.activations
     assert found.kept == sum(found) - found.check
-    assert 2 * found.graphs == predict_workspace(
-        replace(wide, attentions=wide.attentions * 2), "bfloat16", DEMAND, prefill_sequences=8
-    ).graphs
+    assert (
+        2 * found.graphs
+        == predict_workspace(
+            replace(wide, attentions=wide.attentions * 2), "bfloat16", DEMAND, prefill_sequences=8
+        ).graphs
+    )
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])

@@ -9,13 +9,10 @@ they compute is defined by `reference.py`. Nothing the graph sees depends on len
 integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs neither a guard nor
 a synchronisation.
 
-torch does not put an op's Python body into the key of its compile cache: `source_hash` does (see compiler/programs).
+torch does not put an op's Python body into the key of its compile cache: compiler/programs.py does.
 """
 
 from __future__ import annotations
-
-import hashlib
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -117,11 +114,3 @@ def _(
     backend: str,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
-
-
-def source_hash() -> str:
-    """Hash of every source file of this package: what torch's cache key is tagged with."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -9,7 +9,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from tcdeploy.compiler.passes import MergeIdenticalProducts
+from tcdeploy.compiler.passes import RewriteProducts
 from tcdeploy.models.siblings import pack_siblings
 from tests.conftest import forget_programs
 
@@ -28,7 +28,8 @@ def products(module: nn.Module, merge: bool) -> tuple[int, torch.Tensor]:
     forget_programs()
     torch.manual_seed(2)
     x = torch.randn(8, 64)
-    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=MergeIdenticalProducts() if merge else None):
+    rewrite = RewriteProducts(streams=False) if merge else None
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=rewrite):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
     return len(re.findall(r"extern_kernels\.(?:add)?mm\(|mkldnn\._linear", "\n".join(code))), out
 
@@ -55,3 +56,36 @@ def test_products_of_different_inputs_stay() -> None:
 
     count, _ = products(nn.Sequential(nn.Linear(64, 32, bias=False), Two()).eval().requires_grad_(False), merge=True)
     assert count == 3
+
+
+class Projection(nn.Module):
+    def __init__(self, rows: int, bias: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(1024, 1024, bias).bfloat16()
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.down(x)) + 1
+
+
+def streamed_calls(module: Projection, dtype: torch.dtype = torch.bfloat16) -> tuple[int, torch.Tensor, torch.Tensor]:
+    forget_programs()
+    torch.manual_seed(3)
+    module = module.to(dtype).eval().requires_grad_(False)
+    x = torch.randn(module.rows, 1024, dtype=dtype)
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=RewriteProducts(streams=True)):
+        out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
+        return len(re.findall(r"torch\.ops\.tcdeploy\.linear\.default\(", "\n".join(code))), out, module(x)
+
+
+def test_a_product_of_few_rows_is_streamed_and_means_the_same() -> None:
+    for bias in (False, True):
+        calls, found, wanted = streamed_calls(Projection(4, bias))
+        assert calls == 1
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_products_that_the_rule_refuses_stay_with_cublas() -> None:
+    assert streamed_calls(Projection(1))[0] == 0, "one row is Inductor's own to write"
+    assert streamed_calls(Projection(65))[0] == 0
+    assert streamed_calls(Projection(4), torch.float32)[0] == 0

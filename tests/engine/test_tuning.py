@@ -33,7 +33,7 @@ def auto(tmp_path: Path) -> Any:
 def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto: Any) -> None:
     first = auto()
     for record in first.records:
-        names = [candidate.name for candidate in first.plan.prefill_candidates]
+        names = [candidate.name for candidate in first.plan.candidates(first.plan.buckets[0])]
         assert [trial.candidate for trial in record.trials] == names
         timed = {trial.candidate: trial.step_ms for trial in record.trials}
         assert None not in timed.values()
@@ -62,7 +62,7 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
     """Going back to a candidate compiles nothing; going to one that was never tried does."""
     deployment = auto(tune_seconds=0.0)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
-    tried, untried = deployment.plan.decode_candidates[:2]
+    tried, untried = deployment.plan.candidates(bucket)[:2]
     counts = []
     for candidate in (tried, untried, tried, untried):
         runner.choose(bucket, candidate)
