@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.interface import StepInputs, default_splits
 from tcdeploy.candidate import Candidate
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance, make_scratch
