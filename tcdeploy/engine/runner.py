@@ -40,7 +40,7 @@ class ModelRunner:
         outputs = max(plan.decode_buckets[-1].size, plan.prefill_sequences)
         self._scratch = make_scratch(outputs, vocab_size, plan.device)
         self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
-        self._default_splits = dict.fromkeys(plan.decode_buckets, 1)
+        self._default_splits = {one: default_splits(one.size, step.arrivals) for one in plan.decode_buckets}
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
