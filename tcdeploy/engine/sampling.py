@@ -238,17 +238,15 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each seed and position, [n] float64 of 53 random bits."""
-    bits = _mix(_mix(seeds) + positions)
-    return _shifted(bits, 11).double() * 2.0**-53
+    """One number in [0, 1) for each seed and position, [n] float64 of 53 random bits.
 
-
-def _mix(state: Tensor) -> Tensor:
-    """SplitMix64's step (Steele, Lea, Flood 2014): int64 arithmetic wraps, as the constants, here signed, expect."""
-    state = (state + 1) * -0x61C8864680B583EB
-    state = (state ^ _shifted(state, 30)) * -0x40A7B892E31B1A47
-    state = (state ^ _shifted(state, 27)) * -0x6B2FB644ECCEEE15
-    return state ^ _shifted(state, 31)
+    SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, mixed. Each seed counts from a start of its
+    own, 2^40 and more steps from those of its million neighbours. int64 wraps; the constants are its signed ones.
+    """
+    bits = seeds * -0x2ECBDABC217D106B + positions * -0x61C8864680B583EB
+    bits = (bits ^ _shifted(bits, 30)) * -0x40A7B892E31B1A47
+    bits = (bits ^ _shifted(bits, 27)) * -0x6B2FB644ECCEEE15
+    return _shifted(bits ^ _shifted(bits, 31), 11).double() * 2.0**-53
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
