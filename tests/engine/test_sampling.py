@@ -234,6 +234,21 @@ def test_the_uniform_number_is_a_share_of_the_cumulated_weights(uniform: float, 
     assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == token
 
 
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=str)
+def test_the_edges_between_tokens_are_exact_to_eleven_digits(
+    features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A uniform number just before or behind the edge of a token, as float64 has it; float32 weights miss by 1e-8."""
+    logits = random_logits(1, 3000)[0]
+    edges = (logits.double() / 0.75).softmax(dim=-1).cumsum(dim=-1)[5:2500:5]
+    tokens = torch.arange(5, 2500, 5)
+    for offset, wanted in ((-1e-11, tokens), (1e-11, tokens + 1)):
+        monkeypatch.setattr(
+            "tcdeploy.engine.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
+        )
+        assert draws(logits, len(edges), features, temperature=0.75) == wanted.tolist()
+
+
 def test_the_cumulated_units_of_the_flattest_large_vocabulary_do_not_overflow() -> None:
     for vocab_size in (1, 128256, 262144):
         cumulative = accumulate(torch.ones(1, vocab_size, dtype=torch.float64))
@@ -458,7 +473,7 @@ def test_counting_is_exact_and_touches_no_other_row() -> None:
 def test_a_count_stays_at_its_limit() -> None:
     sampling = make_rows(2, 3)
     set_history(sampling, 0, [], [1] * (COUNT_LIMIT - 1))
-    for _ in range(3):
+    for _ in range(4):
         count_tokens(sampling, torch.tensor([0]), torch.tensor([1]))
     assert sampling.output_counts.tolist() == [[0, COUNT_LIMIT, 0], [0, 0, 0]]
     set_history(sampling, 0, [], [2] * (COUNT_LIMIT + 9))
