@@ -1,29 +1,58 @@
-"""Tokens are drawn with the probabilities that were asked for, and a seed repeats them."""
+"""Tokens are drawn with the probabilities that were asked for, and a seed and a position repeat them, in any batch."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tcdeploy.engine.sampling import make_generator, sample
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.sampling import (
+    COUNT_LIMIT,
+    ROWS_AT_ONCE,
+    Features,
+    SamplingRows,
+    accumulate,
+    count_tokens,
+    draw,
+    logprobs,
+    make_sampling_rows,
+    row_seed,
+    sample,
+    sampling_bytes,
+    set_history,
+    uniforms,
+)
 
-CPU = torch.device("cpu")
 PROBABILITIES = (0.05, 0.4, 0.15, 0.3, 0.1)
 LOGITS = torch.tensor(PROBABILITIES, dtype=torch.float64).log()
 DRAWS = 3000
+NAN, INF = float("nan"), float("inf")
+PLAIN, FILTERED = Features(penalties=False, filters=False), Features(penalties=False, filters=True)
+PENALISED, EVERYTHING = Features(penalties=True, filters=False), Features(penalties=True, filters=True)
 
 
-def draw(logits: Tensor, count: int, **asked: Any) -> list[int]:
-    """Tokens drawn one after another from one generator, seeded unless asked otherwise."""
-    params = SamplingParams(**{"temperature": 1.0, "seed": 1, **asked})
-    generator = make_generator(params, CPU)
-    assert generator is not None
-    return [sample(logits, params, generator) for _ in range(count)]
+def make_rows(rows: int, vocab_size: int, **asked: Any) -> SamplingRows:
+    """Rows that draw with temperature 1 and seed 1, unless asked otherwise: one value for all, or one for each."""
+    sampling = make_sampling_rows(rows, vocab_size, "cpu")
+    for name, value in {"temperature": 1.0, "seeds": 1, **asked}.items():
+        field = getattr(sampling, name)
+        field.copy_(torch.as_tensor(value, dtype=field.dtype))
+    return sampling
+
+
+def draws(logits: Tensor, count: int, features: Features = FILTERED, **asked: Any) -> list[int]:
+    """Tokens for one row of logits at positions 0 to count - 1."""
+    sampling = make_rows(count, logits.shape[0], **asked)
+    return sample(logits.expand(count, -1), sampling, torch.arange(count), features).tolist()
+
+
+def random_logits(rows: int, vocab_size: int, seed: int = 3) -> Tensor:
+    return torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(seed))
 
 
 def chi_square(tokens: list[int], probabilities: dict[int, float]) -> float:
@@ -36,14 +65,34 @@ def chi_square(tokens: list[int], probabilities: dict[int, float]) -> float:
     return sum((counts[token] - wanted) ** 2 / wanted for token, wanted in expected.items())
 
 
-def test_draws_follow_the_softmax() -> None:
-    assert chi_square(draw(LOGITS, DRAWS), dict(enumerate(PROBABILITIES))) < 30
+# The distribution
+
+
+@pytest.mark.parametrize("features", [PLAIN, FILTERED, EVERYTHING], ids=str)
+def test_draws_follow_the_softmax(features: Features) -> None:
+    assert chi_square(draws(LOGITS, DRAWS, features), dict(enumerate(PROBABILITIES))) < 30
+
+
+@pytest.mark.parametrize("vocab_size", [1, 255, 256, 257, 1000])
+def test_draws_follow_the_softmax_over_several_chunks(vocab_size: int) -> None:
+    logits = random_logits(1, vocab_size)[0]
+    tokens = draws(logits, 20_000, PLAIN)
+    quarter = max(vocab_size // 4, 1)
+    shares = logits.double().softmax(dim=-1).split(quarter)
+    expected = {number: float(share.sum()) for number, share in enumerate(shares)}
+    assert chi_square([token // quarter for token in tokens], expected) < 30
+
+
+def test_seeds_at_one_position_follow_the_softmax_as_positions_of_one_seed_do() -> None:
+    sampling = make_rows(DRAWS, 5, seeds=range(DRAWS))
+    tokens = sample(LOGITS.expand(DRAWS, -1), sampling, torch.full((DRAWS,), 17), PLAIN).tolist()
+    assert chi_square(tokens, dict(enumerate(PROBABILITIES))) < 30
 
 
 @pytest.mark.parametrize("temperature", [0.5, 2.0])
 def test_temperature_sharpens_or_flattens(temperature: float) -> None:
     expected = {token: share ** (1 / temperature) for token, share in enumerate(PROBABILITIES)}
-    tokens = draw(LOGITS, DRAWS, temperature=temperature)
+    tokens = draws(LOGITS, DRAWS, temperature=temperature)
     assert chi_square(tokens, expected) < 30
     assert chi_square(tokens, dict(enumerate(PROBABILITIES))) > 100
 
@@ -51,20 +100,27 @@ def test_temperature_sharpens_or_flattens(temperature: float) -> None:
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
 def test_top_k_keeps_exactly_the_k_best(k: int) -> None:
     best = sorted(range(5), key=lambda token: -PROBABILITIES[token])[:k]
-    tokens = draw(LOGITS, DRAWS, top_k=k)
+    tokens = draws(LOGITS, DRAWS, top_k=k)
     assert set(tokens) == set(best)
     assert chi_square(tokens, {token: PROBABILITIES[token] for token in best}) < 30
 
 
-@pytest.mark.parametrize("k", [0, 6, 10**9])
+@pytest.mark.parametrize("k", [0, 5, 6, 10**9])
 def test_top_k_of_none_or_more_than_there_are_keeps_all(k: int) -> None:
-    assert draw(LOGITS, 200, top_k=k) == draw(LOGITS, 200)
+    assert draws(LOGITS, 200, top_k=k) == draws(LOGITS, 200, PLAIN)
+
+
+def test_of_equals_at_the_edge_of_top_k_the_lowest_ids_stay() -> None:
+    logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0, 1.0]).bfloat16()
+    assert set(draws(logits, 400, top_k=3)) == {0, 1, 4}
+    assert set(draws(logits, 400, top_k=1)) == {1}
 
 
 @pytest.mark.parametrize(
     ("p", "kept"),
     [
         (1e-9, {1}),  # the first token stays, always
+        (1e-40, {1}),
         (0.2, {1}),
         (0.39, {1}),
         (0.41, {1, 3}),
@@ -78,67 +134,465 @@ def test_top_k_of_none_or_more_than_there_are_keeps_all(k: int) -> None:
     ],
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: set[int]) -> None:
-    tokens = draw(LOGITS, DRAWS, top_p=p)
+    tokens = draws(LOGITS, DRAWS, top_p=p)
     assert set(tokens) == kept
     assert chi_square(tokens, {token: PROBABILITIES[token] for token in kept}) < 30
 
 
 @pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
 def test_a_set_that_reaches_p_exactly_is_enough(p: float, kept: int) -> None:
-    assert len(set(draw(torch.zeros(4), 400, top_p=p))) == kept
+    assert set(draws(torch.zeros(4), 400, top_p=p)) == set(range(kept))
 
 
 def test_top_p_counts_what_top_k_left() -> None:
     """Of 0.4 and 0.3, the first alone has 4/7: enough for 0.5, which it would not be of all five."""
-    assert set(draw(LOGITS, 400, top_k=2, top_p=0.5)) == {1}
-    assert set(draw(LOGITS, 400, top_p=0.5)) == {1, 3}
+    assert set(draws(LOGITS, 400, top_k=2, top_p=0.5)) == {1}
+    assert set(draws(LOGITS, 400, top_p=0.5)) == {1, 3}
 
 
 def test_top_p_counts_what_temperature_made() -> None:
-    assert set(draw(LOGITS, 400, temperature=0.25, top_p=0.7)) == {1}
+    assert set(draws(LOGITS, 400, temperature=0.25, top_p=0.7)) == {1}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("p", "kept"),
+    [(1.0, {1}), (0.76, {1}), (0.74, {1, 3}), (0.376, {1, 3}), (0.374, {1, 2, 3}), (0.1, {0, 1, 2, 3, 4}), (0.0, None)],
+)
+def test_min_p_is_a_share_of_the_largest_probability(p: float, kept: set[int] | None) -> None:
+    tokens = draws(LOGITS, DRAWS, min_p=p)
+    assert set(tokens) == (kept or set(range(5)))
+    assert chi_square(tokens, {token: PROBABILITIES[token] for token in set(tokens)}) < 30
+
+
+def test_min_p_counts_what_temperature_made_and_top_p_counts_what_min_p_takes() -> None:
+    """(0.3 / 0.4) ** 4 is 0.32. Min-p after top-p: of all five, 0.4 alone does not reach 0.5."""
+    assert set(draws(LOGITS, 400, temperature=0.25, min_p=0.5)) == {1}
+    assert set(draws(LOGITS, 400, top_p=0.5, min_p=0.2)) == {1, 3}
+
+
+def test_filters_agree_with_transformers() -> None:
+    from transformers.generation import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    logits = random_logits(1, 300)[0] * 3
+    for top_k, top_p, min_p in ((50, 0.9, 0.01), (7, 0.99, 0.0), (0, 0.6, 0.05), (200, 1.0, 0.2)):
+        scores = logits[None]
+        scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+        scores = TopPLogitsWarper(top_p)(None, scores)
+        scores = MinPLogitsWarper(min_p)(None, scores)[0]
+        wanted = draws(scores, 2000, PLAIN)
+        assert draws(logits, 2000, top_k=top_k, top_p=top_p, min_p=min_p) == wanted
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_logits_may_come_in_any_float_type_and_are_left_as_they_were(dtype: torch.dtype) -> None:
-    logits = torch.tensor([0.0, 8.0, -4.0, 7.0], dtype=dtype)
+    logits = (random_logits(1, 700)[0] * 4).to(dtype)
     before = logits.clone()
-    assert draw(logits, 50, top_k=3, top_p=0.9) == draw(logits.float(), 50, top_k=3, top_p=0.9)
+    for features in (PLAIN, FILTERED, EVERYTHING):
+        asked = {"top_k": 90, "top_p": 0.9, "repetition": 1.1, "frequency": 0.1} if features.filters else {}
+        assert draws(logits, 300, features, **asked) == draws(logits.float(), 300, features, **asked)
     assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("temperature", [1e-2, 1e-6, 1e-30, 1e-38, 1e-42, 5e-324])
 def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
-    logits = torch.randn(1000, generator=torch.Generator().manual_seed(3)) * 5
+    logits = random_logits(1, 1000)[0] * 5
     best = int(logits.argmax())
     logits[best] += 1.0
     for shift in (0.0, 25.0, -25.0):
-        assert set(draw(logits + shift, 10, temperature=temperature)) == {best}
+        for features in (PLAIN, FILTERED):
+            assert set(draws(logits + shift, 10, features, temperature=temperature, top_p=0.9)) == {best}
 
 
-def test_the_same_seed_draws_the_same_tokens_and_another_seed_others() -> None:
-    logits = torch.randn(500, generator=torch.Generator().manual_seed(3))
-    assert draw(logits, 30, seed=7) == draw(logits, 30, seed=7)
-    assert draw(logits, 30, seed=7) != draw(logits, 30, seed=8)
-    assert draw(logits, 30, seed=0) == draw(logits, 30, seed=0)
+@pytest.mark.parametrize("temperature", [1e6, 1e30, 3e38])
+def test_an_enormous_temperature_is_uniform(temperature: float) -> None:
+    tokens = draws(torch.tensor([-50.0, 0.0, 80.0, 3.0, 7.0]), DRAWS, PLAIN, temperature=temperature)
+    assert chi_square(tokens, dict.fromkeys(range(5), 1.0)) < 30
 
 
-def test_without_a_seed_each_sequence_draws_its_own() -> None:
-    logits = torch.zeros(500)
-    assert draw(logits, 30, seed=None) != draw(logits, 30, seed=None)
+def test_temperature_zero_takes_the_lowest_id_of_the_most_likely() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0, 3.0, 3.0]).bfloat16()
+    for features in (PLAIN, FILTERED, EVERYTHING):
+        assert set(draws(logits, 20, features, temperature=0.0, top_p=0.1)) == {1}
 
 
-def test_a_seeded_sequence_does_not_depend_on_who_draws_beside_it() -> None:
-    logits = torch.randn(500, generator=torch.Generator().manual_seed(3))
-    params, other = SamplingParams(temperature=1.0, seed=7), SamplingParams(temperature=1.0, seed=9)
-    mine, theirs = make_generator(params, CPU), make_generator(other, CPU)
-    assert mine is not None and theirs is not None
-    tokens = []
-    for _ in range(30):
-        tokens.append(sample(logits, params, mine))
-        sample(logits, other, theirs)
-        torch.rand(1)
-    assert tokens == draw(logits, 30, seed=7)
+@pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53, 1.0])
+def test_a_token_of_no_probability_is_never_chosen(uniform: float) -> None:
+    for vocab_size in (3, 256, 700):
+        for weighty in {1, vocab_size // 2, vocab_size - 2}:
+            weights = torch.zeros(1, vocab_size, dtype=torch.float64)
+            weights[0, weighty] = 1.0
+            assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == weighty
 
 
-def test_a_greedy_sequence_has_no_generator() -> None:
-    assert make_generator(SamplingParams(temperature=0.0, seed=1), CPU) is None
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.2499, 2), (0.25, 600), (0.7499, 600), (0.75, 601)])
+def test_the_uniform_number_is_a_share_of_the_cumulated_weights(uniform: float, token: int) -> None:
+    weights = torch.zeros(1, 900, dtype=torch.float64)
+    weights[0, [2, 600, 601]] = torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64)
+    assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == token
+
+
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=str)
+def test_the_edges_between_tokens_are_exact_to_eleven_digits(
+    features: Features, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A uniform number just before or behind the edge of a token, as float64 has it; float32 weights miss by 1e-8."""
+    logits = random_logits(1, 3000)[0]
+    edges = (logits.double() / 0.75).softmax(dim=-1).cumsum(dim=-1)[5:2500:5]
+    tokens = torch.arange(5, 2500, 5)
+    for offset, wanted in ((-1e-11, tokens), (1e-11, tokens + 1)):
+        monkeypatch.setattr(
+            "tcdeploy.engine.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
+        )
+        assert draws(logits, len(edges), features, temperature=0.75) == wanted.tolist()
+
+
+def test_the_cumulated_units_of_the_flattest_large_vocabulary_do_not_overflow() -> None:
+    for vocab_size in (1, 128256, 262144):
+        cumulative = accumulate(torch.ones(1, vocab_size, dtype=torch.float64))
+        assert 2**60 < cumulative.total.item() < 2**62
+        assert cumulative.first_beyond(cumulative.total - 1).item() == vocab_size - 1
+        assert cumulative.first_beyond(torch.zeros(1, 1, dtype=torch.int64)).item() == 0
+
+
+@pytest.mark.parametrize("features", [PLAIN, FILTERED, EVERYTHING], ids=str)
+def test_unusable_logits_give_the_first_largest_and_leave_their_neighbours_alone(features: Features) -> None:
+    logits = random_logits(7, 600)
+    alone = sample(logits, make_rows(7, 600, top_p=0.9, top_k=40), torch.arange(7), features).tolist()
+    logits[1] = -INF
+    logits[2] = NAN
+    logits[3, 500] = NAN
+    logits[4, 300] = INF
+    logits[5] = INF
+    tokens = sample(logits, make_rows(7, 600, top_p=0.9, top_k=40), torch.arange(7), features).tolist()
+    assert tokens == [alone[0], 0, 0, 500, 300, 0, alone[6]]
+
+
+def test_masked_tokens_are_never_drawn() -> None:
+    logits = torch.full((600,), -INF)
+    logits[[5, 300, 599]] = 0.0
+    for features in (PLAIN, FILTERED):
+        assert set(draws(logits, 200, features, top_k=50, top_p=0.999)) == {5, 300, 599}
+
+
+# Randomness
+
+
+def test_the_same_seed_and_position_draw_the_same_token_and_others_others() -> None:
+    logits = random_logits(1, 500)[0]
+    assert draws(logits, 30, seeds=7) == draws(logits, 30, seeds=7)
+    assert draws(logits, 30, seeds=7) != draws(logits, 30, seeds=8)
+    assert draws(logits, 30, seeds=7)[1:] != draws(logits, 30, seeds=7)[:-1]
+
+
+def test_neighbouring_seeds_are_not_one_stream_shifted() -> None:
+    seeds, positions = torch.arange(100)[:, None], torch.arange(100)[None, :]
+    numbers = uniforms(seeds.expand(100, 100).reshape(-1), positions.expand(100, 100).reshape(-1))
+    assert numbers.unique().numel() == 10_000
+
+
+GAMMA, START = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
+def test_uniforms_are_splitmix64_as_its_paper_has_it(seed: int) -> None:
+    """In Python's unbounded integers. For seed 0 the generator's first output is known: 0xE220A8397B1DCDAF."""
+    assert uniforms(torch.tensor([0]), torch.tensor([1])).item() == (0xE220A8397B1DCDAF >> 11) / 2**53
+    for position in (0, 1, 2, 1000, 131071):
+        z = (seed * START + position * GAMMA) % 2**64
+        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
+        wanted = ((z ^ (z >> 31)) >> 11) / 2**53
+        assert uniforms(torch.tensor([seed]), torch.tensor([position])).tolist() == [wanted]
+
+
+def test_the_streams_of_neighbouring_seeds_do_not_meet() -> None:
+    """Steps between the starts of two seeds, one way round or the other, for all differences up to a million."""
+    steps = torch.arange(1, 2**20) * ((START * pow(GAMMA, -1, 2**64) + 2**63) % 2**64 - 2**63)
+    assert steps.abs().min() > 2**40
+
+
+def test_uniforms_are_uniform_and_independent_of_the_one_before() -> None:
+    positions = torch.arange(100_000)
+    for seed in (0, 1, 2**40):
+        numbers = uniforms(torch.full_like(positions, seed), positions)
+        assert 0 <= numbers.min() < 1e-4 < 1 - 1e-4 < numbers.max() < 1
+        assert chi_square((numbers * 5).long().tolist(), dict.fromkeys(range(5), 1.0)) < 30
+        assert abs(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1]) < 0.015  # 4.7 standard deviations
+
+
+def test_a_seed_fits_into_64_bits_and_none_is_fresh() -> None:
+    assert [row_seed(seed) for seed in (0, 5, -1, 2**63 - 1, 2**63, 2**64 - 1)] == [0, 5, -1, 2**63 - 1, -(2**63), -1]
+    fresh = {row_seed(None) for _ in range(20)}
+    assert len(fresh) == 20
+    torch.tensor(list(fresh), dtype=torch.int64)
+
+
+# Batches
+
+
+MIXED: dict[str, list[float]] = {
+    "temperature": [1.0, 0.0, 0.7, 1.3, 1.0, 2.0, 1.0, 0.0],
+    "seeds": [1, 2, 3, 4, 5, 6, 1, 8],
+    "top_k": [0, 0, 50, 0, 3, 0, 0, 5],
+    "top_p": [1.0, 1.0, 1.0, 0.9, 0.8, 1.0, 1.0, 0.5],
+    "min_p": [0.0, 0.0, 0.0, 0.0, 0.1, 0.05, 0.0, 0.0],
+    "repetition": [1.0, 1.3, 1.0, 1.0, 1.1, 1.0, 1.0, 0.8],
+    "presence": [0.0, 0.0, 1.5, 0.0, 0.0, 0.0, 0.0, -0.5],
+    "frequency": [0.0, 0.4, 0.0, 0.0, -0.2, 0.0, 0.0, 0.0],
+}
+
+
+def mixed_rows(vocab_size: int) -> SamplingRows:
+    sampling = make_rows(8, vocab_size, **MIXED)
+    for row in range(8):
+        ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
+        set_history(sampling, row, ids[:100], ids[100:])
+    return sampling
+
+
+@pytest.mark.parametrize("vocab_size", [300, 5000])
+def test_rows_of_different_parameters_draw_what_each_draws_alone(vocab_size: int) -> None:
+    """Alone, a row has only its own features: what the batch has besides must not move it."""
+    sampling, logits, positions = mixed_rows(vocab_size), random_logits(8, vocab_size) * 2, torch.arange(8) * 7
+    for step in range(20):
+        together = sample(logits, sampling, positions + step, EVERYTHING).tolist()
+        for row in range(8):
+            neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+            own = {name for name, value in neutral.items() if MIXED[name][row] != value}
+            features = Features(
+                bool(own & {"repetition", "presence", "frequency"}), bool(own & {"top_k", "top_p", "min_p"})
+            )
+            one = torch.tensor([row])
+            alone = sample(logits[one], sampling, positions[one] + step, features, rows=one)
+            assert alone.tolist() == [together[row]], (step, row)
+
+
+def test_rows_follow_the_entries_that_are_named() -> None:
+    sampling, logits, positions = mixed_rows(300), random_logits(8, 300), torch.arange(8)
+    order = torch.tensor([6, 0, 7, 3, 3, 1, 2, 5, 4])
+    in_order = sample(logits, sampling, positions, EVERYTHING)
+    assert torch.equal(sample(logits[order], sampling, positions[order], EVERYTHING, rows=order), in_order[order])
+    assert torch.equal(sample(logits[:5], sampling, positions[:5], EVERYTHING), in_order[:5])
+
+
+@pytest.mark.parametrize("features", [PLAIN, FILTERED], ids=str)
+def test_a_token_is_the_same_alone_and_in_a_batch_of_32(features: Features) -> None:
+    logits, positions = random_logits(32, 32000), torch.arange(32)
+    top_p = [0.5 + row / 80 for row in range(32)] if features.filters else 1.0
+    sampling = make_rows(32, 32000, seeds=range(32), top_p=top_p)
+    together = sample(logits, sampling, positions, features)
+    for row in range(32):
+        one = torch.tensor([row])
+        assert sample(logits[one], sampling, positions[one], features, rows=one).item() == together[row]
+    assert len(set(together.tolist())) > 25
+
+
+def test_batches_larger_than_one_go_are_cut_where_it_does_not_show() -> None:
+    size = 2 * ROWS_AT_ONCE + 3
+    logits = random_logits(size, 50)
+    sampling = make_rows(size, 50, seeds=range(size), top_k=[row % 7 for row in range(size)])
+    positions, backwards = torch.arange(size) * 3, torch.arange(size).flip(0)
+    together = sample(logits, sampling, positions, FILTERED)
+    assert together.shape == (size,)
+    parts = [
+        sample(logits[row : row + 1], sampling, positions[row : row + 1], FILTERED, rows=torch.tensor([row]))
+        for row in range(size)
+    ]
+    assert torch.equal(together, torch.cat(parts))
+    flipped = sample(logits[backwards], sampling, positions[backwards], FILTERED, rows=backwards)
+    assert torch.equal(flipped, together[backwards])
+
+
+# Penalties
+
+
+def penalised(logits: list[float], prompt: list[int], output: list[int], **asked: float) -> list[float]:
+    """The formulas of the docstring, token by token."""
+    scores = []
+    for token, score in enumerate(logits):
+        if token in prompt or token in output:
+            score = score / asked["repetition"] if score > 0 else score * asked["repetition"]
+        score -= asked["frequency"] * output.count(token)
+        score -= asked["presence"] * (token in output)
+        scores.append(score)
+    return scores
+
+
+@pytest.mark.parametrize("repetition", [1.0, 1.5, 0.7])
+@pytest.mark.parametrize("presence", [0.0, 0.8, -0.6])
+@pytest.mark.parametrize("frequency", [0.0, 0.3, -0.2])
+def test_penalties_are_the_formulas(repetition: float, presence: float, frequency: float) -> None:
+    asked = {"repetition": repetition, "presence": presence, "frequency": frequency}
+    logits = random_logits(1, 40)[0]
+    prompt, output = [1, 1, 2, 3, 30, 39], [3, 4, 4, 4, 5, 39, 0, 20, 21, 22]
+    wanted = torch.tensor(penalised(logits.tolist(), prompt, output, **asked), dtype=torch.float64)
+    expected = draws(wanted, 1000, PLAIN)
+    count = len(expected)
+    sampling = make_rows(count, 40, **asked)
+    for row in range(count):
+        set_history(sampling, row, prompt, output)
+    tokens = sample(logits.expand(count, -1), sampling, torch.arange(count), PENALISED).tolist()
+    assert sum(mine != theirs for mine, theirs in zip(tokens, expected, strict=True)) <= 1  # float32 at an edge
+    greedy = make_rows(1, 40, temperature=0.0, **asked)
+    set_history(greedy, 0, prompt, output)
+    assert sample(logits[None], greedy, torch.zeros(1).long(), PENALISED).item() == wanted.argmax()
+
+
+def test_greedy_rows_are_penalised_too() -> None:
+    sampling = make_rows(1, 3, temperature=0.0, frequency=0.6)
+    logits, tokens = torch.tensor([[2.0, 1.5, 1.0]]), []
+    for position in range(6):
+        token = sample(logits, sampling, torch.tensor([position]), PENALISED)
+        count_tokens(sampling, torch.tensor([0]), token)
+        tokens += token.tolist()
+    assert tokens == [0, 1, 0, 2, 1, 0]
+
+
+def test_a_prompt_counts_for_repetition_alone() -> None:
+    logits = torch.tensor([2.0, 1.9])
+    for asked, token in (({"presence": 2.0, "frequency": 2.0}, 0), ({"repetition": 1.2}, 1)):
+        sampling = make_rows(1, 2, temperature=0.0, **asked)
+        set_history(sampling, 0, [0, 0, 0], [])
+        assert sample(logits[None], sampling, torch.tensor([3]), PENALISED).item() == token
+
+
+def test_counting_is_exact_and_touches_no_other_row() -> None:
+    sampling = make_rows(6, 11)
+    rows, wanted = torch.tensor([4, 0, 2, 5, 5, 5]), [[0] * 11 for _ in range(5)]
+    for step in range(100):
+        tokens = torch.tensor([step % 11, step % 3, 7, step % 2, 3, 3])
+        count_tokens(sampling, rows, tokens)
+        for row, token in zip((4, 0, 2), tokens.tolist(), strict=False):
+            wanted[row][token] += 1
+    assert sampling.output_counts[:5].tolist() == wanted
+
+
+def test_a_count_stays_at_its_limit() -> None:
+    sampling = make_rows(2, 3)
+    set_history(sampling, 0, [], [1] * (COUNT_LIMIT - 1))
+    for _ in range(4):
+        count_tokens(sampling, torch.tensor([0]), torch.tensor([1]))
+    assert sampling.output_counts.tolist() == [[0, COUNT_LIMIT, 0], [0, 0, 0]]
+    set_history(sampling, 0, [], [2] * (COUNT_LIMIT + 9))
+    assert sampling.output_counts.tolist() == [[0, 0, COUNT_LIMIT], [0, 0, 0]]
+
+
+def test_history_replaces_what_a_row_held_before() -> None:
+    sampling = make_rows(3, 5)
+    set_history(sampling, 1, [0, 1], [2, 2, 4])
+    set_history(sampling, 1, [4, 4], [0])
+    assert sampling.output_counts.tolist() == [[0] * 5, [1, 0, 0, 0, 0], [0] * 5]
+    assert sampling.in_prompt.tolist() == [[False] * 5, [False] * 4 + [True], [False] * 5]
+
+
+# What the API reports, and what it costs
+
+
+def test_logprobs_are_those_of_the_model() -> None:
+    logits = random_logits(3, 90) * 4
+    tokens = torch.tensor([5, 0, 89])
+    found = logprobs(logits, tokens, 4)
+    for row in range(3):
+        total = math.log(sum(math.exp(value) for value in logits[row].tolist()))
+        ranked = sorted(range(90), key=lambda token: -float(logits[row, token]))[:4]
+        assert found.top_ids[row].tolist() == ranked
+        assert found.top_logprobs[row].tolist() == pytest.approx([float(logits[row, t]) - total for t in ranked])
+        assert found.chosen[row].item() == pytest.approx(float(logits[row, tokens[row]]) - total)
+    assert (found.chosen.dtype, found.top_ids.dtype, found.top_logprobs.dtype) == (
+        torch.float32, torch.int64, torch.float32,
+    )  # fmt: skip
+
+
+def test_the_first_of_the_logprobs_is_the_greedy_token_also_of_equals() -> None:
+    logits = torch.tensor([[-2.0, 0.0, 3.0, -0.0, 3.0, -7.0, 0.0, -2.0]]).bfloat16()
+    assert logprobs(logits, torch.tensor([2]), 8).top_ids.tolist() == [[2, 4, 1, 3, 6, 0, 7, 5]]
+    assert logprobs(logits, torch.tensor([2]), 1).top_ids.tolist() == [[2]]
+    assert logprobs(-logits.abs() - 1, torch.tensor([2]), 2).top_ids.tolist() == [[1, 3]]
+
+
+def test_logprobs_of_the_chosen_token_alone() -> None:
+    found = logprobs(LOGITS[None], torch.tensor([3]), 0)
+    assert found.chosen.tolist() == pytest.approx([math.log(0.3)])
+    assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
+
+
+@pytest.mark.parametrize("unusable", [NAN, INF, -INF])
+def test_logprobs_of_unusable_logits_have_ids_in_range(unusable: float) -> None:
+    logits = torch.full((2, 50), unusable)
+    logits[1, :25] = 1.0
+    ids = logprobs(logits, torch.tensor([1, 2]), 50).top_ids
+    assert ids.sort(dim=-1).values.tolist() == [list(range(50))] * 2
+
+
+def test_bytes_are_what_the_tensors_take() -> None:
+    fields = vars(make_sampling_rows(7, 90, "cpu")).values()
+    assert sampling_bytes(7, 90) == sum(field.numel() * field.element_size() for field in fields) == 7 * (40 + 3 * 90)
+    assert sampling_bytes(10**6, 10**6) > 3 * 10**12  # and nobody took them
+
+
+def test_rows_are_neutral_and_greedy_until_they_are_told() -> None:
+    logits = random_logits(4, 80)
+    tokens = sample(logits, make_sampling_rows(4, 80, "cpu"), torch.arange(4), EVERYTHING)
+    assert torch.equal(tokens, logits.argmax(dim=-1))
+
+
+def everything(logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor) -> list[Tensor]:
+    tokens = [
+        sample(logits, sampling, positions, features, rows=chosen)
+        for features in (PLAIN, PENALISED, FILTERED, EVERYTHING)
+        for chosen in (None, rows)
+    ]
+    count_tokens(sampling, rows, tokens[0])
+    return [*tokens, *logprobs(logits, tokens[0], 20)]
+
+
+def test_a_step_never_needs_to_know_a_value() -> None:
+    """Fake tensors hold none: whatever asks for one (`.item()`, a mask as an index, nonzero) raises."""
+    with FakeTensorMode():
+        sampling = make_sampling_rows(5, 600, "cpu")
+        results = everything(torch.zeros(4, 600), sampling, torch.arange(4), torch.arange(4))
+    assert [tuple(tensor.shape) for tensor in results] == [(4,)] * 9 + [(4, 20)] * 2
+
+
+def test_what_a_batch_does_not_use_is_not_done() -> None:
+    def operations(features: Features) -> set[str]:
+        with torch.profiler.profile() as profile:
+            sample(random_logits(4, 600), mixed_rows(600), torch.arange(4), features)
+        return {event.name for event in profile.events()}
+
+    assert "aten::sort" in operations(FILTERED)
+    assert "aten::sort" not in operations(PLAIN) | operations(PENALISED)
+
+
+@pytest.mark.gpu
+def test_the_gpu_draws_what_the_cpu_draws() -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        logits, positions = (random_logits(8, 128256) * 3).to(dtype), torch.arange(8)
+        here = mixed_rows(128256)
+        there = SamplingRows(**{name: field.cuda() for name, field in vars(here).items()})
+        for step in range(10):
+            for features in (PLAIN, PENALISED, FILTERED, EVERYTHING):
+                wanted = sample(logits, here, positions + step, features)
+                assert torch.equal(sample(logits.cuda(), there, (positions + step).cuda(), features).cpu(), wanted)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
+    sampling = SamplingRows(**{name: field.cuda() for name, field in vars(mixed_rows(5000)).items()})
+    logits, rows, positions = random_logits(8, 5000).cuda(), torch.arange(8).cuda(), torch.arange(8).cuda()
+    everything(logits, sampling, rows, positions)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = everything(logits, sampling, rows, positions)
+    for _ in range(3):
+        logits.copy_(torch.randn_like(logits))
+        positions += 1
+        counts = sampling.output_counts.clone()
+        graph.replay()
+        sampling.output_counts.copy_(counts)
+        for mine, wanted in zip(captured, everything(logits, sampling, rows, positions), strict=True):
+            assert torch.equal(mine, wanted)

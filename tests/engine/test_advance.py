@@ -1,0 +1,272 @@
+"""The end of a step on the device: the reference says what is meant, and the kernel says the same, here interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tcdeploy.engine import advance as module
+from tcdeploy.engine.advance import advance, tiles_of
+
+NAN, INF = float("nan"), float("inf")
+NO_GPU = not torch.cuda.is_available()
+
+
+class Machine(NamedTuple):
+    backend: Literal["reference", "triton"]
+    device: str
+
+
+@pytest.fixture(
+    params=[
+        "reference",
+        pytest.param("triton, interpreted", marks=pytest.mark.skipif(not NO_GPU, reason="the compiled kernel runs")),
+        pytest.param("triton", marks=pytest.mark.gpu),
+    ]
+)
+def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    if request.param == "reference":
+        yield Machine("reference", "cpu")
+        return
+    pytest.importorskip("triton")
+    if request.param == "triton":
+        yield Machine("triton", "cuda")
+        return
+    from tests.attention.test_kernels import interpreted
+
+    with interpreted(monkeypatch):
+        yield Machine("triton", "cpu")
+
+
+class State(NamedTuple):
+    token_ids: Tensor
+    positions: Tensor
+    seq_lens: Tensor
+
+    def lists(self) -> list[list[int]]:
+        return [tensor.tolist() for tensor in self]
+
+
+def make_state(rows: int, device: str = "cpu") -> State:
+    """Every entry has a value of its own, so a write in the wrong place shows."""
+    ids = torch.arange(rows, device=device)
+    return State(100 + ids, 200 + ids, (300 + ids).int())
+
+
+def run(machine: Machine, logits: Tensor, rows: list[int], lengths: list[int] | Tensor, state: State) -> list[int]:
+    device = machine.device
+    if isinstance(lengths, list):
+        lengths = torch.tensor(lengths, dtype=torch.int32, device=device)
+    tokens = advance(logits.to(device), torch.tensor(rows, device=device), lengths, *state, machine.backend)
+    assert tokens.dtype == torch.int64
+    return tokens.tolist()
+
+
+def first_largest(row: list[float]) -> int:
+    """The rule, in plain Python."""
+    for token, value in enumerate(row):
+        if value != value:
+            return token
+    return row.index(max(row))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("vocab_size", [1, 7, 2048, 2049, 5000])
+def test_the_token_is_the_first_largest(machine: Machine, vocab_size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).to(dtype)
+    logits[1] = logits[1].round()  # many equals
+    logits[2] -= 100
+    logits[3] = 0
+    wanted = [first_largest(row) for row in logits.tolist()]
+    assert run(machine, logits, [0, 1, 2, 3], [1, 1, 1, 1], make_state(5, machine.device)) == wanted
+
+
+@pytest.mark.parametrize("place", [0, 1, 2047, 2048, 4095, 4096, 4999])
+def test_the_largest_is_found_wherever_it_is(machine: Machine, place: int) -> None:
+    logits = torch.zeros(1, 5000)
+    logits[0, place] = 1e-30
+    assert run(machine, logits, [0], [1], make_state(2, machine.device)) == [place]
+
+
+def test_of_equals_in_different_parts_the_lowest_id_wins(machine: Machine) -> None:
+    logits = torch.zeros(2, 5000)
+    logits[0, [4999, 3000, 1500, 2900]] = 5.0
+    logits[1, [1030, 3078]] = -0.0
+    logits[1, :1030] = -1.0
+    assert run(machine, logits, [0, 1], [1, 1], make_state(3, machine.device)) == [1500, 1030]
+
+
+def test_unusable_logits_make_ids_that_are_in_range(machine: Machine) -> None:
+    logits = torch.zeros(7, 3000)
+    logits[0] = -INF
+    logits[1] = NAN
+    logits[2, 2500] = NAN
+    logits[3, 700] = INF
+    logits[3, 2800] = NAN
+    logits[4] = INF
+    logits[5, 1200] = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)  # a NaN with a sign
+    logits[6] = -INF
+    logits[6, 2999] = -3e38
+    wanted = [0, 0, 2500, 2800, 0, 1200, 2999]
+    assert run(machine, logits, list(range(7)), [1] * 7, make_state(8, machine.device)) == wanted
+    assert wanted == [first_largest(row) for row in logits.tolist()]
+
+
+def test_live_rows_are_written_and_no_other(machine: Machine) -> None:
+    logits = torch.zeros(4, 3000)
+    for row, token in enumerate((11, 1022, 2033, 44)):
+        logits[row, token] = 1.0
+    state = make_state(6, machine.device)
+    assert run(machine, logits, [3, 0, 2, 4], [17, 9, 0, 1], state) == [11, 1022, 2033, 44]
+    assert state.lists() == [
+        [1022, 101, 102, 11, 44, 105],
+        [9, 201, 202, 17, 1, 205],
+        [10, 301, 302, 18, 2, 305],
+    ]
+
+
+@pytest.mark.parametrize("padding", [5, 1], ids=["the dummy", "a live row"])
+def test_padding_writes_nothing_wherever_it_points(machine: Machine, padding: int) -> None:
+    logits = torch.zeros(5, 10)
+    logits[:, 3] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])
+    state = make_state(6, machine.device)
+    run(machine, logits, [padding, 1, padding, padding, padding], [0, 7, 0, 0, 0], state)
+    assert state.lists() == [
+        [100, 3, 102, 103, 104, 105],
+        [200, 7, 202, 203, 204, 205],
+        [300, 8, 302, 303, 304, 305],
+    ]
+
+
+def test_a_batch_of_padding_alone_writes_nothing(machine: Machine) -> None:
+    state = make_state(3, machine.device)
+    run(machine, torch.randn(4, 10), [2, 2, 2, 2], [0, 0, 0, 0], state)
+    assert state.lists() == make_state(3).lists()
+
+
+def test_lengths_may_be_the_lengths_that_are_written(machine: Machine) -> None:
+    """Decode's own case: row i follows entry i, and seq_lens[:n] comes in as `lengths`."""
+    state = make_state(5, machine.device)
+    state.seq_lens.copy_(torch.tensor([4, 0, 9, 1, 0]))
+    logits = torch.eye(3, 50)
+    for step in range(3):
+        assert run(machine, logits, [0, 1, 2], state.seq_lens[:3], state) == [0, 1, 2]
+        assert state.positions.tolist() == [4 + step, 201, 9 + step, 203, 204]
+        assert state.seq_lens.tolist() == [5 + step, 0, 10 + step, 1, 0]
+    assert state.token_ids.tolist() == [0, 101, 2, 103, 104]
+
+
+@pytest.mark.parametrize("tiles", [1, 2, 4, 8])
+def test_programs_of_several_tiles_say_the_same(machine: Machine, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "tiles_of", lambda size, vocab_size: tiles)
+    logits = torch.randn(6, 9 * 2048 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
+    logits[3] = -INF
+    logits[4, 18000:] = NAN
+    logits[5, [2500, 7000]] = NAN  # not in a first tile
+    wanted = [first_largest(row) for row in logits.tolist()]
+    assert run(machine, logits, list(range(6)), [1] * 6, make_state(7, machine.device)) == wanted
+
+
+@pytest.mark.parametrize(("size", "tiles"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (4096, 16)])
+def test_larger_batches_read_more_tiles_a_program(size: int, tiles: int) -> None:
+    assert tiles_of(size, 128256) == tiles
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("tiles", [1, 16])
+def test_the_kernel_compiles_for_hopper(
+    dtype: torch.dtype, tiles: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Triton's compiler needs no GPU. A batch of one and a view at an odd address are the same program."""
+    pytest.importorskip("triton")
+    from tests.attention import test_kernels as attention
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(module, "tiles_of", lambda size, vocab_size: tiles)
+    launches = attention.record_launches(monkeypatch)
+    for size in (1, 2, 3):
+        state = make_state(size + 1)
+        lengths = torch.ones(2 * size, dtype=torch.int32)[size % 2 :][:size]
+        logits = torch.zeros(size, 128256, dtype=dtype)
+        advance(logits, torch.arange(size), lengths, *state, "triton")
+    programs = set()
+    for kernel, args, options in launches:
+        bind = attention.create_function_from_signature(
+            kernel.signature, kernel.params, attention.make_backend(attention.HOPPER)
+        )
+        programs.add(str(bind(*args, **options)[1:]))
+    assert (len(launches), len(programs)) == (6, 2)
+    for kernel, args, options in launches[:2]:
+        signature, constants, hints = {}, {}, {}
+        for place, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
+            signature[param.name] = "constexpr" if param.is_constexpr else attention.mangle_type(arg)
+            if param.is_constexpr:
+                constants[place,] = arg
+            elif not param.do_not_specialize:
+                hints[place,] = [["tt.divisibility", 16]]
+        source = attention.ASTSource(kernel, signature, constants, hints)
+        compiled = attention.triton_compile(source, target=attention.HOPPER, options=options)
+        if kernel is module._best_kernel:
+            assert ".v4.b32" in compiled.asm["ptx"], "each thread should read 16 bytes at once"
+
+
+def test_the_reference_never_needs_to_know_a_value() -> None:
+    """Fake tensors hold none: whatever asks for one (`.item()`, a mask as an index) raises."""
+    with FakeTensorMode():
+        state = make_state(5)
+        tokens = advance(torch.zeros(3, 50), torch.arange(3), state.seq_lens[:3], *state, "reference")
+        assert tokens.shape == (3,)
+
+
+def test_without_triton_the_reference_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    import importlib
+    import sys
+
+    monkeypatch.setitem(sys.modules, "triton", None)
+    try:
+        bare = importlib.reload(module)
+        assert bare.triton is None
+        state = make_state(2)
+        tokens = bare.advance(
+            torch.eye(1, 9), torch.arange(1), torch.tensor([3], dtype=torch.int32), *state, "reference"
+        )
+        assert (tokens.tolist(), state.positions.tolist()) == ([0], [3, 201])
+    finally:
+        monkeypatch.undo()
+        importlib.reload(module)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["reference", "triton"])
+def test_a_captured_step_walks_on_by_itself(backend: Literal["reference", "triton"]) -> None:
+    state = State(*(tensor.cuda() for tensor in make_state(33)))
+    state.seq_lens.copy_(torch.arange(33) % 5)
+    logits, rows = torch.randn(32, 128256, device="cuda").bfloat16(), torch.arange(32, device="cuda")
+
+    def step() -> Tensor:
+        return advance(logits, rows, state.seq_lens[:32], *state, backend)
+
+    graph = record(step)
+    before = state.seq_lens.clone()
+    for _ in range(50):
+        logits.copy_(torch.randn_like(logits))
+        graph.replay()
+    live = before[:32] > 0
+    assert state.seq_lens.tolist() == (before[:32] + 50 * live).tolist() + [2]
+    assert torch.equal(state.token_ids[:32][live], logits.argmax(dim=-1)[live])
+    assert torch.equal(state.positions[:32][live], before[:32][live].long() + 49)
+
+
+def record(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
