@@ -33,7 +33,7 @@ from tcdeploy.plan import Bucket, Plan
 
 MERGE, MERGE_AND_STREAM = RewriteProducts(streams=False), RewriteProducts(streams=True)  # options compare by identity
 OP_FOLDERS = ("attention", "linear")
-PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 programs per code object by default
+PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
 NEARLY_FULL_BYTES = 1 << 20
 
 
@@ -44,7 +44,8 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
     and after the layers) are compiled in decode only, where their few microseconds count.
     """
     _tag_cache_key()
-    limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
+    tried = sum(len(plan.candidates(bucket)) for bucket in plan.buckets)
+    limit = PROGRAMS_PER_BUCKET_LIMIT * (tried + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
         limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
@@ -73,11 +74,19 @@ def _compile_in_place(region: nn.Module, step: StepInputs, in_prefill: bool = Tr
         program = compiled.get(step.candidate)
         if program is None:
             options = inductor_options(step.candidate)
-            program = torch.compile(region._call_impl, fullgraph=True, dynamic=False, options=options)
+            program = torch.compile(_run_region, fullgraph=True, dynamic=False, options=options)
             compiled[step.candidate] = program
-        return program(*args, **kwargs)
+        return program(region, *args, **kwargs)
 
     region._compiled_call_impl = call  # type: ignore[assignment]
+
+
+def _run_region(region: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled: the region is an argument, so layers share programs.
+
+    A function of ours, because torch runs the frames of its own modules (a head is a plain nn.Linear) uncompiled.
+    """
+    return region._call_impl(*args, **kwargs)
 
 
 def inductor_options(candidate: Candidate) -> dict[str, Any]:

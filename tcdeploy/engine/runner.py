@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from tcdeploy.attention.interface import StepInputs, default_splits
 from tcdeploy.candidate import Candidate
 from tcdeploy.engine import sampling
-from tcdeploy.engine.advance import advance, make_scratch
+from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
 from tcdeploy.engine.graphs import StepGraph, StepOutput, record
 from tcdeploy.engine.rows import RowSeating
@@ -37,8 +37,6 @@ class ModelRunner:
         self.seating = RowSeating(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        outputs = max(plan.decode_buckets[-1].size, plan.prefill_sequences)
-        self._scratch = make_scratch(outputs, vocab_size, plan.device)
         self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
         self._default_splits = {one: default_splits(one.size, step.arrivals) for one in plan.decode_buckets}
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
@@ -131,9 +129,8 @@ class ModelRunner:
             logits = logits[buffers.logit_rows]
         state = self.state
         tokens = advance(
-            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens,
-            self._backend, self._scratch,
-        )  # fmt: skip
+            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
+        )
         return StepOutput(logits, tokens, buffers.rows)
 
 
