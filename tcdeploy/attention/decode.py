@@ -104,6 +104,7 @@ def _decode_kernel(
     """Rows: the GROUP query heads of one kv head, padded to what tl.dot takes. Keys: every `splits`-th tile."""
     kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     table = block_table + sequence * table_stride
+    unit, inner = tl.cast(unit, tl.float32), tl.cast(inner, tl.float32)  # Inductor passes Python's floats in 64 bits
 
     # All that does not wait for another load, first.
     length = tl.load(seq_lens + sequence)
@@ -119,7 +120,6 @@ def _decode_kernel(
         oldest = tl.maximum(length - window, 0)
         first = oldest // KEYS * KEYS
     ids = block_ids(table, first + part * KEYS, table_width, BLOCK_SIZE, KEYS)
-    later_ids = block_ids(table, first + (part + splits) * KEYS, table_width, BLOCK_SIZE, KEYS)
 
     cached = length - 1
     tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
@@ -134,8 +134,8 @@ def _decode_kernel(
     total = tl.zeros([ROWS], tl.float32)
     for tile in range(part, tiles, splits):
         start = first + tile * KEYS
-        blocks, ids = ids.to(tl.int64), later_ids
-        later_ids = block_ids(table, start + 2 * splits * KEYS, table_width, BLOCK_SIZE, KEYS)
+        blocks = ids.to(tl.int64)
+        ids = block_ids(table, start + splits * KEYS, table_width, BLOCK_SIZE, KEYS)
         keys = start + tl.arange(0, KEYS)
         wanted = (keys >= oldest) & (keys < cached)
         acc, top, total = attend_tile(
@@ -181,28 +181,31 @@ def _merge(
 ):  # fmt: skip
     """The parts' outputs, weighted by their softmax sums, PARTS parts at a time.
 
-    Columns are all values of all heads of the group: a thread keeps its columns through all parts, so nothing is
-    exchanged between threads. The price is that each column loads its head's weight, from the L1 cache.
+    A cell is four values of one head, and stays with one thread through all parts: nothing is exchanged between
+    threads, and a thread works out four values' weight once.
     """
-    columns = tl.arange(0, MEMBERS * V_DIM)
-    member, dim = columns // V_DIM, columns % V_DIM
+    cells = tl.arange(0, MEMBERS * V_DIM // 4)
+    member, dim = cells // (V_DIM // 4), cells % (V_DIM // 4) * 4
     inside = (member < GROUP) & (dim < V_HEAD_DIM)
-    acc = tl.zeros([MEMBERS * V_DIM], tl.float32)
-    top = tl.full([MEMBERS * V_DIM], float("-inf"), tl.float32)
-    total = tl.zeros([MEMBERS * V_DIM], tl.float32)
+    dims = dim[:, None] + tl.arange(0, 4)[None, :]
+    inside_dims = (member < GROUP)[:, None] & (dims < V_HEAD_DIM)
+    acc = tl.zeros([MEMBERS * V_DIM // 4, 4], tl.float32)
+    top = tl.full([MEMBERS * V_DIM // 4], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS * V_DIM // 4], tl.float32)
     for start in tl.range(0, sharers, PARTS, num_stages=1):
         part = start + tl.arange(0, PARTS)
         rows = (pair * splits + part)[:, None] * GROUP + member[None, :]
         there = (part < sharers)[:, None] & inside[None, :]
         scores = tl.load(part_weights + rows, mask=there, other=float("-inf"))
-        values = tl.load(parts + rows * V_HEAD_DIM + dim[None, :], mask=there, other=0.0)
+        inside_values = (part < sharers)[:, None, None] & inside_dims[None, :, :]
+        values = tl.load(parts + rows[:, :, None] * V_HEAD_DIM + dims[None, :, :], mask=inside_values, other=0.0)
         new_top = tl.maximum(top, tl.max(scores, 0))
         shift = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(scores - shift[None, :])
         keep = tl.exp2(top - shift)
-        acc = acc * keep + tl.sum(values * weights, 0)
+        acc = acc * keep[:, None] + tl.sum(values * weights[:, :, None], 0)
         total = total * keep + tl.sum(weights, 0)
         top = new_top
-    heads = kv_head * GROUP + member
-    acc *= output_factor(top, total, sinks, heads, inside)
-    tl.store(out + (pair * GROUP + member) * V_HEAD_DIM + dim, acc.to(out.dtype.element_ty), mask=inside)
+    acc *= output_factor(top, total, sinks, kv_head * GROUP + member, inside)[:, None]
+    rows = (pair * GROUP + member)[:, None] * V_HEAD_DIM
+    tl.store(out + rows + dims, acc.to(out.dtype.element_ty), mask=inside_dims)
