@@ -8,7 +8,6 @@ difference of the two is what the host costs, and should be nothing while the ho
 from __future__ import annotations
 
 import dataclasses
-import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 
