@@ -20,6 +20,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.bench.clock import Marks
+from tcdeploy.errors import TcdeployError
 from tcdeploy.models.load import load_model, quiet_transformers
 from tcdeploy.plan import Plan
 
@@ -66,7 +67,10 @@ class PlainModel:
         marks = Marks(self.plan.device)
         with torch.no_grad(), quiet_transformers():
             self._run(self.model, ids, new_tokens, marks)
-        return marks.seconds()
+        seconds = marks.seconds()
+        if len(seconds) != new_tokens:
+            raise TcdeployError(f"it gave {len(seconds)} tokens of the {new_tokens} that were asked for")
+        return seconds
 
 
 def load_plain(name: str, plan: Plan, config: PreTrainedConfig) -> PlainModel:

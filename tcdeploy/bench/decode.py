@@ -148,5 +148,6 @@ def device_memory(plan: Plan) -> DeviceMemory | None:
     """None on a CPU, where nobody can say what of the host's memory is ours."""
     if plan.device != "cuda":
         return None
+    torch.cuda.empty_cache()  # what the measuring itself left in torch's allocator is nobody's
     free, total = torch.cuda.mem_get_info()
     return DeviceMemory(total, plan.weight_bytes, plan.kv_bytes, total - free - plan.weight_bytes - plan.kv_bytes)

@@ -10,6 +10,7 @@ import torch
 from tcdeploy.bench import baselines
 from tcdeploy.bench.baselines import PlainModel
 from tcdeploy.bench.clock import Marks
+from tcdeploy.errors import TcdeployError
 
 PROMPTS = [[3 + (5 * position + row) % 240 for position in range(20)] for row in range(2)]
 
@@ -53,6 +54,22 @@ def test_the_eager_loop_takes_the_tokens_that_generate_takes(reference_tiny: Any
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
     )
     assert torch.equal(torch.cat(fed, dim=1), out)
+
+
+def test_an_answer_does_not_end_before_its_length(
+    reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even at the model's own end token."""
+    out = reference_tiny.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    monkeypatch.setattr(reference_tiny.generation_config, "eos_token_id", int(out[0, -1]))
+    assert len(PlainModel("generate", reference_tiny, plan).token_seconds(PROMPTS[:1], 6)) == 6
+
+
+def test_fewer_tokens_than_asked_for_are_no_result(reference_tiny: Any, plan: Any) -> None:
+    plain = PlainModel("eager", reference_tiny, plan)
+    plain._run = lambda model, ids, new_tokens, marks: marks.mark()
+    with pytest.raises(TcdeployError, match="gave 1 tokens of the 6"):
+        plain.token_seconds(PROMPTS, 6)
 
 
 def test_on_a_cpu_generate_says_that_it_is_not_compiled(reference_tiny: Any, plan: Any) -> None:
