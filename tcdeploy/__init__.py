@@ -1,3 +1,32 @@
-"""tcdeploy: from a Hugging Face causal LM to a running, compiled deployment in plain PyTorch."""
+"""From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
+
+As a library:
+
+    from tcdeploy import Recipe, SamplingParams, prepare
+
+    engine = prepare(Recipe(model="builtin:tiny")).engine
+    request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=16))
+    while engine.has_work:
+        for token in engine.step():
+            print(token.request_id, token.token_id)
+
+The names below are imported when they are first asked for: `tcdeploy --help` must not wait for torch.
+"""
+
+import importlib
 
 __version__ = "0.1.0"
+
+OFFERED = {
+    "Engine": "tcdeploy.engine.engine",
+    "NewToken": "tcdeploy.engine.engine",
+    "Recipe": "tcdeploy.recipe",
+    "SamplingParams": "tcdeploy.engine.sequence",
+    "prepare": "tcdeploy.pipeline",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in OFFERED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(OFFERED[name]), name)

@@ -44,6 +44,7 @@ class Architecture:
     dtype: str
     attentions: tuple[AttentionFacts, ...]
     rope_limit: int = 0
+    activation_values: int = 0  # numbers per token that a layer holds at its widest, estimated from its linear layers
     siblings: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
 
     @property

@@ -18,12 +18,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Candidate:
-    """`inductor` are settings of torch._inductor.config by dotted name; `decode_splits` 0 leaves the number to us."""
+    """`inductor` are settings of torch._inductor.config by dotted name.
+
+    `streams` gives products of few rows to our own kernel (linear/); `decode_splits` 0 leaves the number to us.
+    """
 
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
+    streams: bool = False
     decode_splits: int = 0
-    graph: bool = True
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -31,24 +34,30 @@ DESCENT = ("coordinate_descent_tuning", True)
 AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default")
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
-DECODE = (
-    Candidate("descent+pdl", (DESCENT, PDL)),
-    Candidate("pdl", (PDL,)),
+STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
+DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
+ALSO = (
     DEFAULT,
-    Candidate("max-autotune+pdl", (*AUTOTUNE, PDL)),
+    Candidate("pdl", (PDL,)),
+    Candidate("streamed", streams=True),
     Candidate("descent", (DESCENT,)),
     MAX_AUTOTUNE,
+    Candidate("max-autotune+pdl", (*AUTOTUNE, PDL)),
 )
+DECODE_ONE = (DESCENT_PDL, *ALSO)  # a matrix times a vector is Inductor's own to write
+DECODE_MORE = (STREAMED_PDL, *ALSO, DESCENT_PDL)
 PREFILL = (DEFAULT, Candidate("pdl", (PDL,)), MAX_AUTOTUNE)
 CPU = (DEFAULT, Candidate("descent", (DESCENT,)))
 
 
-def candidates(mode: str, device: str, is_prefill: bool) -> tuple[Candidate, ...]:
-    """What `mode` tries for a bucket, in this order; all but `auto` name one."""
+def candidates(mode: str, device: str, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
+    """What `mode` tries for a bucket of `size`, in this order; all but `auto` name one."""
     if mode == "max-autotune":
         return (MAX_AUTOTUNE,)
     if mode != "auto":
         return (DEFAULT,)
     if device == "cpu":
         return CPU
-    return PREFILL if is_prefill else DECODE
+    if is_prefill:
+        return PREFILL
+    return DECODE_ONE if size == 1 else DECODE_MORE

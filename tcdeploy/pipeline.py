@@ -27,7 +27,7 @@ from tcdeploy.compiler import cachedir
 from tcdeploy.compiler.explain import Break, explain_regions
 from tcdeploy.compiler.manifest import BucketRecord, make_manifest, manifest_path, read_manifest, write_manifest
 from tcdeploy.compiler.programs import compile_regions
-from tcdeploy.compiler.regions import find_layers, regions_to_compile
+from tcdeploy.compiler.regions import find_edges, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
@@ -63,6 +63,7 @@ class Deployment:
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
+    workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -82,11 +83,25 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         earlier = read_manifest(manifest_file)
         runner = _load(decided)
     with stages.stage("compile"):
-        compile_regions(_regions(runner.model, decided), plan, runner.step)
+        layers = find_layers(runner.model, architecture)
+        edges = find_edges(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
+        compile_regions(regions_to_compile(runner.model, layers, plan.region), edges, plan, runner.step)
         known = Earlier(earlier.cold_seconds(), earlier.trials()) if earlier else Earlier()
         records = warm_buckets(runner, architecture, known, measure, progress)
-    write_manifest(manifest_file, make_manifest(plan, decided.environment, stages.seconds, records))
-    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds)
+    workspace_bytes = _workspace_bytes(plan)
+    manifest = make_manifest(plan, decided.environment, stages.seconds, records, workspace_bytes)
+    write_manifest(manifest_file, manifest)
+    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, workspace_bytes)
+
+
+def _workspace_bytes(plan: Plan) -> int | None:
+    """What the device has given away beyond weights and KV, to this process and any other; None without a GPU."""
+    if plan.device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # what only warming took
+    free, total = torch.cuda.mem_get_info()
+    return total - free - plan.weight_bytes - plan.kv_bytes
 
 
 def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | None = None) -> Decided:

@@ -19,7 +19,7 @@ from tcdeploy.candidate import Candidate, candidates
 from tcdeploy.capability import Accepted, Rejected, judge_backend
 from tcdeploy.environment import Environment
 from tcdeploy.errors import UsageError
-from tcdeploy.memory import Demand, KVSize, gib, size_kv_cache
+from tcdeploy.memory import Demand, KVSize, gib, predict_workspace, size_kv_cache
 from tcdeploy.recipe import Attention, Recipe
 
 PREFILL_LADDER = (128, 512, 2048)
@@ -27,7 +27,13 @@ DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
 PREFILL_SEQUENCES = 8  # that one prefill step may pack; the same everywhere, because programs hold it
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
-NOT_IN_PROGRAMS = {"context", "kv_blocks", "kv_bytes", "tune_seconds"}  # sizes that a program holds as symbols
+NOT_IN_PROGRAMS = {
+    "context",
+    "kv_blocks",
+    "kv_bytes",
+    "workspace_bytes",
+    "tune_seconds",
+}  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
 # call takes 5 s and each later one 0.1 ms of the host, so it is taken only when asked for. The packages of
@@ -82,8 +88,6 @@ class Plan:
     region: str
     mode: str
     graphs: str
-    prefill_candidates: tuple[Candidate, ...]  # ways to make a bucket's step; more than one: the fastest is kept
-    decode_candidates: tuple[Candidate, ...]
     tune_seconds: float
     buckets: tuple[Bucket, ...]
     prefill_sequences: int
@@ -92,6 +96,7 @@ class Plan:
     kv_blocks: int
     weight_bytes: int
     kv_bytes: int
+    workspace_bytes: int  # predicted, on a GPU: all that stays taken beside weights and KV
     cache_dir: str
     decisions: tuple[Decision, ...]
     key: str  # names the manifest: equal for plans that compile the same programs on machines of the same kind
@@ -105,7 +110,8 @@ class Plan:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
 
     def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
-        return self.prefill_candidates if bucket.is_prefill else self.decode_candidates
+        """Ways to make the bucket's step; where there are several, the fastest is kept."""
+        return candidates(self.mode, self.device, bucket.is_prefill, bucket.size)
 
     def is_recorded(self, bucket: Bucket) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
@@ -130,8 +136,8 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
     batch_sizes = _decide_batch_sizes(recipe, device, log)
     prefill = _decide_prefill_buckets(recipe, context, log)
     block_size = _decide_block_size(recipe, log)
-    demand = Demand(context, batch_sizes[-1], prefill[-1].size, block_size)
-    memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, log)
+    demand = Demand(context, batch_sizes, prefill[-1].size, len(prefill), block_size)
+    workspace_bytes, memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, log)
     _record_asked(recipe, log)
     cache_dir = _decide_cache_dir(recipe, environment, log)
     decode = tuple(Bucket("decode", size) for size in batch_sizes)
@@ -147,8 +153,6 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
-        "prefill_candidates": candidates(recipe.mode, device, is_prefill=True),
-        "decode_candidates": candidates(recipe.mode, device, is_prefill=False),
         "tune_seconds": recipe.tune_seconds,
         "buckets": prefill + decode,
         "prefill_sequences": PREFILL_SEQUENCES,
@@ -157,6 +161,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "kv_blocks": memory.blocks,
         "weight_bytes": memory.weight_bytes,
         "kv_bytes": memory.kv_bytes,
+        "workspace_bytes": workspace_bytes,
     }
     key = _plan_key(fields, environment, architecture)
     return Plan(**fields, cache_dir=cache_dir, decisions=tuple(log), key=key)  # type: ignore[arg-type]
@@ -268,9 +273,7 @@ def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, log
     if asked:
         log.append(Decision("graphs", asked, "asked for"))
         return asked
-    log.append(
-        Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100")
-    )
+    log.append(Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100"))
     return "step"
 
 
@@ -344,14 +347,18 @@ def _decide_memory(
     dtype: str,
     demand: Demand,
     log: list[Decision],
-) -> KVSize:
-    size = size_kv_cache(recipe, environment, architecture, device, dtype, demand)
+) -> tuple[int, KVSize]:
+    workspace = predict_workspace(architecture, dtype, demand, PREFILL_SEQUENCES)
+    size = size_kv_cache(recipe, environment, architecture, device, dtype, demand, workspace)
     if size.context < demand.context:
         log[:] = [decision for decision in log if decision.name != "context"]
         reason = f"KV memory ends before the model's {demand.context}"
         log.append(Decision("context", str(size.context), reason, is_fallback=True))
     log.append(Decision("KV blocks", f"{size.blocks} ({gib(size.kv_bytes)})", size.reason))
-    return size
+    if device == "cuda":
+        parts = ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items())
+        log.append(Decision("workspace", gib(workspace.kept), f"predicted: {parts} (given back)"))
+    return workspace.kept if device == "cuda" else 0, size
 
 
 def _decide_cache_dir(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
@@ -375,7 +382,7 @@ def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
     log.append(Decision("region", recipe.region, region_reasons[recipe.region]))
     mode_reasons = {
         "max-autotune": "autotuned kernels",
-        "auto": f"each bucket tries several kinds of kernels, for {recipe.tune_seconds:.0f} s at most, and keeps the fastest",
+        "auto": f"each bucket keeps the fastest of several; {recipe.tune_seconds:.0f} s for trying",
     }
     log.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
 

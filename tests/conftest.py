@@ -51,13 +51,19 @@ def forget_programs() -> None:
 @pytest.fixture
 def tiny_deployment(cache_dir: str) -> Any:
     """The embedded model, warmed once, and again (from the cache) after a test that made torch forget."""
+    return tiny_with(cache_dir)
+
+
+def tiny_with(cache_dir: str, **asked: Any) -> Any:
+    """The embedded model prepared with other flags as well; each set of flags once."""
     from tcdeploy.pipeline import prepare
     from tcdeploy.recipe import build_recipe
 
-    if "tiny" not in _deployments:
+    key = repr(sorted(asked.items()))
+    if key not in _deployments:
         flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
-        _deployments["tiny"] = prepare(build_recipe(flags, environ={}))
-    return _deployments["tiny"]
+        _deployments[key] = prepare(build_recipe({**flags, **asked}, environ={}))
+    return _deployments[key]
 
 
 @pytest.fixture(scope="session")

@@ -23,11 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 ORDER = (  # from the ground up; what stands together in one storey does not import each other
     {"errors"},
-    {"recipe", "environment", "architecture"},
+    {"recipe", "environment", "architecture", "candidate"},
     {"capability", "memory"},
     {"plan"},
     {"progress"},
-    {"models", "attention"},
+    {"models", "attention", "linear"},
     {"compiler"},
     {"engine"},
     {"pipeline"},
@@ -37,8 +37,8 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
 )
 STOREY = {name: number for number, names in enumerate(ORDER) for name in names}
 DECIDING = (
-    "errors", "recipe", "environment", "architecture", "capability", "memory", "plan", "progress",
-    "compiler.manifest", "engine.sequence", "engine.blocks", "cli.app", "cli.options",
+    "errors", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan", "progress",
+    "compiler.manifest", "engine.sequence", "engine.blocks", "engine.scheduler", "cli.app", "cli.options",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
@@ -198,8 +198,16 @@ def test_models_and_attention_do_not_know_each_other() -> None:
 
 def test_packages_import_nothing_when_one_of_their_modules_is_imported() -> None:
     packages = [path.relative_to(ROOT / PACKAGE).parent for path in (ROOT / PACKAGE).rglob("__init__.py")]
-    names = {".".join(path.parts) for path in packages}
+    names = {".".join(path.parts) for path in packages} - {""}
     assert [item for item in imports_of(ROOT) if item.importer in names] == []
+
+
+def test_the_package_itself_imports_what_it_offers_only_when_asked() -> None:
+    done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {HEAVY} if name in sys.modules])")
+    assert (done.returncode, done.stdout.split()) == (0, [])
+    done = run("-c", f"from {PACKAGE} import Engine, Recipe, SamplingParams, prepare; print(Engine.__module__)")
+    assert (done.returncode, done.stdout.strip()) == (0, f"{PACKAGE}.engine.engine")
+    assert run("-c", f"from {PACKAGE} import Motor").returncode == 1
 
 
 def test_only_the_display_imports_rich() -> None:

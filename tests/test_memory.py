@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from tcdeploy.architecture import Architecture
 from tcdeploy.environment import Environment
 from tcdeploy.errors import SpaceError, UsageError
-from tcdeploy.memory import Demand, KVSize, gib, size_kv_cache
+from tcdeploy.memory import Demand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
 from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, ask
 
-DEMAND = Demand(context=4096, max_batch=32, longest_prefill=2048, block_size=16)
+DEMAND = Demand(context=4096, batch_sizes=(1, 32), longest_prefill=2048, prefill_buckets=3, block_size=16)
 RESERVE = 4 * GIB
 LLAMA_TOKEN_BYTES = 32 * 8 * (128 + 128) * 2  # layers x kv heads x (key and value) x bfloat16: 128 KiB
 LLAMA_WEIGHT_BYTES = 8_030_261_248 * 2
@@ -29,7 +29,8 @@ def size(
     dtype: str = "bfloat16",
     **asked: Any,
 ) -> KVSize:
-    return size_kv_cache(ask(**asked), environment, architecture, device, dtype, demand)
+    workspace = Workspace(RESERVE, 0, 0, 0, 0, 0)
+    return size_kv_cache(ask(**asked), environment, architecture, device, dtype, demand, workspace)
 
 
 def test_the_cache_holds_the_largest_batch_at_full_context_and_one_block_for_padding() -> None:
@@ -49,7 +50,7 @@ def test_a_context_that_ends_inside_a_block_takes_the_whole_block() -> None:
 
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: str, width: int) -> None:
-    small = DEMAND._replace(context=2048, max_batch=1)
+    small = DEMAND._replace(context=2048, batch_sizes=(1,))
     found = size(small, architecture=DEEPSEEK_LITE, environment=replace(H100, gpu_memory_bytes=141 * GIB), dtype=dtype)
     assert found.kv_bytes == found.blocks * 16 * 27 * 16 * (192 + 128) * width
     assert found.weight_bytes == 15_706_484_224 * width
@@ -57,7 +58,7 @@ def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: 
 
 def test_layers_of_different_sizes_are_added_up() -> None:
     mixed = replace(LLAMA_8B, attentions=LLAMA_8B.attentions[:1] + DEEPSEEK_LITE.attentions[:2])
-    found = size(DEMAND._replace(max_batch=1), architecture=mixed)
+    found = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
     assert found.kv_bytes == found.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
 
 
@@ -89,7 +90,7 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_an_error_whose_hint_fi
 
 
 def test_a_quarter_of_what_the_host_has_beside_the_weights_is_for_the_cache() -> None:
-    found = size(DEMAND._replace(context=131072, max_batch=4), LAPTOP, device="cpu", dtype="float32")
+    found = size(DEMAND._replace(context=131072, batch_sizes=(4,)), LAPTOP, device="cpu", dtype="float32")
     left = (64 * GIB - 2 * LLAMA_WEIGHT_BYTES) // 4
     assert found.blocks == left // (2 * 16 * LLAMA_TOKEN_BYTES)
 
@@ -151,6 +152,22 @@ def test_kv_blocks_that_were_asked_for_limit_the_context() -> None:
         size(kv_blocks=200, context=4096)
 
 
+def test_the_workspace_counts_each_thing_that_grows() -> None:
+    wide = replace(LLAMA_8B, activation_values=51200)
+    found = predict_workspace(wide, "bfloat16", DEMAND, prefill_sequences=8)
+    assert found.activations == 2048 * 51200 * 2
+    assert found.decode_rows == 33 * (128256 * 3 + 256 * 4)
+    assert found.logits == (1 + 32 + 8 * 3) * 128256 * 2
+    assert found.check > found.activations
+    assert found.kept == sum(found) - found.check
+    assert (
+        2 * found.graphs
+        == predict_workspace(
+            replace(wide, attentions=wide.attentions * 2), "bfloat16", DEMAND, prefill_sequences=8
+        ).graphs
+    )
+
+
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_memory_fraction_that_is_none_is_a_usage_error(fraction: float, device: str) -> None:
@@ -170,7 +187,7 @@ def test_a_memory_fraction_that_is_none_is_a_usage_error(fraction: float, device
 def test_weights_cache_and_reserve_never_exceed_the_share(
     memory_gib: float, fraction: float, context: int, batch: int, block_size: int
 ) -> None:
-    demand = Demand(context, batch, min(context, 2048), block_size)
+    demand = Demand(context, (batch,), min(context, 2048), 1, block_size)
     machine = replace(H100, gpu_memory_bytes=int(memory_gib * GIB))
     try:
         found = size(demand, machine, memory_fraction=fraction)

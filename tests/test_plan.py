@@ -54,9 +54,10 @@ def refusal(environment: Environment = H100, architecture: Architecture = LLAMA_
 def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> None:
     plan = plan_for(environment, context=4096)
     names = [decision.name for decision in plan.decisions]
+    on_gpu = ["workspace"] if environment.gpu else []
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
-         "prefill buckets", "block size", "KV blocks", "region", "mode", "cache folder"]
+         "prefill buckets", "block size", "KV blocks", "region", "mode", "cache folder", *on_gpu]
     )  # fmt: skip
     assert all(decision.value and decision.reason for decision in plan.decisions)
     assert not any(decision.is_fallback for decision in plan.decisions)
@@ -319,6 +320,39 @@ def test_graphs_asked_for_on_a_cpu_are_a_fallback_that_shows(graphs: str | None,
 def test_max_autotune_is_said_to_autotune() -> None:
     assert decision_on(plan_for(mode="max-autotune"), "mode").reason == "autotuned kernels"
     assert decision_on(plan_for(), "mode").reason == "Inductor's default kernels"
+    assert "120 s" in decision_on(plan_for(mode="auto", tune_seconds=120), "mode").reason
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
+def test_every_mode_but_auto_names_one_candidate(mode: str) -> None:
+    plan = plan_for(mode=mode)
+    assert {len(plan.candidates(bucket)) for bucket in plan.buckets} == {1}
+
+
+@pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
+def test_mode_auto_tries_several_candidates_of_different_names(environment: Environment) -> None:
+    plan = plan_for(environment, mode="auto")
+    for bucket in plan.buckets:
+        names = [candidate.name for candidate in plan.candidates(bucket)]
+        assert len(set(names)) == len(names) > 1
+
+
+def test_prefill_is_recorded_where_its_attention_reads_nothing_on_the_host() -> None:
+    def recorded(**asked: Any) -> list[bool]:
+        plan = plan_for(**asked)
+        return [plan.is_recorded(bucket) for bucket in (plan.prefill_buckets[0], plan.decode_buckets[0])]
+
+    assert recorded() == [True, True]
+    assert recorded(attention="torch-flash") == [False, True]
+    assert recorded(shapes="dynamic") == [False, True]
+    assert recorded(graphs="region") == recorded(graphs="none") == [False, False]
+
+
+def test_the_workspace_is_predicted_and_left_free() -> None:
+    plan = plan_for(context=131072, memory_fraction=1.0)
+    assert 0 < plan.workspace_bytes < 3 * 2**30
+    assert plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes <= H100.gpu_memory_bytes
+    assert plan_for(LAPTOP).workspace_bytes == 0
 
 
 # Context, buckets, blocks

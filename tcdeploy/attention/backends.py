@@ -146,20 +146,6 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rul
     return reference.paged_prefill(q, *pages[:5], *rules)
 
 
-def _triton_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, rules: Rules
-) -> Tensor:
-    from tcdeploy.attention import kernels
-
-    return kernels.paged_decode(q, k_cache, v_cache, block_table, seq_lens, *rules)
-
-
-def _reference_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor, rules: Rules
-) -> Tensor:
-    return reference.paged_decode(q, k_cache, v_cache, block_table, seq_lens, *rules)
-
-
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     from tcdeploy.attention import kernels
 
@@ -179,5 +165,4 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE = {"reference": _reference_decode, "triton": _triton_decode}
 KV_WRITE = {"reference": _reference_write, "triton": _triton_write}

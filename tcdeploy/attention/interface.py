@@ -22,14 +22,17 @@ from tcdeploy.candidate import DEFAULT, Candidate
 from tcdeploy.plan import Plan
 
 ATTENTION_NAME = "tcdeploy"
+ANY_CONTEXT = 1 << 20  # tokens: programs do not depend on how long sequences may get
 
 
 @dataclass
 class StepInputs:
     """The batch facts of the running step; one object, shared by all layers, refilled for each step.
 
-    slot_mapping [tokens] int64; block_table [sequences, width], cu_seqlens_q [sequences + 1], seq_lens [sequences]
-    int32; host_facts [5] int64 on the CPU (see ops.HOST_FACTS). The last three matter to prefill only.
+    Both kinds of step read block_table [sequences, width] and seq_lens [sequences], int32. Prefill also reads
+    slot_mapping [tokens] int64, cu_seqlens_q [sequences + 1] int32 and host_facts [5] int64 on the CPU (see
+    ops.HOST_FACTS); decode, whose slots follow from the lengths, arrivals [sequences, kv_heads] int32, all zeros,
+    and decode_splits. All layers may share one arrivals, of the most kv heads that a layer has.
     """
 
     is_prefill: bool
@@ -38,8 +41,8 @@ class StepInputs:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     host_facts: Tensor
-    decode_splits: int
     arrivals: Tensor
+    decode_splits: int
     candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
 
     def show(self, other: StepInputs) -> None:
@@ -77,6 +80,14 @@ def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
     )
 
 
+def default_splits(batch: int, arrivals: Tensor) -> int:
+    """Parts that decode cuts each of `batch` sequences into, for this GPU; it does not follow the context."""
+    if not arrivals.is_cuda:
+        return 1
+    multiprocessors = torch.cuda.get_device_properties(arrivals.device).multi_processor_count
+    return ops.decode_splits(batch, arrivals.shape[1], ANY_CONTEXT, multiprocessors)
+
+
 def register_attention() -> None:
     """Make `attn_implementation="tcdeploy"` known to transformers. Masks stay off: an unknown name builds none."""
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
@@ -109,24 +120,19 @@ def paged_attention(
     """
     binding: LayerBinding = module.tcdeploy  # type: ignore[assignment]
     step = binding.step
-    q, k, v = (states[0].transpose(0, 1).contiguous() for states in (query, key, value))  # [tokens, heads, head_dim]
+    q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     window, cap = sliding_window or 0, softcap or 0.0
-    slots = step.slot_mapping
-    if not step.is_prefill:  # TEMPORARY
-        at = (step.seq_lens.long() - 1).clamp(min=0)
-        bs = binding.k_cache.shape[1]
-        slots = step.block_table.gather(1, (at // bs)[:, None])[:, 0].long() * bs + at % bs
-        slots = torch.where(step.seq_lens > 0, slots, 0)
-    ops.kv_write(k, v, binding.k_cache, binding.v_cache, slots, binding.decode_backend)
     if step.is_prefill:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,
             step.host_facts, s_aux, scale, window, cap, binding.prefill_backend,
         )  # fmt: skip
     else:
         out = ops.decode_attention(
-            q, binding.k_cache, binding.v_cache, step.block_table, step.seq_lens, s_aux, scale, window, cap,
-            binding.decode_backend,
+            q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.seq_lens, step.arrivals, s_aux,
+            scale, window, cap, step.decode_splits, binding.decode_backend,
         )  # fmt: skip
     return out.unsqueeze(0), None

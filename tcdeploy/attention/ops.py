@@ -1,26 +1,24 @@
-"""The `tcdeploy::` ops: what torch.compile sees of attention, as opaque nodes that never break a graph.
+"""The `tcdeploy::` ops: what torch.compile sees of attention, as nodes that never break a graph.
 
-    kv_write           one step's keys and values into their slots of the paged cache
+    kv_write           a prompt's keys and values into their slots of the paged cache
     prefill_attention  packed prompts (or chunks of them), each over its own pages
-    decode_attention   one query per sequence over its pages
+    decode_attention   one new token per sequence: written to its slot, and attending over its pages
 
-Each op takes the name of its backend as an argument, so the choice stands in the graph and in the cache's key; what
-they compute is defined by `reference.py`. Nothing the graph sees depends on lengths: they are tensors. The few
-integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs neither a guard nor
-a synchronisation.
+The first two are opaque. Decode's Triton kernel is not (a `triton_op`, in decode.py): Inductor sees it, keys it and
+ships it with the program. Each op takes the name of its backend as an argument, so the choice stands in the graph and
+in the cache's key; what they compute is defined by `reference.py`. Nothing the graph sees depends on lengths: they
+are tensors. The few integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs
+neither a guard nor a synchronisation.
 
-torch does not put an op's Python body into the key of its compile cache: `source_hash` does (see compiler/programs).
+torch does not put an op's Python body into the key of its compile cache: compiler/programs.py does.
 """
 
 from __future__ import annotations
 
-import hashlib
-from pathlib import Path
-
 import torch
 from torch import Tensor
 
-from tcdeploy.attention import backends
+from tcdeploy.attention import backends, reference
 
 HOST_FACTS = ("tokens", "keys", "longest_query", "longest_key", "has_prefix")  # the entries of host_facts
 
@@ -85,27 +83,44 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-@torch.library.custom_op("tcdeploy::decode_attention", mutates_args=())
 def decode_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    arrivals: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
+    splits: int,
     backend: str,
 ) -> Tensor:
-    """One query each: q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]; length 0 gives zeros."""
-    rules = backends.Rules(scale, window, softcap, sinks)
-    return backends.DECODE[backend](q, k_cache, v_cache, block_table, seq_lens, rules)
+    """Write each sequence's newest token into the caches, and attend: one query each.
+
+    q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]; k and v [sequences, kv_heads, dim] belong in the
+    last slot of `seq_lens`, which counts them. A sequence of length 0 is padding: nothing is written, and zeros come
+    back. arrivals [sequences, kv_heads] int32 is zero before and after; splits, a plain number that a bucket fixes,
+    is the number of parts of a sequence: it changes the speed and the rounding. The reference needs neither.
+    """
+    if backend == "triton":
+        from tcdeploy.attention import decode
+
+        return decode.decode_attention(
+            q, k, v, k_cache, v_cache, block_table, seq_lens, arrivals, sinks, scale, window, softcap, splits
+        )
+    assert backend == "reference"
+    return reference_decode_attention(q, k, v, k_cache, v_cache, block_table, seq_lens, sinks, scale, window, softcap)
 
 
-@decode_attention.register_fake
-def _(
+@torch.library.custom_op("tcdeploy::reference_decode_attention", mutates_args=("k_cache", "v_cache"))
+def reference_decode_attention(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -114,14 +129,39 @@ def _(
     scale: float,
     window: int,
     softcap: float,
-    backend: str,
+) -> Tensor:
+    """`decode_attention` in plain PyTorch: see `reference.paged_decode`."""
+    return reference.paged_decode(q, k, v, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, sinks)
+
+
+@reference_decode_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-def source_hash() -> str:
-    """Hash of every source file of this package: what torch's cache key is tagged with."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+# What a default number of splits aims at; measured on an H100.
+PROGRAMS_PER_MULTIPROCESSOR = 1
+MIN_KEYS_PER_SPLIT = 64
+
+
+def decode_splits(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
+    """The default number of parts of a sequence: a power of two that gives the GPU about one wave of programs.
+
+    Only static facts enter (`max_context` is the block table's width in tokens, or the window), so a bucket has one
+    answer: one sequence of 8 kv heads on 132 multiprocessors is cut in 16, 16 sequences are not cut.
+    """
+    programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(batch * kv_heads, 1)
+    parts = min(programs, max_context // MIN_KEYS_PER_SPLIT)
+    return 1 << (max(parts, 1).bit_length() - 1)

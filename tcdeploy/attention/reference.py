@@ -76,6 +76,8 @@ def paged_prefill(
 
 def paged_decode(
     q: Tensor,
+    k: Tensor,
+    v: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
     block_table: Tensor,
@@ -85,13 +87,18 @@ def paged_decode(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One query per sequence over its pages: q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim].
+    """Write each sequence's newest token to its slot, then one query over the pages, that token included.
 
-    The other shapes are those of `paged_prefill`. A sequence of length 0 is padding and comes back as zeros.
+    Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim ->
+    [sequences, heads, v_head_dim]; the others are those of `paged_prefill`. A sequence of length 0 is padding: it
+    writes nothing and comes back as zeros.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):
         if length:
-            k, v = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
-            out[row] = attend(q[row, None], k, v, scale, window, softcap, sinks)[0]
+            newest = (block_table[row, (length - 1) // block_size].long(), (length - 1) % block_size)
+            k_cache[newest], v_cache[newest] = k[row], v[row]
+            keys, values = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
+            out[row] = attend(q[row, None], keys, values, scale, window, softcap, sinks)[0]
     return out

@@ -19,6 +19,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tcdeploy.memory import gib
+
 if TYPE_CHECKING:
     from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import Break
@@ -163,7 +165,9 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
                 "compile s",
                 "cold s",
                 "capture s",
+                "graph MB",
                 "check s",
+                "kernels",
                 "programs",
                 "breaks",
                 "max |dlogit|",
@@ -210,7 +214,9 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         f"{record.compile_seconds:.2f}",
         "-" if record.cold_seconds is None else f"{record.cold_seconds:.2f}",
         f"{record.capture_seconds:.2f}",
+        "-" if record.graph_memory_bytes is None else f"{record.graph_memory_bytes / 1e6:.0f}",
         f"{record.check_seconds:.2f}",
+        record.candidate,
         str(record.programs),
         str(record.graph_breaks),
         f"{record.parity.max_difference:.2g}",
@@ -227,8 +233,24 @@ def _print_totals(deployment: Deployment) -> None:
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
         f"{len(deployment.architecture.attentions)} layers; compile {compile_seconds:.1f} s"
     )
+    for record in records:
+        if record.trials:
+            print(f"{record.bucket} tried {_trials(record)}")
+    if deployment.workspace_bytes is not None:
+        plan = deployment.plan
+        print(
+            f"device memory: weights {gib(plan.weight_bytes)}, KV {gib(plan.kv_bytes)}, all else "
+            f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
+        )
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
+
+
+def _trials(record: BucketRecord) -> str:
+    """Every candidate with its time, the fastest first."""
+    timed = sorted((trial.step_ms, trial.candidate) for trial in record.trials if trial.step_ms is not None)
+    failed = [f"{trial.candidate} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
+    return ", ".join([f"{candidate} {step_ms:.3f} ms" for step_ms, candidate in timed] + failed)
 
 
 def _same_arguments() -> str:
@@ -259,6 +281,7 @@ def _print_report(command: str, deployment: Deployment) -> None:
         command,
         plan=dataclasses.asdict(deployment.plan),
         stage_seconds=deployment.stage_seconds,
+        workspace_bytes=deployment.workspace_bytes,
         buckets=[dataclasses.asdict(record) for record in deployment.records],
     )
 

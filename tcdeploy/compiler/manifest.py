@@ -83,6 +83,7 @@ class Manifest:
     environment: dict[str, Any]
     stage_seconds: dict[str, float]
     buckets: tuple[BucketRecord, ...]
+    workspace_bytes: int | None = None  # device memory beyond weights and KV once all was warm; the plan predicted it
     schema: int = SCHEMA_VERSION
 
     def cold_seconds(self) -> dict[str, float]:
@@ -95,9 +96,13 @@ class Manifest:
 
 
 def make_manifest(
-    plan: Plan, environment: Environment, stage_seconds: dict[str, float], buckets: list[BucketRecord]
+    plan: Plan,
+    environment: Environment,
+    stage_seconds: dict[str, float],
+    buckets: list[BucketRecord],
+    workspace_bytes: int | None = None,
 ) -> Manifest:
-    return Manifest(asdict(plan), asdict(environment), stage_seconds, tuple(buckets))
+    return Manifest(asdict(plan), asdict(environment), stage_seconds, tuple(buckets), workspace_bytes)
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
@@ -139,7 +144,7 @@ def read_manifest(path: Path) -> Manifest | None:
             raise _corrupt(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
         records = tuple(_read_record(item) for item in document["buckets"])
         plan, environment, seconds = (dict(document[key].items()) for key in ("plan", "environment", "stage_seconds"))
-        return Manifest(plan, environment, seconds, records, schema)
+        return Manifest(plan, environment, seconds, records, document["workspace_bytes"], schema)
     except (KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from error
 

@@ -1,32 +1,91 @@
-"""A pass over Inductor's graphs: products that are computed twice are computed once.
+"""A pass over Inductor's graphs that rewrites matrix products.
 
-Sibling projections trace as identical matrix products (see models/siblings.py), and torch 2.11 to 2.13 keeps them all.
-The pass has a uuid, so programs that went through it are still cached.
+Merging: sibling projections trace as identical products (see models/siblings.py), and torch 2.11 to 2.13 keeps them
+all; one is left. Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says
+that this is faster than cuBLAS (candidates named "streamed").
+
+The pass has a uuid, so programs that went through it are still cached. The sources of the ops that it puts in are in
+the cache's key by programs.py.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import importlib.util
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch.fx import Graph, Node
+
+import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
 
 aten = torch.ops.aten
 PURE = {aten.mm.default, aten.addmm.default, aten.permute.default, aten.view.default, aten.reshape.default}
 
 
-class MergeIdenticalProducts(CustomGraphPass):
-    """Replace a repeated product, and the views that lead to it, by the first one."""
+class RewriteProducts(CustomGraphPass):
+    """Merge identical products, and the views that lead to them; then, if asked, stream those that have few rows."""
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        first: dict[tuple[Any, ...], torch.fx.Node] = {}
-        for node in list(graph.nodes):
-            if node.op != "call_function" or node.target not in PURE:
-                continue
-            found = first.setdefault((node.target, str(node.args), str(node.kwargs)), node)
-            if found is not node:
-                node.replace_all_uses_with(found)
-                graph.erase_node(node)
+    def __init__(self, streams: bool) -> None:
+        self.streams = streams
+
+    def __call__(self, graph: Graph) -> None:
+        _merge_identical(graph)
+        if self.streams and importlib.util.find_spec("triton"):
+            _stream(graph)
 
     def uuid(self) -> str:
-        return "tcdeploy-merge-identical-products-1"
+        return f"tcdeploy-rewrite-products-2-{'streamed' if self.streams else 'merged'}"
+
+
+def _merge_identical(graph: Graph) -> None:
+    first: dict[tuple[Any, ...], Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in PURE:
+            continue
+        found = first.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+        if found is not node:
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
+
+
+class _Product(NamedTuple):
+    """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
+
+    x: Node
+    weight: Node
+    bias: Node | None
+
+
+def _stream(graph: Graph) -> None:
+    from tcdeploy.linear.kernels import candidates
+
+    for node in list(graph.nodes):
+        product = _product(node)
+        if product is None:
+            continue
+        x, weight = product.x.meta["val"], product.weight.meta["val"]
+        configs = candidates(x.shape[0], *weight.shape) if _is_streamable(x, weight) else ()
+        if not configs:
+            continue
+        with graph.inserting_before(node):
+            streamed = graph.call_function(torch.ops.tcdeploy.linear.default, (*product, configs[0]))
+        streamed.meta.update(node.meta)
+        node.replace_all_uses_with(streamed)
+        graph.erase_node(node)
+
+
+def _product(node: Node) -> _Product | None:
+    """What `node` multiplies, where it is a linear layer's product."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return None
+    bias, x, transposed = (None, *node.args) if node.target == aten.mm.default else node.args
+    if not isinstance(transposed, Node) or transposed.target != aten.permute.default or transposed.args[1] != [1, 0]:
+        return None
+    return _Product(x, transposed.args[0], bias)  # type: ignore[arg-type]
+
+
+def _is_streamable(x: Tensor, weight: Tensor) -> bool:
+    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    return half and isinstance(x.shape[0], int) and weight.is_contiguous() and x.stride(1) == 1

@@ -13,8 +13,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,22 +26,22 @@ import torch.compiler.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
-from tcdeploy.attention.ops import source_hash
 from tcdeploy.candidate import Candidate
-from tcdeploy.compiler.passes import MergeIdenticalProducts
+from tcdeploy.compiler.passes import RewriteProducts
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
-MERGE = MergeIdenticalProducts()  # one object: options are compared by value
+MERGE, MERGE_AND_STREAM = RewriteProducts(streams=False), RewriteProducts(streams=True)  # options compare by identity
+OP_FOLDERS = ("attention", "linear")
 PROGRAMS_PER_BUCKET_LIMIT = 8  # kinds of layers we allow for; torch stops at 8 programs per code object by default
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> None:
+def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: StepInputs) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
-    `step` is the layers': its `candidate` says how the running bucket's program is to be made. The regions that are
-    only compiled for decode (see compiler/regions.py) run eagerly in prefill.
+    `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
+    and after the layers) are compiled in decode only, where their few microseconds count.
     """
     _tag_cache_key()
     limit = PROGRAMS_PER_BUCKET_LIMIT * (len(plan.buckets) + 1)
@@ -52,9 +54,11 @@ def compile_regions(regions: list[nn.Module], plan: Plan, step: StepInputs) -> N
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
+    for edge in edges:
+        _compile_in_place(edge, step, in_prefill=False)
 
 
-def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
+def _compile_in_place(region: nn.Module, step: StepInputs, in_prefill: bool = True) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
@@ -64,6 +68,8 @@ def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
     compiled: dict[Candidate, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        if step.is_prefill and not in_prefill:
+            return region._call_impl(*args, **kwargs)
         program = compiled.get(step.candidate)
         if program is None:
             options = inductor_options(step.candidate)
@@ -76,7 +82,17 @@ def _compile_in_place(region: nn.Module, step: StepInputs) -> None:
 
 def inductor_options(candidate: Candidate) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
-    return {"post_grad_custom_pre_pass": MERGE, **dict(candidate.inductor)}
+    rewrite = MERGE_AND_STREAM if candidate.streams else MERGE
+    return {"post_grad_custom_pre_pass": rewrite, **dict(candidate.inductor)}
+
+
+def hash_of_ops() -> str:
+    """Of every source file of the folders that hold our ops: their Python bodies are in no key of torch's."""
+    digest = hashlib.sha256()
+    for folder in OP_FOLDERS:
+        for path in sorted((Path(__file__).parent.parent / folder).glob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _tag_cache_key() -> None:
@@ -84,7 +100,7 @@ def _tag_cache_key() -> None:
 
     The variable TORCH_COMPILE_CACHE_KEY_TAG would come too late: torch reads it when it is imported.
     """
-    own = f"tcdeploy-{source_hash()}"
+    own = f"tcdeploy-{hash_of_ops()}"
     config = torch.compiler.config
     config.cache_key_tag = "-".join(filter(None, [config.cache_key_tag.partition("tcdeploy-")[0].rstrip("-"), own]))
 

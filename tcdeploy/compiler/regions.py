@@ -39,6 +39,24 @@ def _holds_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
+def find_edges(model: nn.Module, layers: list[DecoderLayer]) -> list[nn.Module]:
+    """What a step runs before and after the layers and is worth a program: final norm, rotary factors, head.
+
+    Neighbours of the stack of layers, on every level above it. Embeddings are one kernel as they are. Rotary factors
+    that depend on the longest position choose their formula on the host, and stay eager.
+    """
+    path = layers[0].path.rpartition(".")[0].split(".")
+    neighbours: list[nn.Module] = []
+    for level in range(len(path)):
+        parent = model.get_submodule(".".join(path[:level]))
+        neighbours += [child for name, child in parent.named_children() if name != path[level]]
+    return [one for one in neighbours if not isinstance(one, nn.Embedding | nn.Dropout) and not _looks_at_lengths(one)]
+
+
+def _looks_at_lengths(module: nn.Module) -> bool:
+    return getattr(module, "rope_type", "default") in ("dynamic", "longrope")
+
+
 def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[nn.Module]:
     """The modules that are compiled in place, in the order in which they run."""
     if region == "layer":

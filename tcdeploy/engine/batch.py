@@ -1,12 +1,12 @@
 """The static tensors that programs and CUDA graphs read: one set of decode rows for all buckets, one set per prefill.
 
-A graph replays on fixed addresses. `DecodeRows` holds what the running sequences are to the device: the token that each
-feeds next, its position, its length, its blocks, how it is sampled. Decode bucket b reads the first b rows, and the step
-itself moves them on (engine/advance.py), so the host copies nothing in while the batch stays the same. A prefill step
-has inputs of its own, which go up in one copy.
+A graph replays on fixed addresses. `DecodeRows` holds what the running sequences are to the device: the token that
+each feeds next, its position, its length, its blocks, how it is sampled. Decode bucket b reads the first b rows, and
+the step itself moves them on (engine/advance.py), so the host copies nothing in while the batch stays the same. A
+prefill step has inputs of its own, which go up in one copy.
 
-What a bucket has left over is padding. The last row belongs to nobody: what a step computes for padding lands there. Its
-length is 0, and length 0 writes no key and reads none.
+What a bucket has left over is padding. The last row belongs to nobody: what a step computes for padding lands there.
+Its length is 0, and length 0 writes no key and reads none.
 """
 
 from __future__ import annotations

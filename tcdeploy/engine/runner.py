@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence as ListLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.interface import StepInputs, default_splits
 from tcdeploy.candidate import Candidate
 from tcdeploy.engine import sampling
-from tcdeploy.engine.advance import advance
+from tcdeploy.engine.advance import advance, make_scratch
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
 from tcdeploy.engine.graphs import StepGraph, StepOutput, record
 from tcdeploy.engine.rows import RowSeating
@@ -37,7 +37,10 @@ class ModelRunner:
         self.seating = RowSeating(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        self._default_splits = {bucket: 1 for bucket in plan.decode_buckets}
+        outputs = max(plan.decode_buckets[-1].size, plan.prefill_sequences)
+        self._scratch = make_scratch(outputs, vocab_size, plan.device)
+        self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
+        self._default_splits = {one: default_splits(one.size, step.arrivals) for one in plan.decode_buckets}
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
@@ -128,14 +131,10 @@ class ModelRunner:
             logits = logits[buffers.logit_rows]
         state = self.state
         tokens = advance(
-            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self.backend
-        )
+            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens,
+            self._backend, self._scratch,
+        )  # fmt: skip
         return StepOutput(logits, tokens, buffers.rows)
-
-    @property
-    def backend(self) -> str:
-        """Of what ends a step: Triton where decode attention is Triton's as well."""
-        return "triton" if self.plan.decode_attention == "triton" else "reference"
 
 
 def smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:

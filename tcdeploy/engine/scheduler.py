@@ -106,8 +106,8 @@ class Scheduler:
         return Step(decode=self._decode())
 
     def _retire(self) -> None:
-        """Whose last token is sampled needs its row no more. From the back: so no row moves that goes as well."""
-        for sequence in reversed(self.running.copy()):
+        """Whose last token is sampled needs its row no more."""
+        for sequence in self.running.copy():
             if sequence.is_exhausted or sequence.finish_reason:
                 self._release(sequence)
 
@@ -172,8 +172,7 @@ class Scheduler:
         if not self._lacking(0):
             return
         ahead = LOOKAHEAD_BLOCKS if self._is_plentiful() else 0
-        if not ahead:
-            self._make_room()
+        self._make_room()
         for sequence in self.running:
             sequence.blocks += self.allocator.take(self._missing(sequence, ahead))
 

@@ -51,7 +51,7 @@ class _Recorder:
 class _LinearInputs:
     """Which linear layers read which tensor, by identity, in the order of the calls."""
 
-    readers: dict[int, list[nn.Module]] = field(default_factory=dict)
+    readers: dict[int, list[Any]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
     kept: list[Tensor] = field(default_factory=list)  # so that no identity is given away twice
 
@@ -88,8 +88,23 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attentions=attentions,
         rope_limit=_rope_limit(text_config),
+        activation_values=_activation_values(linear_inputs, text_config),
         siblings=_siblings(model, linear_inputs),
     )
+
+
+def _activation_values(inputs: _LinearInputs, text_config: Any) -> int:
+    """The widest outputs of one input and the widest input, both alive in the MLP, beside two hidden states.
+
+    The head is left out: only the rows that are sampled from pass through it. Experts that are no linear layers are not
+    seen, so for them this is too small.
+    """
+    vocab_size = text_config.vocab_size
+    groups = [[one for one in readers if one.out_features != vocab_size] for readers in inputs.readers.values()]
+    groups = [readers for readers in groups if readers]
+    widest_outputs = max((sum(one.out_features for one in readers) for readers in groups), default=0)
+    widest_input = max((readers[0].in_features for readers in groups), default=0)
+    return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
 def _siblings(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:

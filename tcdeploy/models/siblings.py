@@ -1,14 +1,16 @@
-"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM can read them all.
+"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM reads them all.
 
-Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its own
-rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes its
-slice; the siblings' products are then identical, and `compiler/passes.py` leaves one of them. The modelling code calls
-its projections as ever.
+Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its
+own rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes
+its slice; the siblings' products are then identical, and `compiler/passes.py` leaves one of them. The modelling code
+calls its projections as ever.
 
 The packed matrix is the only copy: the layers' own weights are dropped as soon as they have been copied into it.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +49,13 @@ def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> No
         _return_freed_memory()
 
 
-def _pack(layers: list[nn.Module], model: nn.Module, paths: tuple[str, ...]) -> None:
-    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)  # type: ignore[misc]
+def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
+    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
     has_bias = layers[0].bias is not None
-    bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None  # type: ignore[misc]
+    bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None
     start = 0
     for path, layer in zip(paths, layers, strict=True):
-        stop = start + layer.weight.shape[0]  # type: ignore[operator,index]
+        stop = start + layer.weight.shape[0]
         parent, _, name = path.rpartition(".")
         setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
         start = stop

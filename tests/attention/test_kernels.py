@@ -26,7 +26,7 @@ from triton.compiler import compile as triton_compile
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
 
-from tcdeploy.attention import kernels, reference
+from tcdeploy.attention import decode, kernels, ops, reference
 
 # Absolute and relative: float32 sums in another order; the others round the weights and the output once (8, 11 bits).
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -23,6 +23,7 @@ from tcdeploy.compiler.manifest import (
     BucketRecord,
     Manifest,
     Parity,
+    Trial,
     make_manifest,
     manifest_path,
     read_manifest,
@@ -48,11 +49,14 @@ RECORD = BucketRecord(
     captured=True,
     parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, 0.01, True),
     peak_memory_bytes=17 << 30,
+    candidate="descent",
+    trials=(Trial("descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
+    graph_memory_bytes=1 << 20,
     cold_seconds=12.5,
 )
 WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
 PLAN = make_plan(ask(context=4096), H100, LLAMA_8B)
-MANIFEST = make_manifest(PLAN, H100, {"import": 3.0, "compile": 14.0}, [RECORD, WARM])
+MANIFEST = make_manifest(PLAN, H100, {"import": 3.0, "compile": 14.0}, [RECORD, WARM], 1 << 30)
 
 
 @pytest.fixture
@@ -177,7 +181,7 @@ def test_what_is_no_manifest_at_all_is_corrupt(written: Path, content: bytes) ->
     corruption(written)
 
 
-@pytest.mark.parametrize("schema", [0, 2, SCHEMA_VERSION + 1, "1", None, [1]])
+@pytest.mark.parametrize("schema", [0, 1, SCHEMA_VERSION + 1, "1", None, [1]])
 def test_another_schema_is_named_beside_the_one_that_is_read(written: Path, schema: Any) -> None:
     change(written, lambda document: document.update(schema=schema))
     assert f"schema {schema}, and this version reads {SCHEMA_VERSION}" in corruption(written).message

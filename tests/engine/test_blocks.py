@@ -1,4 +1,4 @@
-"""Every block has one owner at a time, and block 0 none, whatever is taken and given back."""
+"""Every block is free, evictable or in use, and what the prefix cache finds holds exactly the tokens asked for."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ class Allocation(RuleBasedStateMachine):
         assert set(owned) <= set(range(1, self.blocks))
         assert PADDING_BLOCK not in owned
         assert self.allocator.free == self.allocator.capacity - len(owned)
+        self.allocator.assert_consistent()
 
 
 TestAllocation = Allocation.TestCase
@@ -117,3 +118,260 @@ def test_a_block_that_the_allocator_does_not_have_cannot_be_given_back(foreign: 
     with pytest.raises(AssertionError):
         allocator.give_back([foreign])
     assert allocator.free == 0
+
+
+BLOCK = 4  # tokens to a block, in what follows
+
+
+def tokens(*blocks: int) -> list[int]:
+    """A token list of full blocks, each filled with one number."""
+    return [number for number in blocks for _ in range(BLOCK)]
+
+
+def registered(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
+    """A sequence of these tokens has come; its blocks, still in use."""
+    shared = allocator.match(token_ids)
+    blocks = shared + allocator.take(allocator.needed(len(token_ids)) - len(shared))
+    allocator.register(token_ids, blocks, len(token_ids))
+    return blocks
+
+
+def found(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
+    """What `match` gives for these tokens and one more, without keeping it."""
+    blocks = allocator.match([*token_ids, -1])
+    copy = list(blocks)
+    allocator.give_back(blocks)
+    return copy
+
+
+def test_the_longest_chain_of_full_blocks_is_found() -> None:
+    allocator = BlockAllocator(20, BLOCK)
+    blocks = registered(allocator, [*tokens(7, 8, 9), 1, 2])
+    assert found(allocator, tokens(7, 8, 9)) == blocks[:3]
+    assert found(allocator, tokens(7, 8, 3)) == blocks[:2]
+    assert found(allocator, tokens(7)) == blocks[:1]
+    assert found(allocator, [7] * 3) == []
+    assert found(allocator, tokens(8, 9)) == [], "the same tokens after another beginning have other keys"
+
+
+@pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 2)])
+def test_at_least_one_token_is_left_to_compute(length: int, blocks: int) -> None:
+    allocator = BlockAllocator(20, BLOCK)
+    registered(allocator, tokens(7, 8))
+    assert len(allocator.match([*tokens(7, 8), *tokens(9)[:1] * 5][:length])) == blocks
+
+
+def test_only_the_full_blocks_of_what_is_written_are_registered() -> None:
+    allocator = BlockAllocator(20, BLOCK)
+    blocks = allocator.take(3)
+    allocator.register(tokens(7, 8, 9), blocks, 2 * BLOCK - 1)
+    assert found(allocator, tokens(7, 8, 9)) == blocks[:1]
+    allocator.register(tokens(7, 8, 9), blocks, 2 * BLOCK)
+    assert found(allocator, tokens(7, 8, 9)) == blocks[:2]
+
+
+def test_a_block_that_two_hold_is_free_when_both_have_let_go() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    first = registered(allocator, tokens(7, 8))
+    second = allocator.match(tokens(7, 8, 9))
+    assert second == first
+    allocator.give_back(first)
+    assert allocator.free == 1
+    with pytest.raises(AssertionError):
+        allocator.take(2)
+    allocator.give_back(second)
+    assert allocator.free == 3
+    allocator.check_idle()
+
+
+def test_what_nobody_holds_is_still_found_and_can_still_be_taken() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    blocks = registered(allocator, tokens(7, 8))
+    copy = list(blocks)
+    allocator.give_back(blocks)
+    assert allocator.free == 3
+    assert found(allocator, tokens(7, 8)) == copy
+    assert sorted(allocator.take(3)) == [1, 2, 3]
+    assert found(allocator, tokens(7, 8)) == []
+    allocator.assert_consistent()
+
+
+def test_blocks_that_were_never_registered_are_taken_before_any_is_evicted() -> None:
+    allocator = BlockAllocator(5, BLOCK)
+    allocator.give_back(registered(allocator, tokens(7, 8)))
+    allocator.take(2)
+    assert len(found(allocator, tokens(7, 8))) == 2
+
+
+def test_a_chain_is_evicted_from_its_tail() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    first, second, third = blocks = registered(allocator, tokens(7, 8, 9))
+    allocator.give_back(blocks)
+    assert allocator.take(1) == [third]
+    assert found(allocator, tokens(7, 8, 9)) == [first, second]
+    assert allocator.take(1) == [second]
+    assert found(allocator, tokens(7, 8, 9)) == [first]
+
+
+def test_the_least_recently_used_chain_is_evicted_first() -> None:
+    allocator = BlockAllocator(5, BLOCK)
+    allocator.give_back(registered(allocator, tokens(1, 2)))
+    allocator.give_back(registered(allocator, tokens(3, 4)))
+    assert len(found(allocator, tokens(1, 2))) == 2, "used again: now the other is the older one"
+    allocator.take(2)
+    assert (len(found(allocator, tokens(1, 2))), len(found(allocator, tokens(3, 4)))) == (2, 0)
+
+
+def test_a_block_in_use_is_never_evicted() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    allocator.give_back(registered(allocator, tokens(7, 8)))
+    held = allocator.match(tokens(7, 8, 9))
+    assert allocator.free == 1
+    assert set(allocator.take(1)).isdisjoint(held)
+    assert found(allocator, tokens(7, 8)) == held
+
+
+def test_registering_again_changes_nothing() -> None:
+    allocator = BlockAllocator(20, BLOCK)
+    blocks = registered(allocator, tokens(7, 8))
+    allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
+    assert found(allocator, tokens(7, 8)) == blocks
+    allocator.give_back(blocks)
+    allocator.check_idle()
+
+
+def test_a_twin_stays_unregistered_and_its_children_hang_under_the_first() -> None:
+    """Two with one beginning came in one step; the second goes on further than the first."""
+    allocator = BlockAllocator(20, BLOCK)
+    first = registered(allocator, tokens(7, 8))
+    second = allocator.take(3)
+    allocator.register(tokens(7, 8, 9), second, 3 * BLOCK)
+    assert found(allocator, tokens(7, 8, 9)) == [*first, second[2]]
+    child = second[2]
+    allocator.give_back(second)
+    allocator.take(16)
+    assert found(allocator, tokens(7, 8, 9)) == [*first, child], "the twins were free at once, and nothing was evicted"
+    allocator.assert_consistent()
+
+
+def orphan() -> tuple[BlockAllocator, list[int]]:
+    """A child under a twin's parent, and the parent is evicted while the child is in use."""
+    allocator = BlockAllocator(4, BLOCK)
+    first = registered(allocator, tokens(7))
+    blocks = allocator.take(2)
+    allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
+    assert found(allocator, tokens(7, 8)) == [*first, blocks[1]]
+    allocator.give_back(first)
+    allocator.give_back(allocator.take(1))
+    return allocator, blocks
+
+
+def test_a_child_whose_parent_was_evicted_is_not_found_and_does_not_leak() -> None:
+    allocator, blocks = orphan()
+    allocator.give_back(registered(allocator, [*tokens(7)]))
+    assert len(found(allocator, tokens(7, 8))) == 1, "a new node of the same content is not its parent"
+    allocator.give_back(blocks)
+    allocator.check_idle()
+    assert sorted(allocator.take(3)) == [1, 2, 3]
+    allocator.assert_consistent()
+
+
+def test_a_child_whose_parent_was_evicted_is_found_again_when_its_owner_registers_again() -> None:
+    allocator, blocks = orphan()
+    allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
+    assert found(allocator, tokens(7, 8)) == blocks
+    allocator.give_back(blocks)
+    allocator.check_idle()
+
+
+def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free() -> None:
+    allocator = BlockAllocator(6, BLOCK)
+    allocator.give_back(registered(allocator, tokens(1, 2)))
+    held = registered(allocator, tokens(3, 4))
+    allocator.reset_prefixes()
+    allocator.assert_consistent()
+    assert (found(allocator, tokens(1, 2)), found(allocator, tokens(3, 4)), allocator.free) == ([], [], 3)
+    allocator.give_back(held)
+    allocator.check_idle()
+    assert (found(allocator, tokens(3, 4)), allocator.free) == ([], 5)
+
+
+def test_a_leak_is_found_when_idle() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    allocator.take(1)
+    allocator.assert_consistent()
+    with pytest.raises(AssertionError, match="nobody's"):
+        allocator.check_idle()
+
+
+def test_blocks_that_nobody_holds_cannot_be_registered() -> None:
+    allocator = BlockAllocator(4, BLOCK)
+    with pytest.raises(AssertionError, match="not in use"):
+        allocator.register(tokens(7), [1], BLOCK)
+
+
+class Prefixes(RuleBasedStateMachine):
+    """Sequences over two token ids, so that beginnings coincide. `content` is what each block's keys were made of."""
+
+    @initialize(blocks=st.integers(2, 14))
+    def start(self, blocks: int) -> None:
+        self.allocator = BlockAllocator(blocks, block_size=2)
+        self.content: dict[int, tuple[int, ...]] = {}
+        self.live: list[tuple[list[int], list[int]]] = []
+
+    @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), data=st.data())
+    def come(self, token_ids: list[int], data: st.DataObject) -> None:
+        blocks = self.allocator.match(token_ids)
+        assert len(blocks) * 2 < len(token_ids)
+        for number, block in enumerate(blocks):
+            assert self.content[block] == tuple(token_ids[: 2 * number + 2])
+        missing = self.allocator.needed(len(token_ids)) - len(blocks)
+        if missing > self.allocator.free:
+            self.allocator.give_back(blocks)
+            return
+        for block in self.allocator.take(missing):
+            blocks.append(block)
+            self.content[block] = tuple(token_ids[: 2 * len(blocks)])
+        self.live.append((token_ids, blocks))
+        self._register(token_ids, blocks, data)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def register(self, data: st.DataObject) -> None:
+        self._register(*data.draw(st.sampled_from(self.live)), data)
+
+    def _register(self, token_ids: list[int], blocks: list[int], data: st.DataObject) -> None:
+        written = data.draw(st.integers(0, len(token_ids)))
+        self.allocator.register(token_ids, blocks, written)
+        chain = self.allocator.match([*token_ids[:written], 2])
+        assert len(chain) == written // 2, "what is registered is found whole"
+        self.allocator.give_back(chain)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def go(self, data: st.DataObject) -> None:
+        _, blocks = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
+        self.allocator.give_back(blocks)
+
+    @rule()
+    def forget(self) -> None:
+        self.allocator.reset_prefixes()
+
+    @invariant()
+    def used_is_what_the_living_hold(self) -> None:
+        self.allocator.assert_consistent()
+        held = {block for _, blocks in self.live for block in blocks}
+        assert self.allocator.free == self.allocator.capacity - len(held)
+        for token_ids, blocks in self.live:
+            for number, block in enumerate(blocks):
+                assert self.content[block] == tuple(token_ids[: 2 * number + 2])
+
+    def teardown(self) -> None:
+        for _, blocks in getattr(self, "live", []):
+            self.allocator.give_back(blocks)
+        if hasattr(self, "allocator"):
+            self.allocator.check_idle()
+
+
+TestPrefixes = Prefixes.TestCase
+TestPrefixes.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)

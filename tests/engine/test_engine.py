@@ -68,15 +68,6 @@ def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) 
         assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
 
 
-def test_an_engine_serves_one_stream_at_a_time(tiny_deployment: Any) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
-    first = engine.stream([[40, 41, 42]], params)
-    next(first)
-    with pytest.raises(UsageError, match="still open"):
-        next(engine.stream([[40, 41, 42]], params))
-    assert len(list(first)) == 5
-
-
 def test_a_character_left_open_at_the_end_is_not_lost(tiny_deployment: Any) -> None:
     tokenizer = tiny_deployment.tokenizer
     ids = tokenizer("na\u00efve \u65e5", add_special_tokens=False).input_ids[:-1]
@@ -90,7 +81,7 @@ def test_the_engine_is_sealed_by_itself(tiny_deployment: Any) -> None:
     """A step that wanted to compile is an error for a library's caller too: here, a bucket nobody warmed."""
     engine = tiny_deployment.engine
     unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
-    runner = ModelRunner(engine.runner.model, unwarmed, engine.runner.step)
+    runner = ModelRunner(engine.runner.model, unwarmed, engine.runner.step, engine.vocab_size)
     with pytest.raises(RecompileError, match="after warm-up"):
         Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
     assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import pytest
@@ -30,12 +30,63 @@ NAN, INF = float("nan"), float("inf")
         ({"top_p": INF}, "top-p is inf"),
         ({"seed": 2**64}, "seed"),
         ({"seed": -(2**63) - 1}, "seed"),
+        ({"top_k": 2**31}, "top-k is 2147483648"),
+        ({"temperature": 10**400}, "temperature is 1000"),
+        ({"min_p": -0.1}, "min-p is -0.1"),
+        ({"min_p": 1.0}, "min-p is 1.0"),
+        ({"min_p": NAN}, "min-p is nan"),
+        ({"repetition_penalty": 0.0}, "repetition penalty is 0.0"),
+        ({"repetition_penalty": -1.0}, "repetition penalty is -1.0"),
+        ({"repetition_penalty": INF}, "repetition penalty is inf"),
+        ({"repetition_penalty": NAN}, "repetition penalty is nan"),
+        ({"presence_penalty": 2.01}, "presence penalty is 2.01"),
+        ({"presence_penalty": -2.01}, "presence penalty is -2.01"),
+        ({"presence_penalty": NAN}, "presence penalty is nan"),
+        ({"frequency_penalty": 2.01}, "frequency penalty is 2.01"),
+        ({"frequency_penalty": -2.01}, "frequency penalty is -2.01"),
+        ({"frequency_penalty": -INF}, "frequency penalty is -inf"),
+        ({"logprobs": -1}, "logprobs is -1"),
+        ({"logprobs": 21}, "logprobs is 21"),
+        ({"stop_token_ids": [2]}, "stop token ids are"),
+        ({"stop_token_ids": "2"}, "stop token ids are '2'"),
+        ({"stop_token_ids": (2, "3")}, "a stop token id is '3'"),
+        ({"stop_token_ids": (2, -1)}, "a stop token id is -1"),
+        ({"stop_token_ids": (2, True)}, "a stop token id is True"),
     ],
 )
 def test_what_cannot_be_sampled_is_a_usage_error_that_names_it(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
         SamplingParams(**asked)
     assert caught.value.exit_code == 2
+    assert "must be" in caught.value.message and caught.value.hint
+
+
+WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs")
+NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@pytest.mark.parametrize("name", WHOLE + NUMBERS)
+@pytest.mark.parametrize("value", ["1", b"1", True, [1], 1j, NAN, INF, -INF])
+def test_what_is_no_number_is_a_usage_error(name: str, value: Any) -> None:
+    with pytest.raises(UsageError, match="must be"):
+        SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_a_count_is_a_whole_number(name: str) -> None:
+    with pytest.raises(UsageError, match="a whole number"):
+        SamplingParams(**{name: 1.0})
+
+
+@pytest.mark.parametrize("name", ["max_new_tokens", "top_k", *NUMBERS, "stop_token_ids"])
+def test_none_is_a_value_only_of_the_seed_and_of_logprobs(name: str) -> None:
+    with pytest.raises(UsageError, match="None"):
+        SamplingParams(**{name: None})
+    assert SamplingParams(seed=None, logprobs=None) == SamplingParams()
+
+
+def test_every_parameter_is_checked() -> None:
+    assert {field.name for field in fields(SamplingParams)} == {*WHOLE, *NUMBERS, "stop_token_ids"}
 
 
 @pytest.mark.parametrize(
@@ -51,6 +102,19 @@ def test_what_cannot_be_sampled_is_a_usage_error_that_names_it(asked: dict[str, 
         {"top_p": 1e-9},
         {"seed": 0},
         {"seed": 2**63 - 1},
+        {"top_k": 2**31 - 1},
+        {"temperature": 1},
+        {"min_p": 0.0},
+        {"min_p": 0.999},
+        {"repetition_penalty": 1e-9},
+        {"repetition_penalty": 100.0},
+        {"presence_penalty": -2},
+        {"presence_penalty": 2.0},
+        {"frequency_penalty": -2.0},
+        {"frequency_penalty": 2},
+        {"logprobs": 0},
+        {"logprobs": 20},
+        {"stop_token_ids": (0, 2)},
     ],
 )
 def test_what_stands_at_the_limits_can_be_sampled(asked: dict[str, Any]) -> None:
@@ -61,6 +125,27 @@ def test_what_stands_at_the_limits_can_be_sampled(asked: dict[str, Any]) -> None
 def test_sampling_params_are_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         SamplingParams().temperature = 1.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("asked", "greedy", "filters", "penalties"),
+    [
+        ({}, True, False, False),
+        ({"temperature": 0.5}, False, False, False),
+        ({"top_k": 1}, True, True, False),
+        ({"top_p": 0.99}, True, True, False),
+        ({"min_p": 0.01}, True, True, False),
+        ({"repetition_penalty": 1.1}, True, False, True),
+        ({"repetition_penalty": 0.9}, True, False, True),
+        ({"presence_penalty": 0.1}, True, False, True),
+        ({"frequency_penalty": -0.1}, True, False, True),
+    ],
+)
+def test_params_say_which_parts_of_sampling_are_in_effect(
+    asked: dict[str, Any], greedy: bool, filters: bool, penalties: bool
+) -> None:
+    params = SamplingParams(**asked)
+    assert (params.is_greedy, params.has_filters, params.has_penalties) == (greedy, filters, penalties)
 
 
 def sequence(**asked: Any) -> Sequence:
@@ -105,3 +190,34 @@ def test_sequences_do_not_share_their_blocks() -> None:
     first, second = sequence(), sequence()
     first.blocks.append(1)
     assert second.blocks == []
+
+
+def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not_generated_yet() -> None:
+    found = sequence(max_new_tokens=2)
+    found.in_flight = 1
+    assert (found.length, found.generated, found.is_exhausted) == (4, 0, False)
+    found.in_flight = 2
+    assert (found.length, found.generated, found.is_exhausted) == (5, 0, True)
+
+
+def test_a_received_token_is_in_flight_no_more() -> None:
+    found = sequence(max_new_tokens=2)
+    found.in_flight = 2
+    found.receive(8)
+    assert (found.token_ids, found.in_flight, found.length, found.is_exhausted) == ([5, 6, 7, 8], 1, 5, True)
+    found.receive(9)
+    assert (found.in_flight, found.length, found.finish_reason) == (0, 5, "length")
+
+
+def test_nothing_is_received_that_is_not_in_flight() -> None:
+    with pytest.raises(AssertionError):
+        sequence().receive(8)
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort"])
+def test_nothing_is_received_after_the_end(reason: str) -> None:
+    found = sequence()
+    found.in_flight, found.finish_reason = 1, reason
+    with pytest.raises(AssertionError):
+        found.receive(8)
+    assert found.token_ids == [5, 6, 7]

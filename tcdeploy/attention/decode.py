@@ -1,0 +1,208 @@
+# mypy: disable-error-code="no-untyped-def"
+"""Decode over the paged KV cache in one launch: write the new token, attend, merge the parts.
+
+Reading the cache is all the work there is; what else a launch costs is latency, one wait after another. Three ideas
+keep the chain of waits short:
+
+- The rows of a program are the query heads that share a kv head, so each key is read once. To fill the GPU a
+  sequence's tiles of keys are dealt to `splits` programs like cards: which tiles are a program's own does not depend
+  on the length, so its first block ids are loaded together with the length, and each tile's ids two tiles ahead.
+- The new token never makes the way through memory: part 0 takes its key and value from registers, after its tiles,
+  and stores them in the cache. The loops end before it, so no program reads what another writes.
+- The last part to arrive merges all parts, in their order: the answer does not depend on who was last. It knows by a
+  counter in `arrivals`, which it leaves at zero for the next launch; the counter's acquire and release make the other
+  parts' stores visible, and a barrier before it those of the own program's threads.
+
+Nothing reads a length on the host, and `splits` is an argument: what a CUDA graph froze holds for any lengths. Parts
+without tiles leave at once, so many splits cost little where a sequence is short.
+
+HISTORY
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from tcdeploy.attention.kernels import (
+    NO_WINDOW,
+    VARYING,
+    attend_tile,
+    block_ids,
+    bounded,
+    key_slots,
+    load_rows,
+    output_factor,
+    padded,
+    score_units,
+    store_rows,
+)
+
+# What to tune on a GPU, all of it.
+TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `STAGES - 1` of both in flight
+WARPS, STAGES = 4, 3
+MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
+
+
+@triton_op("tcdeploy::triton_decode_attention", mutates_args=("k_cache", "v_cache", "arrivals"))
+def decode_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    arrivals: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    splits: int,
+) -> Tensor:
+    """See `ops.decode_attention`; arrivals [sequences, kv_heads] int32 is zero before and after.
+
+    A power of two >= 16 as block size; q, k and v may be strided but for the last dimension.
+    """
+    (batch, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+    for cache in (k_cache, v_cache):  # is_contiguous() would ask for the number of blocks, which is a symbol
+        assert cache.stride()[1:] == (kv_heads * cache.shape[3], cache.shape[3], 1)
+    group, dim, v_dim = heads // kv_heads, padded(head_dim), padded(v_head_dim)
+    members = triton.next_power_of_2(group)
+    keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
+    unit, inner = score_units(scale, softcap)
+    out = q.new_empty(batch, heads, v_head_dim)
+    parts = weights = None  # the parts' outputs and the log2 of their softmax sums
+    if splits > 1:
+        parts = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
+        weights = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
+    wrap_triton(_decode_kernel)[kv_heads, splits, batch](
+        out, parts, weights, arrivals, q, k, v, k_cache, v_cache, block_table, seq_lens, sinks,
+        q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
+        kv_heads, group, max(16, members), members, head_dim, v_head_dim, block_size, keys, dim, v_dim,
+        max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0,
+        num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _decode_kernel(
+    out, parts, part_weights, arrivals, q, k, v, k_cache, v_cache, block_table, seq_lens, sinks,
+    q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
+    table_stride, table_width, splits, window, unit, inner,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MEMBERS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Rows: the GROUP query heads of one kv head, padded to what tl.dot takes. Keys: every `splits`-th tile."""
+    kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    table = block_table + sequence * table_stride
+
+    # All that does not wait for another load, first.
+    length = tl.load(seq_lens + sequence)
+    rows = tl.arange(0, ROWS)
+    heads = kv_head * GROUP + rows
+    queries = load_rows(q + sequence * q_stride_sequence, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
+    dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
+    k_inside, v_inside = (dims < HEAD_DIM) & (part == 0), (v_dims < V_HEAD_DIM) & (part == 0)
+    k_new = tl.load(k + sequence * k_stride_sequence + kv_head * k_stride_head + dims, mask=k_inside, other=0.0)
+    v_new = tl.load(v + sequence * v_stride_sequence + kv_head * v_stride_head + v_dims, mask=v_inside, other=0.0)
+    oldest, first = 0, 0
+    if WINDOWED:
+        oldest = tl.maximum(length - window, 0)
+        first = oldest // KEYS * KEYS
+    ids = block_ids(table, first + part * KEYS, table_width, BLOCK_SIZE, KEYS)
+    later_ids = block_ids(table, first + (part + splits) * KEYS, table_width, BLOCK_SIZE, KEYS)
+
+    cached = length - 1
+    tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
+    sharers = tl.maximum(tl.minimum(tiles, splits), 1)
+    if part >= sharers:
+        return
+    is_new_here = (part == 0) & (length > 0)
+    new_block = tl.load(table + cached // BLOCK_SIZE, mask=is_new_here, other=0).to(tl.int64)
+
+    acc = tl.zeros([ROWS, V_DIM], tl.float32)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    for tile in range(part, tiles, splits):
+        start = first + tile * KEYS
+        blocks, ids = ids.to(tl.int64), later_ids
+        later_ids = block_ids(table, start + 2 * splits * KEYS, table_width, BLOCK_SIZE, KEYS)
+        keys = start + tl.arange(0, KEYS)
+        wanted = (keys >= oldest) & (keys < cached)
+        acc, top, total = attend_tile(
+            acc, top, total, queries, key_slots(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE), wanted, wanted[None, :],
+            k_cache, v_cache, unit, inner, HEAD_DIM, V_HEAD_DIM, DIM, V_DIM, SOFTCAP, True,
+        )  # fmt: skip
+
+    if is_new_here:
+        slot = key_slots(new_block, cached, kv_head, KV_HEADS, BLOCK_SIZE)
+        tl.store(k_cache + slot * HEAD_DIM + dims, k_new, mask=k_inside)
+        tl.store(v_cache + slot * V_HEAD_DIM + v_dims, v_new, mask=v_inside)
+        score = tl.sum(queries.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+        if SOFTCAP:
+            score = bounded(score, inner)
+        new_top = tl.maximum(top, score * unit)
+        weight, keep = tl.exp2(score * unit - new_top), tl.exp2(top - new_top)
+        acc = acc * keep[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        top, total = new_top, total * keep + weight
+
+    pair = sequence * KV_HEADS + kv_head
+    if parts is None:
+        acc = acc * output_factor(top, total, sinks, heads, rows < GROUP)[:, None]
+        store_rows(out, pair * GROUP + rows, acc, rows < GROUP, V_HEAD_DIM, V_DIM)
+    else:
+        total = tl.where(total == 0.0, 1.0, total)  # length 0: top is -inf, and the part weighs nothing
+        part_rows = (pair * splits + part) * GROUP + rows
+        tl.store(part_weights + part_rows, top + tl.log2(total), mask=rows < GROUP)
+        store_rows(parts, part_rows, acc / total[:, None], rows < GROUP, V_HEAD_DIM, V_DIM)
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+        if arrived == sharers - 1:
+            tl.store(arrivals + pair, 0)
+            _merge(
+                out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
+                GROUP, MEMBERS, V_HEAD_DIM, V_DIM, PARTS,
+            )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
+    GROUP: tl.constexpr, MEMBERS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """The parts' outputs, weighted by their softmax sums, PARTS parts at a time.
+
+    Columns are all values of all heads of the group: a thread keeps its columns through all parts, so nothing is
+    exchanged between threads. The price is that each column loads its head's weight, from the L1 cache.
+    """
+    columns = tl.arange(0, MEMBERS * V_DIM)
+    member, dim = columns // V_DIM, columns % V_DIM
+    inside = (member < GROUP) & (dim < V_HEAD_DIM)
+    acc = tl.zeros([MEMBERS * V_DIM], tl.float32)
+    top = tl.full([MEMBERS * V_DIM], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS * V_DIM], tl.float32)
+    for start in tl.range(0, sharers, PARTS, num_stages=1):
+        part = start + tl.arange(0, PARTS)
+        rows = (pair * splits + part)[:, None] * GROUP + member[None, :]
+        there = (part < sharers)[:, None] & inside[None, :]
+        scores = tl.load(part_weights + rows, mask=there, other=float("-inf"))
+        values = tl.load(parts + rows * V_HEAD_DIM + dim[None, :], mask=there, other=0.0)
+        new_top = tl.maximum(top, tl.max(scores, 0))
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[None, :])
+        keep = tl.exp2(top - shift)
+        acc = acc * keep + tl.sum(values * weights, 0)
+        total = total * keep + tl.sum(weights, 0)
+        top = new_top
+    heads = kv_head * GROUP + member
+    acc *= output_factor(top, total, sinks, heads, inside)
+    tl.store(out + (pair * GROUP + member) * V_HEAD_DIM + dim, acc.to(out.dtype.element_ty), mask=inside)

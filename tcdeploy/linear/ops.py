@@ -1,0 +1,36 @@
+"""`tcdeploy::linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood.
+
+The config (an index into `kernels.TILES`) is an argument, so the choice stands in the graph and in the cache's key; the
+body does not, so a cache that must notice a change of the kernel's source needs a tag of its own.
+
+A custom_op, not a triton_op: torch 2.11 and 2.13 pass no `launch_pdl` through wrap_triton, and Inductor has nothing to
+fuse into the kernel. The price is host time per call, which the replay of a CUDA graph does not pay. On a CPU the same
+formula in plain torch answers, so that programs with the op in them run, and can be tested, anywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+@torch.library.custom_op("tcdeploy::linear", mutates_args=(), device_types="cuda")
+def linear(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
+    """x [rows, k] @ w [n, k].T + bias [n], summed in float32: [rows, n] in x's dtype, bfloat16 or float16.
+
+    rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x may have strided rows.
+    """
+    from tcdeploy.linear import kernels  # imports triton, which a CPU needs not have
+
+    return kernels.multiply(x, w, bias, kernels.TILES[config])
+
+
+@linear.register_kernel("cpu")
+def _(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
+    y = x.float() @ w.float().T
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@linear.register_fake
+def _(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0])

@@ -1,0 +1,91 @@
+"""Siblings multiply once: the products of a compiled layer are counted in the code that Inductor wrote."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._inductor.utils import run_and_get_code
+
+from tcdeploy.compiler.passes import RewriteProducts
+from tcdeploy.models.siblings import pack_siblings
+from tests.conftest import forget_programs
+
+
+class Attention(nn.Module):
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(64, 64, bias), nn.Linear(64, 16, bias), nn.Linear(64, 16, bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        return q.sum(-1) + torch.tanh(k * v).sum(-1)
+
+
+def products(module: nn.Module, merge: bool) -> tuple[int, torch.Tensor]:
+    forget_programs()
+    torch.manual_seed(2)
+    x = torch.randn(8, 64)
+    rewrite = RewriteProducts(streams=False) if merge else None
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=rewrite):
+        out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
+    return len(re.findall(r"extern_kernels\.(?:add)?mm\(|mkldnn\._linear", "\n".join(code))), out
+
+
+def test_three_projections_of_one_input_are_one_product() -> None:
+    for bias in (False, True):
+        module = Attention(bias).eval().requires_grad_(False)
+        plain, wanted = products(module, merge=False)
+        pack_siblings(module, (("q", "k", "v"),))
+        unmerged, _ = products(module, merge=False)
+        merged, found = products(module, merge=True)
+        assert (plain, unmerged, merged) == (3, 3, 1)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_products_of_different_inputs_stay() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a = nn.Linear(32, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(torch.relu(self.a(x)))
+
+    count, _ = products(nn.Sequential(nn.Linear(64, 32, bias=False), Two()).eval().requires_grad_(False), merge=True)
+    assert count == 3
+
+
+class Projection(nn.Module):
+    def __init__(self, rows: int, bias: bool = False) -> None:
+        super().__init__()
+        self.down = nn.Linear(1024, 1024, bias).bfloat16()
+        self.rows = rows
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.down(x)) + 1
+
+
+def streamed_calls(module: Projection, dtype: torch.dtype = torch.bfloat16) -> tuple[int, torch.Tensor, torch.Tensor]:
+    forget_programs()
+    torch.manual_seed(3)
+    module = module.to(dtype).eval().requires_grad_(False)
+    x = torch.randn(module.rows, 1024, dtype=dtype)
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=RewriteProducts(streams=True)):
+        out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
+        return len(re.findall(r"torch\.ops\.tcdeploy\.linear\.default\(", "\n".join(code))), out, module(x)
+
+
+def test_a_product_of_few_rows_is_streamed_and_means_the_same() -> None:
+    for bias in (False, True):
+        calls, found, wanted = streamed_calls(Projection(4, bias))
+        assert calls == 1
+        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+def test_products_that_the_rule_refuses_stay_with_cublas() -> None:
+    assert streamed_calls(Projection(1))[0] == 0, "one row is Inductor's own to write"
+    assert streamed_calls(Projection(65))[0] == 0
+    assert streamed_calls(Projection(4), torch.float32)[0] == 0

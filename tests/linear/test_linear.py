@@ -1,0 +1,328 @@
+"""The linear kernel says what a matrix product in float64 says, for every tile, on a GPU or in Triton's interpreter.
+
+Without a GPU the same source runs in numpy (`interpreted`, from the attention kernels' tests). The output is poisoned
+with NaN and lies in a larger block of NaN, so that a column left out or a row too many shows in every test. The last
+tests need neither: they ask Triton's compiler about Hopper.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, make_backend
+from triton.compiler import compile as triton_compile
+from triton.runtime import interpreter
+from triton.runtime.jit import create_function_from_signature, mangle_type
+
+from tcdeploy.linear import kernels, ops
+from tcdeploy.linear.kernels import TILES, Tile, candidates
+from tests.attention.test_kernels import CPU, CUDA, interpreted, record_launches
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_SHARED_BYTES = 227 * 1024
+# One rounding of the output (8 and 11 bits), and sums in another order.
+TOLERANCE = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4}
+GUARD_ROWS = 64
+SHAPES = {  # n, k of qkv, o, gate and up, down, head
+    "llama 8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
+    "qwen 7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)),
+    "llama 1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
+}
+REAL_SHAPES = sorted({shape for shapes in SHAPES.values() for shape in shapes})
+each_tile = pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
+
+
+@pytest.fixture(params=[CPU, CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if request.param == "cuda":
+        yield "cuda"
+    else:
+        with interpreted(monkeypatch):
+            yield "cpu"
+
+
+@pytest.fixture
+def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The blocks of NaN that outputs are the first rows of, in the order they were asked for."""
+    made: list[Tensor] = []
+    plain = Tensor.new_empty
+
+    def new_empty(self: Tensor, *shape: int, **options: Any) -> Tensor:
+        if options:  # the interpreter's own
+            return plain(self, *shape, **options)
+        rows, columns = shape
+        made.append(torch.full((rows + GUARD_ROWS, columns), float("nan"), dtype=self.dtype, device=self.device))
+        return made[-1][:rows]
+
+    monkeypatch.setattr(Tensor, "new_empty", new_empty)
+    return made
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
+    return torch.randn(*shape).to(device, dtype)
+
+
+def expected(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The product in float64, always computed on the CPU, rounded once."""
+    y = x.cpu().double() @ w.cpu().double().T
+    return (y if bias is None else y + bias.cpu().double()).to(x.dtype)
+
+
+def assert_agrees(actual: Tensor, wanted: Tensor) -> None:
+    """Within one rounding of the numbers' own size, with room for sums that nearly cancel."""
+    tolerance = TOLERANCE[wanted.dtype]
+    assert not actual.isnan().any()
+    assert_close(actual.cpu(), wanted, rtol=2 * tolerance, atol=tolerance * float(wanted.float().std()))
+
+
+@each_tile
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 8, 9, 16, 17, 32, 33, 64])
+def test_every_batch_means_the_product_and_writes_its_rows_only(
+    rows: int, tile: Tile, device: str, blocks: list[Tensor]
+) -> None:
+    x, w = rand(rows, 320, device=device), rand(176, 320, device=device)  # 176 is no multiple of 64, nor 320 of 128
+    assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@each_tile
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (144, 1024), (48, 192), (256, 2560)])
+def test_any_n_of_16_and_any_k_of_64(
+    n: int, k: int, dtype: torch.dtype, tile: Tile, device: str, blocks: list[Tensor]
+) -> None:
+    x, w, bias = rand(5, k, dtype=dtype, device=device), rand(n, k, dtype=dtype, device=device), rand(n, dtype=dtype)
+    bias = (bias * 10).to(device)
+    assert_agrees(kernels.multiply(x, w, bias, tile), expected(x, w, bias))
+    assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+
+
+@each_tile
+def test_rows_of_x_may_be_strided(tile: Tile, device: str) -> None:
+    packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
+    for x in (packed[:, 256:512], packed[:, 8:264], packed[:, 3:259], packed[::2, :256]):
+        assert not x.is_contiguous()
+        assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+
+
+@each_tile
+def test_same_inputs_same_bits_whatever_the_other_rows_hold(tile: Tile, device: str) -> None:
+    x, w = rand(8, 256, device=device), rand(80, 256, device=device)
+    first = kernels.multiply(x, w, None, tile)
+    assert torch.equal(kernels.multiply(x, w, None, tile), first)
+    x[3:] = float("nan")
+    assert torch.equal(kernels.multiply(x, w, None, tile)[:3], first[:3])
+
+
+def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
+    """Partial sums are float32: 4096 and 1/4 added in bfloat16 would be 4096, whatever is taken away later."""
+    for tile in TILES:
+        x, w = torch.zeros(2, 1024, dtype=torch.bfloat16), torch.ones(16, 1024, dtype=torch.bfloat16)
+        x[:, [0, 65, 1023]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
+        assert (kernels.multiply(x.to(device), w.to(device), None, tile) == 0.25).all()
+
+
+@each_tile
+def test_nothing_outside_the_inputs_is_read(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies past the last row of x or of w never reaches the output, but it may lie on another's page."""
+    x, w, bias = rand(5, 128), rand(144, 128), rand(144)
+    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (x, w, bias)]
+    load = interpreter.InterpreterBuilder.create_masked_load
+    loads = []
+
+    def checked(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
+        addresses = pointers.data[mask.data]
+        loads.append(len(addresses))
+        assert sum(((addresses >= start) & (addresses < end)).sum() for start, end in spans) == len(addresses)
+        return load(self, pointers, mask, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", checked)
+    with interpreted(monkeypatch):
+        assert_agrees(kernels.multiply(x, w, bias, tile), expected(x, w, bias))
+    assert sum(loads) > x.numel() + w.numel()
+
+
+# The op.
+
+
+def test_opcheck_passes_with_and_without_bias() -> None:
+    x, w, bias = rand(4, 128), rand(48, 128), rand(48)
+    torch.library.opcheck(ops.linear, (x, w, None, 0))
+    torch.library.opcheck(ops.linear, (x[:, :64], w[:, :64].contiguous(), bias, 3))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_on_a_cpu_the_op_is_the_product_and_compiles_whole(with_bias: bool) -> None:
+    x, w, bias = rand(4, 128), rand(48, 128), rand(48) if with_bias else None
+
+    @torch.compile(fullgraph=True, backend="aot_eager", dynamic=False)
+    def step(x: Tensor, w: Tensor) -> Tensor:
+        return ops.linear(x.relu(), w, bias, 2) + 1
+
+    assert_agrees(ops.linear(x, w, bias, 2), expected(x, w, bias))
+    assert_close(step(x, w), ops.linear(x.relu(), w, bias, 2) + 1)
+
+
+# What to launch, for which shape.
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "guess"),
+    [
+        (4, 6144, 4096, "thin"), (8, 4096, 4096, "thin"), (2, 28672, 4096, "long"), (4, 4096, 14336, "long"),
+        (8, 128256, 4096, "deep"), (4, 2048, 2048, "deep"), (3, 16384, 2048, "wide-4"), (4, 128256, 2048, "long"),
+        (16, 6144, 4096, "square"), (9, 4096, 4096, "wide-7"), (16, 2048, 8192, "deep"), (16, 28672, 4096, "broad"),
+        (32, 4096, 14336, "wide-7"), (32, 6144, 4096, "square"), (17, 28672, 4096, "broad"), (64, 28672, 4096, "broad"),
+    ],
+)  # fmt: skip
+def test_the_best_guess_comes_first(rows: int, n: int, k: int, guess: str) -> None:
+    found = candidates(rows, n, k)
+    assert TILES[found[0]].name == guess
+    assert len(set(found)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("rows", "n", "k"),
+    [(0, 4096, 4096), (1, 4096, 4096), (65, 28672, 4096), (64, 6144, 4096), (32, 2048, 8192), (4, 512, 4096),
+     (4, 4096, 512), (4, 4104, 4096), (4, 4096, 4112)],
+)  # fmt: skip
+def test_what_cublas_does_as_well_or_the_kernel_cannot_is_refused(rows: int, n: int, k: int) -> None:
+    assert candidates(rows, n, k) == ()
+
+
+def launch(rows: int, n: int, k: int, config: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    kernels.multiply(torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype), None, TILES[config])
+
+
+def compiled_for_hopper(launched: Any) -> Any:
+    """The compiled kernel of a recorded launch: Triton's compiler needs no GPU."""
+    signature: dict[str, str] = {}
+    constants: dict[tuple[int], Any] = {}
+    hints: dict[tuple[int], Any] = {}
+    for i, (param, arg) in enumerate(zip(launched.kernel.params, launched.args, strict=True)):
+        if param.is_constexpr or arg is None:
+            signature[param.name], constants[i,] = "constexpr", arg
+        else:
+            signature[param.name] = mangle_type(arg)
+            if param.name != "rows":
+                hints[i,] = [["tt.divisibility", 16]]
+    options = {name: value for name, value in launched.options.items() if name != "grid"}
+    return triton_compile(ASTSource(launched.kernel, signature, constants, hints), target=HOPPER, options=options)
+
+
+def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(kernels, "_launches_early", lambda _: True)
+    launches = record_launches(monkeypatch)
+    wanted = {
+        (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in candidates(rows, n, k)
+    }
+    for rows, config in sorted({(rows, config) for rows, config, _ in wanted}):
+        launch(rows, 2048, 1024, config)
+    assert len(launches) >= 12
+    for launched in launches:
+        compiled = compiled_for_hopper(launched)
+        assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
+        assert compiled.metadata.launch_pdl
+        body = compiled.asm["ptx"]
+        touches = [body.index(word) for word in ("cp.async", "ld.global", "st.global") if word in body]
+        wait, trigger = body.index("griddepcontrol.wait"), body.index("griddepcontrol.launch_dependents")
+        assert wait < trigger < min(touches)
+        assert "cp.async.cg.shared.global" in body and "mma" in body
+
+
+def test_a_gpu_without_dependent_launch_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    launch(4, 2048, 1024, 0)
+    assert "launch_pdl" not in launches[0].options
+    assert launches[0].args[-1] is False
+
+
+def test_batches_of_one_bucket_share_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches = record_launches(monkeypatch)
+    for rows in (1, 2, 7, 8, 9, 13, 16, 64):
+        launch(rows, 2048, 1024, 0)
+    programs = set()
+    for kernel, args, options in launches:
+        bind = create_function_from_signature(kernel.signature, kernel.params, make_backend(HOPPER))
+        programs.add(str(bind(*args, **options)[1:]))
+    assert len(programs) == 3  # 8, 16 and 64 padded rows
+
+
+# On a GPU, at the sizes it is for.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), REAL_SHAPES)
+def test_real_shapes_agree_with_float32_for_every_candidate(n: int, k: int) -> None:
+    w, bias = torch.randn(n, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda").bfloat16()
+    for rows in (2, 4, 8, 11, 16, 32, 64):
+        x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
+        wanted = x.double() @ w.double().T + bias.double()
+        for config in candidates(rows, n, k):
+            y = ops.linear(x, w, bias, config)
+            assert float((y.double() - wanted).norm() / wanted.norm()) < 3e-3
+            assert torch.equal(ops.linear(x, w, bias, config), y)
+
+
+@pytest.mark.gpu
+def test_opcheck_passes_on_the_gpu() -> None:
+    x, w, bias = (rand(*shape, device="cuda") for shape in ((4, 1024), (2048, 1024), (2048,)))
+    torch.library.opcheck(ops.linear, (x, w, bias, 0))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [4, 16, 32])
+def test_thousands_of_replays_of_a_chain_give_the_bits_of_the_first(rows: int) -> None:
+    """A layer's four products, each on what the one before it wrote, with and without a kernel of torch's between."""
+    shapes = ((6144, 4096), (4096, 6144), (28672, 4096), (4096, 28672))
+    weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for n, k in shapes]
+    batches = [torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
+    x = batches[0].clone()
+
+    def chain() -> Tensor:
+        y = x
+        for i, w in enumerate(weights):
+            y = ops.linear(y, w, None, candidates(rows, *w.shape)[0])
+            y = y * 2 if i % 2 else y
+        return y
+
+    def answer(batch: Tensor) -> Tensor:
+        x.copy_(batch)
+        torch.cuda.synchronize()
+        return chain()
+
+    wanted = [answer(batch).clone() for batch in batches]
+    assert not torch.equal(wanted[0], wanted[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for replay in range(4000):
+        x.copy_(batches[replay % 4])
+        graph.replay()
+        wrong += (out != wanted[replay % 4]).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.gpu
+def test_a_compiled_program_holds_the_op_and_compiles_once() -> None:
+    w = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16) / 64
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def step(x: Tensor) -> Tensor:
+        return ops.linear(torch.nn.functional.silu(x), w, None, candidates(4, 4096, 4096)[0]) + x
+
+    x = torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for _ in range(3):
+            wanted = torch.nn.functional.silu(x.double()).bfloat16().double() @ w.double().T + x.double()
+            assert float((step(x).double() - wanted).norm() / wanted.norm()) < 1e-2
