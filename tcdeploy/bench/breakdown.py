@@ -19,9 +19,15 @@ from tcdeploy.bench.stats import median
 
 REPLAYS = 5
 TOP = 12
-GEMM = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(^|_)(addmm|mm|bmm|mv)(_|$)", re.IGNORECASE)
-ATTENTION = re.compile(r"^_\w+_kernel$|flash|fmha", re.IGNORECASE)  # ours are named so; Inductor's begin with triton_
-SAMPLING = re.compile(r"advance|argmax|sampl|multinomial|topk|sort|cumsum", re.IGNORECASE)
+KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's names hold CUTLASS types
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("sampling", r"advance|argmax|sampl|multinomial|topk|sort|cumsum"),
+        ("attention", r"flash|fmha"),
+        ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(^|_)(linear|addmm|mm|bmm|mv)(_|$)"),
+        ("attention", r"^_\w+_kernel$"),  # ours; Inductor's begin with triton_
+    )
+)
 
 
 class Kernel(NamedTuple):
@@ -105,11 +111,7 @@ def gap_us(kernels: list[Kernel]) -> float:
 
 
 def kind_of(name: str) -> str:
-    """By the words in its name; sampling first, because what ends a step is a Triton kernel of ours as well."""
-    for kind, pattern in (("sampling", SAMPLING), ("attention", ATTENTION), ("gemm", GEMM)):
-        if pattern.search(name):
-            return kind
-    return "other"
+    return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
 
 
 def _of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+
 import pytest
 
 from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_kernels
@@ -21,18 +23,28 @@ from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_ker
         ("triton_red_fused_add_mean_mul_pow_rsqrt_2", "other"),
         ("triton_poi_fused_comm_0", "other"),
         ("Memcpy DtoD (Device -> Device)", "other"),
-        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits>", "attention"),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
     ],
 )
 def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
     assert kind_of(name) == kind
 
 
-def test_every_kernel_of_our_attention_counts_as_attention() -> None:
-    kernels = pytest.importorskip("triton") and __import__("tcdeploy.attention.kernels", fromlist=["_"])
-    launched = [name for name in vars(kernels) if name.endswith("_kernel")]
-    assert len(launched) >= 4
-    assert {kind_of(name) for name in launched} == {"attention"}
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("attention.kernels", "attention"),
+        ("attention.decode", "attention"),
+        ("linear.kernels", "gemm"),
+        ("engine.advance", "sampling"),
+    ],
+)
+def test_our_own_kernels_are_what_their_room_says(module: str, kind: str) -> None:
+    pytest.importorskip("triton")
+    found = importlib.import_module(f"tcdeploy.{module}")
+    kernels = [name for name in vars(found) if name.endswith("_kernel")]
+    assert kernels
+    assert {kind_of(name) for name in kernels} == {kind}
 
 
 def test_gaps_are_when_nothing_runs() -> None:
