@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from tcdeploy import __version__
+from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
@@ -29,6 +30,7 @@ app = typer.Typer(
 app.command("compile")(compile_model)
 app.command("warm")(warm)
 app.command("generate")(generate)
+app.add_typer(bench, name="bench")
 app.command("recipes")(recipes)
 
 

@@ -22,6 +22,7 @@ from rich.table import Table
 from tcdeploy.memory import gib
 
 if TYPE_CHECKING:
+    from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import Break
     from tcdeploy.compiler.manifest import BucketRecord
     from tcdeploy.pipeline import Deployment
@@ -179,6 +180,16 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     print(f'next: tcdeploy generate {_same_arguments()} "This module provides"')
 
 
+def show_bench(tables: list[BenchTable], remarks: list[str], document: str) -> None:
+    """Tables and remarks on stderr, the document on stdout."""
+    console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=PLAIN_WIDTH)
+    for table in tables:
+        console.print(_table(table.headers, list(table.rows)))
+    for remark in remarks:
+        print(remark, file=sys.stderr)
+    print(document)
+
+
 def _compile_row(record: BucketRecord) -> Sequence[str]:
     assert record.eager_ms is not None and record.compiled_ms is not None
     return (
@@ -276,5 +287,9 @@ def _print_report(command: str, deployment: Deployment) -> None:
 
 
 def _print_json(command: str, **content: Any) -> None:
+    print(json_document(command, **content))
+
+
+def json_document(command: str, **content: Any) -> str:
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    print(json.dumps(document, indent=1))
+    return json.dumps(document, indent=1)

@@ -1,0 +1,1 @@
+"""What a deployment does on this machine, in figures: decode, prefill, throughput, startup, each beside its floor."""

@@ -1,0 +1,100 @@
+"""One benchmark from end to end: decide, measure the machine, then us, then each baseline, one after another.
+
+Two models seldom fit a GPU together, and two compiled ones disturb each other's caches. So each subject is prepared,
+measured and dropped before the next one is loaded; nothing here keeps a deployment beyond the call that measures it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tcdeploy import pipeline
+from tcdeploy.bench.baselines import PlainModel, load_plain
+from tcdeploy.bench.floor import Rates, measure_rates
+from tcdeploy.bench.report import OURS, Report, Row, describe_environment, describe_plan, or_failed
+from tcdeploy.pipeline import Decided, Deployment
+from tcdeploy.plan import Plan
+from tcdeploy.progress import Progress
+from tcdeploy.recipe import Recipe
+
+
+class Settings(Protocol):
+    @property
+    def baselines(self) -> tuple[str, ...]: ...
+
+    def check_against(self, plan: Plan) -> None: ...
+
+
+@dataclass(frozen=True)
+class Session:
+    recipe: Recipe
+    settings: Settings
+    progress: Progress
+    decided: Decided
+    rates: Rates
+    notes: list[str] = field(default_factory=list)  # where a baseline is less than its name
+
+    def measure(
+        self, ours: Callable[[str, Deployment], Iterator[Row]], plain: Callable[[PlainModel], Iterator[Row]]
+    ) -> list[Row]:
+        """Rows of us, then of each baseline in the order asked. `ours` measures the region baseline too.
+
+        What stops us is raised; what stops a baseline is its row.
+        """
+        rows = list(ours(OURS, pipeline.prepare(self.recipe, self.progress)))
+        for name in self.settings.baselines:
+            free_memory()
+            self.progress.stage(f"baseline {name}")
+            rows += or_failed(name, lambda name=name: self._baseline(name, ours, plain))  # type: ignore[misc]
+        return rows
+
+    def _baseline(
+        self,
+        name: str,
+        ours: Callable[[str, Deployment], Iterator[Row]],
+        plain: Callable[[PlainModel], Iterator[Row]],
+    ) -> Iterator[Row]:
+        if name == "region":
+            deployment = pipeline.prepare(region_recipe(self.recipe), self.progress)
+            fallbacks = [decision for decision in deployment.plan.decisions if decision.is_fallback]
+            self.notes.extend(f"{name}: {one.name} is {one.value}: {one.reason}" for one in fallbacks)
+            yield from ours(name, deployment)
+            return
+        model = load_plain(name, self.decided.plan, self.decided.config)
+        if model.note:
+            self.notes.append(model.note)
+        yield from plain(model)
+
+
+def begin(recipe: Recipe, settings: Settings, progress: Progress) -> Session:
+    """Raises UsageError for lengths that the context does not hold, before a weight is loaded."""
+    decided = pipeline.decide(recipe)
+    settings.check_against(decided.plan)
+    progress.stage("floor")
+    return Session(recipe, settings, progress, decided, measure_rates(decided.plan.device, decided.plan.dtype))
+
+
+def make_report(session: Session, command: str, settings: Any, rows: Sequence[Row], **extra: Any) -> Report:
+    """With what the rows are figures of."""
+    environment, plan = describe_environment(session.decided.environment), describe_plan(session.decided.plan)
+    extra = {"machine": dataclasses.asdict(session.rates), "notes": session.notes, **extra}
+    return Report(command, environment, plan, dataclasses.asdict(settings), rows, extra)
+
+
+def region_recipe(recipe: Recipe) -> Recipe:
+    """Attention and MLP compiled apart, with torch's own CUDA graph for each: what most articles describe."""
+    return dataclasses.replace(recipe, region="blocks", graphs="region", mode="reduce-overhead")
+
+
+def free_memory() -> None:
+    """Compiled programs hold the modules that they were made for: torch has to forget them first."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

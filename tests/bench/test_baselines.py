@@ -1,0 +1,77 @@
+"""transformers' own model, timed token by token: what is timed is what `generate` would answer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.bench import baselines
+from tcdeploy.bench.baselines import PlainModel
+from tcdeploy.bench.clock import Marks
+from tcdeploy.errors import TcdeployError
+
+PROMPTS = [[3 + (5 * position + row) % 240 for position in range(20)] for row in range(2)]
+
+
+@pytest.fixture
+def plan(tiny_deployment: Any) -> Any:
+    return tiny_deployment.plan
+
+
+@pytest.mark.parametrize("name", ["eager", "generate"])
+def test_each_token_of_a_batch_has_its_time(name: str, reference_tiny: Any, plan: Any) -> None:
+    times = PlainModel(name, reference_tiny, plan).token_seconds(PROMPTS, 6)
+    assert len(times) == 6
+    assert times == sorted(times) and times[0] > 0
+
+
+@pytest.mark.parametrize("name", ["eager", "generate"])
+def test_a_shape_runs_once_untimed(name: str, reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, runs = PlainModel(name, reference_tiny, plan), []
+    timed = plain._timed
+    monkeypatch.setattr(plain, "_timed", lambda prompts, new: runs.append(new) or timed(prompts, new))
+    plain.token_seconds(PROMPTS, 3)
+    plain.token_seconds(PROMPTS, 3)
+    plain.first_call_seconds(PROMPTS, 2)
+    plain.token_seconds(PROMPTS, 2)
+    assert runs == [3, 3, 3, 2, 2]
+
+
+def test_the_eager_loop_takes_the_tokens_that_generate_takes(reference_tiny: Any) -> None:
+    ids = torch.tensor(PROMPTS)
+    fed: list[torch.Tensor] = []
+    hook = reference_tiny.register_forward_pre_hook(
+        lambda module, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True
+    )
+    try:
+        with torch.no_grad():
+            baselines._run_eager(reference_tiny, ids, 7, Marks("cpu"))
+    finally:
+        hook.remove()
+    out = reference_tiny.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert torch.equal(torch.cat(fed, dim=1), out)
+
+
+def test_an_answer_does_not_end_before_its_length(
+    reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even at the model's own end token."""
+    out = reference_tiny.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    monkeypatch.setattr(reference_tiny.generation_config, "eos_token_id", int(out[0, -1]))
+    assert len(PlainModel("generate", reference_tiny, plan).token_seconds(PROMPTS[:1], 6)) == 6
+
+
+def test_fewer_tokens_than_asked_for_are_no_result(reference_tiny: Any, plan: Any) -> None:
+    plain = PlainModel("eager", reference_tiny, plan)
+    plain._run = lambda model, ids, new_tokens, marks: marks.mark()
+    with pytest.raises(TcdeployError, match="gave 1 tokens of the 6"):
+        plain.token_seconds(PROMPTS, 6)
+
+
+def test_on_a_cpu_generate_says_that_it_is_not_compiled(reference_tiny: Any, plan: Any) -> None:
+    assert "not compiled" in PlainModel("generate", reference_tiny, plan).note
+    assert PlainModel("eager", reference_tiny, plan).note == ""

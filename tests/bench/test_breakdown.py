@@ -1,0 +1,71 @@
+"""Kernels by kind, and gaps, from made-up replays: only a GPU makes real ones."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_kernels
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("nvjet_tst_128x64_64x6_2x1_v_bz_TNN", "gemm"),
+        ("void gemv2T_kernel_val<int, int, __nv_bfloat16>", "gemm"),
+        ("sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n", "gemm"),
+        ("triton_red_fused_mm_silu_3", "gemm"),
+        ("triton_tem_fused_addmm_1", "gemm"),
+        ("void at::native::reduce_kernel<512, 1, at::native::ReduceOp<argmax>>", "sampling"),
+        ("triton_red_fused_argmax_0", "sampling"),
+        ("_advance_kernel", "sampling"),
+        ("triton_red_fused_add_mean_mul_pow_rsqrt_2", "other"),
+        ("triton_poi_fused_comm_0", "other"),
+        ("Memcpy DtoD (Device -> Device)", "other"),
+        ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
+    ],
+)
+def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
+    assert kind_of(name) == kind
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        ("attention.kernels", "attention"),
+        ("attention.decode", "attention"),
+        ("linear.kernels", "gemm"),
+        ("engine.advance", "sampling"),
+    ],
+)
+def test_our_own_kernels_are_what_their_room_says(module: str, kind: str) -> None:
+    pytest.importorskip("triton")
+    found = importlib.import_module(f"tcdeploy.{module}")
+    kernels = [name for name in vars(found) if name.endswith("_kernel")]
+    assert kernels
+    assert {kind_of(name) for name in kernels} == {kind}
+
+
+def test_gaps_are_when_nothing_runs() -> None:
+    assert gap_us([Kernel("a", 0, 2), Kernel("b", 3, 4), Kernel("c", 9, 10)]) == 1 + 5
+
+
+def test_overlapping_kernels_leave_no_gap_whatever_their_order() -> None:
+    assert gap_us([Kernel("c", 6, 7), Kernel("a", 0, 5), Kernel("b", 1, 2)]) == 1
+    assert gap_us([]) == 0
+
+
+def test_a_breakdown_is_per_step() -> None:
+    step = [Kernel("nvjet_a", 0, 4), Kernel("_decode_kernel", 4, 6), Kernel("nvjet_a", 7, 11), Kernel("argmax", 11, 12)]
+    later = [Kernel(name, start + 100, stop + 100) for name, start, stop in step]
+    found = summarise_kernels([step, later])
+    assert (found.replays, found.step_us, found.kernel_us, found.gap_us) == (2, 12, 11, 1)
+    assert (found.gemm_us, found.attention_us, found.sampling_us, found.other_us) == (8, 2, 1, 0)
+    first = found.top[0]
+    assert (first.name, first.kind, first.count, first.us) == ("nvjet_a", "gemm", 2, 8)
+
+
+def test_only_the_longest_kernels_are_listed() -> None:
+    found = summarise_kernels([[Kernel(f"k{number}", 0, number) for number in range(1, 30)]])
+    assert [one.name for one in found.top] == [f"k{number}" for number in range(29, 29 - TOP, -1)]

@@ -1,0 +1,82 @@
+"""Bytes and arithmetic of a step, against models that can be counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
+
+from tcdeploy.bench.floor import Rates, Reads, decode_floor, key_bytes, measure_rates, prefill_floor_ms, weigh
+from tests.machines import LLAMA_8B, attentions
+
+RATES = Rates(3e12, 1 << 30, 8e14, 8192, "bfloat16")
+EMBEDDING = 32 * 16
+
+
+def small(config_class: Any = LlamaConfig, **given: Any) -> Any:
+    config = config_class(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        **given,
+    )
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def bytes_of(model: Any) -> int:
+    return 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_an_untied_embedding_is_not_read() -> None:
+    model = small(tie_word_embeddings=False)
+    reads = weigh(model, bytes_of(model))
+    assert reads.step_bytes == bytes_of(model) - 4 * EMBEDDING
+    assert reads.body_parameters == bytes_of(model) // 4 - 2 * EMBEDDING
+
+
+def test_a_tied_embedding_is_read_as_the_head() -> None:
+    model = small(tie_word_embeddings=True)
+    reads = weigh(model, bytes_of(model))
+    assert reads.step_bytes == bytes_of(model)
+    assert reads.body_parameters == bytes_of(model) // 4 - EMBEDDING
+
+
+def test_a_mixture_of_experts_has_no_floor() -> None:
+    model = small(MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
+    reads = weigh(model, bytes_of(model))
+    assert not reads.is_dense
+    assert decode_floor(reads, LLAMA_8B, "bfloat16", RATES, 1, 512).floor_ms is None
+    assert prefill_floor_ms(128, RATES, reads) is None
+
+
+def test_keys_of_a_window_are_no_more_than_the_window() -> None:
+    architecture = replace(LLAMA_8B, attentions=(*attentions(1), *attentions(1, window=100)))
+    assert key_bytes(architecture, "bfloat16", 512) == 2 * 8 * 256 * (512 + 100)
+    assert key_bytes(architecture, "bfloat16", 60) == 2 * 8 * 256 * (60 + 60)
+
+
+def test_the_floor_of_a_decode_step_is_bytes_over_bandwidth() -> None:
+    """Llama 8B: 15.0 GB of weights, and 128 KiB of keys and values a token."""
+    reads = Reads(15_009_669_120, 6_979_588_096, is_dense=True)
+    found = decode_floor(reads, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
+    assert found.bytes_read == 15_009_669_120 + 16 * 512 * 131072
+    assert found.floor_ms == pytest.approx(found.bytes_read / 3e9)
+
+
+def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> None:
+    reads = Reads(15_000_000_000, 7_000_000_000, is_dense=True)
+    assert prefill_floor_ms(1, RATES, reads) == pytest.approx(5.0)
+    assert prefill_floor_ms(2048, RATES, reads) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
+
+
+def test_rates_of_this_machine_are_possible_ones() -> None:
+    """Wide bounds that still catch a wrong unit or a factor of a thousand: between 100 MB/s and 10 TB/s."""
+    rates = measure_rates("cpu", "float32")
+    assert 1e8 < rates.copy_bytes_per_second < 1e13
+    assert 1e8 < rates.matrix_flop_per_second < 1e14

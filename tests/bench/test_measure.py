@@ -1,0 +1,136 @@
+"""Decode, prefill and throughput on the embedded model, as `ours` and as a plain baseline, without a process around."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from tcdeploy.bench import decode, prefill, throughput
+from tcdeploy.bench.baselines import PlainModel
+from tcdeploy.bench.clock import Marks, step_seconds
+from tcdeploy.bench.floor import Rates
+from tcdeploy.bench.session import Session, region_recipe
+from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, ThroughputSettings
+from tcdeploy.errors import UsageError
+from tcdeploy.pipeline import decide
+from tcdeploy.progress import Silent
+from tcdeploy.recipe import Recipe, build_recipe
+from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
+
+RATES = Rates(1e10, 1 << 20, 1e11, 256, "float32")
+
+
+@pytest.fixture
+def session(cache_dir: str) -> Session:
+    flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
+    recipe = build_recipe(flags, environ={})
+    return Session(recipe, DecodeSettings(), Silent(), decide(recipe), RATES)
+
+
+@pytest.fixture
+def plain(reference_tiny: Any, session: Session) -> PlainModel:
+    return PlainModel("eager", reference_tiny, session.decided.plan)
+
+
+def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, plain: PlainModel) -> None:
+    settings = DecodeSettings(context_length=48, repeats=4, steps=6, price_per_hour=3.6)
+    rows = list(decode.measure("tcdeploy", tiny_deployment, session, settings))
+    rows += list(decode.measure_plain(plain, session, settings))
+    assert [(row.subject, row.batch, row.context) for row in rows] == [
+        ("tcdeploy", 1, 48), ("tcdeploy", 4, 48), ("eager", 1, 48), ("eager", 4, 48),
+    ]  # fmt: skip
+    for row in rows:
+        assert row.step_ms.count == (4 if row.subject == "tcdeploy" else 6)
+        assert row.bytes_read == tiny_deployment.plan.weight_bytes + row.batch * 48 * 6 * 2 * 2 * 32 * 4
+        assert row.floor_ms == pytest.approx(row.bytes_read / 1e7)
+        assert row.share_of_floor == pytest.approx(row.floor_ms / row.step_ms.p50)
+        assert row.tokens_per_second and row.price_per_million_tokens == pytest.approx(1000 / row.tokens_per_second)
+        assert row.host_us is None and row.breakdown is None
+    assert rows[0].wall_ms and rows[2].first_call_seconds and rows[2].wall_ms is None
+
+
+def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
+    plan = session.decided.plan
+    assert decode.held_context(plan, 4, DecodeSettings()) == 512
+    assert decode.held_context(plan, 4, DecodeSettings(context_length=700)) == 700
+    assert decode.held_context(plan, plan.kv_blocks - 1, DecodeSettings()) == plan.block_size
+
+
+def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, plain: PlainModel) -> None:
+    settings = PrefillSettings(lengths=(8, 200), repeats=3)
+    rows = list(prefill.measure("tcdeploy", tiny_deployment, (8, 200), session, settings))
+    rows += list(prefill.measure_plain(plain, (8, 200), session, settings))
+    assert [(row.subject, row.tokens) for row in rows] == [
+        ("tcdeploy", 8), ("tcdeploy", 200), ("eager", 8), ("eager", 200),
+    ]  # fmt: skip
+    assert all(row.first_token_ms.count == 3 for row in rows)
+    body = tiny_deployment.plan.weight_bytes // 4 - 2048 * 192
+    assert rows[1].floor_ms == pytest.approx(2 * body * 200 / 1e11 * 1e3)
+    assert rows[0].floor_ms == pytest.approx(tiny_deployment.plan.weight_bytes / 1e10 * 1e3)
+    assert rows[1].device_ms and rows[1].device_ms.p50 < rows[1].first_token_ms.p50
+    assert rows[2].device_ms is None
+
+
+def test_default_lengths_are_those_that_the_context_holds(session: Session) -> None:
+    assert prefill.lengths_to_measure(session.decided.plan, PrefillSettings()) == (128, 512)
+    assert prefill.lengths_to_measure(session.decided.plan, PrefillSettings(lengths=(7,))) == (7,)
+
+
+@pytest.mark.parametrize("rate", [math.inf, 100.0])
+def test_every_request_is_served_whole(tiny_deployment: Any, session: Session, rate: float) -> None:
+    settings = ThroughputSettings(requests=6, input_length=12, output_length=5, request_rate=rate)
+    [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
+    assert isinstance(row, throughput.ThroughputRow) and row.engine
+    assert row.requests == row.latencies.first_token_ms.count == 6
+    assert row.latencies.token_gap_ms and row.latencies.token_gap_ms.count == 6 * 4
+    assert row.output_tokens_per_second * row.seconds == pytest.approx(6 * 5)
+    assert row.total_tokens_per_second * row.seconds == pytest.approx(6 * 17)
+    assert 1 <= row.engine.peak_running <= 4
+    assert (row.engine.compiles, row.engine.captures, row.engine.preemptions) == (0, 0, 0)
+    assert row.engine.prefix_hit_tokens == 0 and row.engine.host_us is None
+    assert all(arrival <= first <= last <= row.seconds + 1e-9 for arrival, first, last in row.served)
+    assert not tiny_deployment.engine.has_work
+
+
+def test_a_baseline_serves_batches_one_after_another(session: Session, plain: PlainModel) -> None:
+    settings = ThroughputSettings(requests=6, input_length=12, output_length=5)
+    [row] = throughput.measure_plain(plain, session, settings)
+    assert isinstance(row, throughput.ThroughputRow) and row.engine is None
+    firsts = [first for _, first, _ in row.served]
+    assert len(set(firsts[:4])) == len(set(firsts[4:])) == 1 and firsts[0] < firsts[4]
+    assert row.output_tokens_per_second * row.seconds == pytest.approx(30)
+
+
+def test_a_baseline_refuses_arrivals_over_time(session: Session, plain: PlainModel) -> None:
+    with pytest.raises(UsageError, match="whole batches"):
+        next(throughput.measure_plain(plain, session, ThroughputSettings(request_rate=1.0)))
+
+
+def test_a_timeline_is_thinned_and_keeps_its_end() -> None:
+    timeline = [(float(number), 1, 0) for number in range(1001)]
+    found = throughput._thinned(timeline)
+    assert len(found) <= throughput.TIMELINE_POINTS + 1
+    assert (found[0], found[-1]) == (timeline[0], timeline[-1])
+    assert throughput._thinned(timeline[:1]) == (timeline[0],)
+
+
+def test_the_region_baseline_differs_in_nothing_else() -> None:
+    recipe = Recipe(model="m", region="layer", mode="default", batch_sizes=(2,))
+    assert region_recipe(recipe) == Recipe(
+        model="m", region="blocks", graphs="region", mode="reduce-overhead", batch_sizes=(2,)
+    )
+
+
+def test_restoring_comes_before_each_step_and_is_not_timed() -> None:
+    calls: list[str] = []
+
+    def restore() -> None:
+        calls.append("restore")
+        Marks("cpu")
+        sum(range(2_000_000))
+
+    seconds = step_seconds("cpu", restore, lambda: calls.append("step"), repeats=3)
+    assert calls == ["restore", "step"] * (3 + 2)
+    assert len(seconds) == 3 and min(seconds) < 0.01

@@ -1,0 +1,49 @@
+"""A picture for each report; skipped, visibly, where matplotlib is not installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.bench.decode import DecodeRow
+from tcdeploy.bench.plot import draw
+from tcdeploy.bench.prefill import PrefillRow
+from tcdeploy.bench.report import Failed, Report, Row
+from tcdeploy.bench.startup import StartupRow
+from tcdeploy.bench.stats import Summary
+from tcdeploy.bench.throughput import ThroughputRow
+from tcdeploy.bench.traffic import Served, latencies
+
+pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+MS = Summary(3, 1.0, 2.0, 3.0, 3.0)
+SERVED = [Served(0.0, [1.0, 2.0]), Served(0.5, [1.5, 2.5])]
+ROWS: dict[str, list[Row]] = {
+    "decode": [
+        DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0, None),
+        DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None, None),
+        DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0, None),
+        Failed("generate", "why"),
+    ],
+    "prefill": [PrefillRow("tcdeploy", 128, MS, MS, 0.5, 0.25), PrefillRow("eager", 512, MS, None, None, None)],
+    "throughput": [
+        ThroughputRow(
+            "tcdeploy", 2, 2.5, 1.6, 9.6, 0.8, latencies(SERVED), None, ((0.0, 1.0, 2.0), (0.5, 1.5, 2.5)), None,
+            ((1.0, 1, 1), (2.5, 0, 0)),
+        )
+    ],
+    "startup": [
+        StartupRow("tcdeploy", "cold", 3.0, {"import": 1.0, "compile": 2.0}, 3.5),
+        StartupRow("tcdeploy", "warm", 1.0, {"import": 1.0}, 1.5),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ROWS)
+@pytest.mark.parametrize("suffix", [".png", ".svg"])
+def test_every_report_has_its_picture(command: str, suffix: str, tmp_path: Path) -> None:
+    path = tmp_path / f"figure{suffix}"
+    draw(Report(command, {"gpu": "", "cpu": "AVX512"}, {"model": "m"}, {}, ROWS[command]), str(path))
+    begins = path.read_bytes()[:60]
+    assert begins.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
+    assert path.stat().st_size > 5000

@@ -1,0 +1,48 @@
+"""A document that JSON can hold, and failures that stay in it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from tcdeploy.bench.report import Failed, Report, Row, or_failed, price_per_million
+from tcdeploy.errors import UsageError
+
+
+def test_what_a_baseline_gave_before_it_failed_stays() -> None:
+    def rows() -> Iterator[Row]:
+        yield Row("eager")
+        raise RuntimeError("CUDA out of memory\nlong story")
+
+    assert or_failed("eager", rows) == [Row("eager"), Failed("eager", "RuntimeError: CUDA out of memory")]
+
+
+def test_a_baseline_that_cannot_even_begin_is_a_row() -> None:
+    def refuse() -> Iterator[Row]:
+        raise UsageError("no arrivals", "hint")
+
+    assert or_failed("generate", refuse) == [Failed("generate", "no arrivals")]
+
+
+def test_an_interrupt_is_no_result() -> None:
+    def interrupted() -> Iterator[Row]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        or_failed("eager", interrupted)
+
+
+def test_infinity_is_text_in_the_document() -> None:
+    report = Report("throughput", {}, {}, {"request_rate": math.inf, "requests": 3}, [Failed("eager", "why")])
+    document = json.loads(json.dumps(report.document(), allow_nan=False))
+    assert document["settings"] == {"request_rate": "inf", "requests": 3}
+    assert document["rows"] == [{"subject": "eager", "reason": "why"}]
+
+
+def test_a_price_follows_from_the_rate() -> None:
+    assert price_per_million(1000.0, 3.6) == pytest.approx(1.0)
+    assert price_per_million(1000.0, None) is None
+    assert price_per_million(None, 3.6) is None

@@ -1,0 +1,69 @@
+"""The parent's side of a start, with a child that is made up; the real child is in tests/cli/test_cli_bench.py."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.bench.settings import StartupSettings
+from tcdeploy.bench.startup import StartupRow, recipe_flags, run, start_process
+from tcdeploy.errors import TcdeployError
+from tcdeploy.progress import Silent
+from tcdeploy.recipe import Recipe, build_recipe
+
+
+def test_flags_give_the_same_recipe_again() -> None:
+    recipe = Recipe(model="m", batch_sizes=(1, 4), trust_remote_code=True, memory_fraction=0.5, context=64)
+    words = recipe_flags(recipe)
+    given: dict[str, object] = {"model": "m"}
+    while words:
+        word = words.pop(0).removeprefix("--")
+        if word in ("trust-remote-code", "no-trust-remote-code"):
+            given["trust_remote_code"] = not word.startswith("no-")
+        else:
+            given[word.replace("-", "_")] = words.pop(0)
+    assert build_recipe(given, environ={"TCDEPLOY_REGION": "model"}) == recipe
+
+
+def child(seen: list[list[str]], stages: dict[str, float]) -> object:
+    def start(command: list[str]) -> str:
+        seen.append(command)
+        now = time.time()
+        told = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
+        return json.dumps({**told, "environment": {"gpu": ""}})
+
+    return start
+
+
+def test_one_cold_start_then_warm_ones_on_the_same_fresh_folder() -> None:
+    seen: list[list[str]] = []
+    start = child(seen, {"import": 1.0, "compile": 2.0})
+    report = run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), Silent(), start)  # type: ignore[arg-type]
+    rows = [row for row in report.rows if isinstance(row, StartupRow)]
+    assert [row.start for row in rows] == ["cold", "warm", "warm"]
+    folders = {command[command.index("--cache-dir") + 1] for command in seen}
+    assert len(folders) == 1 and "mine" not in folders
+    assert not Path(folders.pop()).exists()
+    assert all("--child" in command for command in seen)
+
+
+def test_stages_add_up_to_the_first_token() -> None:
+    report = run(Recipe(model="m"), StartupSettings(), Silent(), child([], {"import": 1.0, "compile": 2.0}))  # type: ignore[arg-type]
+    row = report.rows[0]
+    assert isinstance(row, StartupRow)
+    assert list(row.stage_seconds) == ["interpreter", "import", "compile", "other"]
+    assert sum(row.stage_seconds.values()) == pytest.approx(row.first_token_seconds) == pytest.approx(4, abs=0.2)
+
+
+def test_a_child_that_fails_gives_its_exit_code() -> None:
+    with pytest.raises(TcdeployError, match="exit code 7") as found:
+        start_process([sys.executable, "-c", "import sys; sys.exit(7)"])
+    assert found.value.exit_code == 7
+
+
+def test_what_a_child_writes_comes_back() -> None:
+    assert start_process([sys.executable, "-c", "print('{}')"]) == "{}\n"
