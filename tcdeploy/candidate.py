@@ -44,7 +44,7 @@ ALSO = (
     MAX_AUTOTUNE,
     Candidate("max-autotune+pdl", (*AUTOTUNE, PDL)),
 )
-DECODE_ONE = (DESCENT_PDL, *ALSO)  # a matrix times a vector is Inductor's own to write
+DECODE_ONE = (DESCENT_PDL, STREAMED_PDL, *ALSO)  # a matrix times a vector is Inductor's own to write
 DECODE_MORE = (STREAMED_PDL, *ALSO, DESCENT_PDL)
 PREFILL = (DEFAULT, Candidate("pdl", (PDL,)), MAX_AUTOTUNE)
 CPU = (DEFAULT, Candidate("descent", (DESCENT,)))

@@ -51,15 +51,15 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
         limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
     )
     for region in regions:
-        _compile_in_place(region, step)
+        _compile_in_place(region, plan, step)
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
     for edge in edges:
-        _compile_in_place(edge, step, in_prefill=False)
+        _compile_in_place(edge, plan, step, in_prefill=False)
 
 
-def _compile_in_place(region: nn.Module, step: StepInputs, in_prefill: bool = True) -> None:
+def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, in_prefill: bool = True) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
@@ -73,7 +73,7 @@ def _compile_in_place(region: nn.Module, step: StepInputs, in_prefill: bool = Tr
             return region._call_impl(*args, **kwargs)
         program = compiled.get(step.candidate)
         if program is None:
-            options = inductor_options(step.candidate)
+            options = inductor_options(step.candidate, plan.graphs)
             program = torch.compile(_run_region, fullgraph=True, dynamic=False, options=options)
             compiled[step.candidate] = program
         return program(region, *args, **kwargs)
@@ -89,10 +89,11 @@ def _run_region(region: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return region._call_impl(*args, **kwargs)
 
 
-def inductor_options(candidate: Candidate) -> dict[str, Any]:
+def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
     rewrite = MERGE_AND_STREAM if candidate.streams else MERGE
-    return {"post_grad_custom_pre_pass": rewrite, **dict(candidate.inductor)}
+    own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
+    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
 
 
 def hash_of_ops() -> str:
