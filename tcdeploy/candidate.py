@@ -33,20 +33,18 @@ PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it 
 DESCENT = ("coordinate_descent_tuning", True)
 AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default")
-MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
-STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
+WITH_PDL = Candidate("pdl", (PDL,))
 DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
-ALSO = (
-    DEFAULT,
-    Candidate("pdl", (PDL,)),
-    Candidate("streamed", streams=True),
-    Candidate("descent", (DESCENT,)),
-    MAX_AUTOTUNE,
-    Candidate("max-autotune+pdl", (*AUTOTUNE, PDL)),
-)
-DECODE_ONE = (DESCENT_PDL, STREAMED_PDL, *ALSO)  # a matrix times a vector is Inductor's own to write
-DECODE_MORE = (STREAMED_PDL, *ALSO, DESCENT_PDL)
-PREFILL = (DEFAULT, Candidate("pdl", (PDL,)), MAX_AUTOTUNE)
+STREAMED = Candidate("streamed", streams=True)
+STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
+MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
+MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
+# A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
+DECODE_ONE = (DESCENT_PDL, MAX_AUTOTUNE_PDL, STREAMED_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
+DECODE_MORE = (STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+# max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
+PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)
+SHORT_TOKENS = 256
 CPU = (DEFAULT, Candidate("descent", (DESCENT,)))
 
 
@@ -59,5 +57,5 @@ def candidates(mode: str, device: str, is_prefill: bool, size: int) -> tuple[Can
     if device == "cpu":
         return CPU
     if is_prefill:
-        return PREFILL
+        return PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
     return DECODE_ONE if size == 1 else DECODE_MORE
