@@ -59,6 +59,12 @@ class Case:
             self.host_facts, self.sinks if sinks else None, 0.3, window, softcap, backend,
         )  # fmt: skip
 
+    def decode_arguments(self) -> tuple[Any, ...]:
+        return (
+            self.q[:3], self.k[:3], self.v[:3], self.k_cache, self.v_cache, self.block_table, self.seq_lens,
+            self.sinks, 0.3, 9, 2.0,
+        )  # fmt: skip
+
 
 def test_opcheck_passes_on_every_op() -> None:
     case = Case()
@@ -66,19 +72,7 @@ def test_opcheck_passes_on_every_op() -> None:
     torch.library.opcheck(ops.kv_write, write)
     for sinks in (False, True):
         torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
-    decode = (
-        case.q[:3],
-        case.k_cache,
-        case.v_cache,
-        case.block_table,
-        case.seq_lens,
-        case.sinks,
-        0.3,
-        9,
-        2.0,
-        "reference",
-    )
-    torch.library.opcheck(ops.decode_attention, decode)
+    torch.library.opcheck(ops.reference_decode_attention, case.decode_arguments())
 
 
 def test_keys_land_in_their_slots_and_nowhere_else() -> None:
@@ -114,6 +108,43 @@ def test_the_reference_is_the_textbook_formula(rules: dict[str, Any]) -> None:
     expected = sum(weight / total * value for weight, value in zip(weights, values, strict=True))
     torch.testing.assert_close(out[token, head].double(), expected, atol=1e-6, rtol=1e-5)
     assert torch.equal(out[26:], torch.zeros_like(out[26:])), "padding rows are zeros"
+
+
+def test_the_reference_decodes_as_prefill_ends_and_writes_only_the_newest_slots() -> None:
+    case = Case()
+    case.write()
+    last = case.cu_seqlens_q[1:3] - 1
+    wanted = case.prefill("reference", 9, 2.0, sinks=True)[last]
+    q, k, v = (x[[*last.tolist(), 0]] for x in (case.q, case.k, case.v))
+    k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
+    for row, length in enumerate(case.lengths):
+        for cache in (case.k_cache, case.v_cache):
+            cache.flatten(0, 1)[case.slot(row, length - 1)] = float("nan")
+    out = ops.decode_attention(
+        q, k, v, case.k_cache, case.v_cache, case.block_table, case.seq_lens, torch.zeros(3, KV_HEADS), case.sinks,
+        0.3, 9, 2.0, 1, "reference",
+    )  # fmt: skip
+    torch.testing.assert_close(out[:2], wanted)
+    assert not out[2].any()
+    assert torch.equal(case.k_cache, k_cache) and torch.equal(case.v_cache, v_cache)
+
+
+@pytest.mark.parametrize(
+    ("batch", "kv_heads", "max_context", "splits"),
+    [(1, 8, 8192, 16), (4, 8, 8192, 4), (16, 8, 8192, 1), (32, 8, 8192, 1), (1, 1, 131072, 128), (1, 8, 512, 8)],
+)
+def test_decode_is_cut_into_about_one_part_per_multiprocessor(
+    batch: int, kv_heads: int, max_context: int, splits: int
+) -> None:
+    assert ops.decode_splits(batch, kv_heads, max_context, multiprocessors=132) == splits
+
+
+def test_the_default_splits_are_a_power_of_two_and_leave_no_part_without_keys() -> None:
+    for batch in range(1, 40):
+        for max_context in (16, 100, 1000, 10000):
+            splits = ops.decode_splits(batch, 2, max_context, multiprocessors=132)
+            assert splits & (splits - 1) == 0
+            assert splits == 1 or max_context // splits >= ops.MIN_KEYS_PER_SPLIT
 
 
 def plain_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
@@ -175,16 +206,3 @@ def test_opcheck_passes_on_the_gpu() -> None:
     torch.library.opcheck(ops.kv_write, (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping, "triton"))
     torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("torch-flash"))
     torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("triton", 9, 2.0, True))
-    decode = (
-        case.q[:3],
-        case.k_cache,
-        case.v_cache,
-        case.block_table,
-        case.seq_lens,
-        case.sinks,
-        0.3,
-        9,
-        2.0,
-        "triton",
-    )
-    torch.library.opcheck(ops.decode_attention, decode)

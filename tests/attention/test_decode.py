@@ -1,0 +1,228 @@
+"""Decode says what `reference.paged_decode` says, whole and in parts, and torch.compile sees what it writes.
+
+In every test the newest token's slot is NaN before the call: only what the kernel takes from registers is right.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.utils import counters
+from torch.testing import assert_close
+from triton.runtime import driver
+
+from tcdeploy.attention import decode, reference
+from tests.attention.paged import (
+    CUDA,
+    HOPPER,
+    Case,
+    Pages,
+    assert_agrees,
+    each_case,
+    make_pages,
+    make_queries,
+    program_of,
+    record_launches,
+    shared_memory_on_hopper,
+    some_models,
+)
+
+
+class Step(NamedTuple):
+    """One decode step's arguments, and the reference's answer to them, computed on the CPU."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    pages: Pages
+    arrivals: Tensor
+    options: tuple[float, int, float, Tensor | None]  # scale, window, softcap, sinks
+
+    def arguments(self, splits: int) -> tuple[Any, ...]:
+        scale, window, softcap, sinks = self.options
+        return (self.q, self.k, self.v, *self.pages, self.arrivals, sinks, scale, window, softcap, splits)
+
+    def run(self, splits: int) -> Tensor:
+        return decode.decode_attention(*self.arguments(splits))
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Output, k_cache and v_cache afterwards; the step's own caches are left alone."""
+        q, k, v, k_cache, v_cache, *rest = (x.cpu().clone() for x in (self.q, self.k, self.v, *self.pages))
+        scale, window, softcap, sinks = self.options
+        sinks = sinks if sinks is None else sinks.cpu()
+        out = reference.paged_decode(q, k, v, k_cache, v_cache, *rest, scale, window, softcap, sinks)
+        return out, k_cache, v_cache
+
+
+def make_step(case: Case, lengths: list[int], device: str) -> Step:
+    pages = make_pages(case, lengths, device)
+    batch, v_head_dim = len(lengths), case.v_head_dim or case.head_dim
+    for row, length in enumerate(lengths):
+        for cache in pages[:2]:
+            cache.flatten(0, 1)[pages.slots(row, max(length - 1, 0), length)] = float("nan")
+    k, v = (torch.randn(batch, case.kv_heads, dim).to(case.dtype).to(device) for dim in (case.head_dim, v_head_dim))
+    arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32, device=device)
+    return Step(make_queries(case, batch, device), k, v, pages, arrivals, case.options(device))
+
+
+def assert_done(step: Step, out: Tensor, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The output, the newest tokens in their slots and no other slot touched, the counters at zero."""
+    assert_agrees(out, wanted[0])
+    assert_close([x.cpu() for x in step.pages[:2]], list(wanted[1:]), equal_nan=True, atol=0, rtol=0)
+    assert not step.arrivals.any()
+
+
+@each_case
+@pytest.mark.parametrize("splits", [1, 2, 8])
+def test_decode_means_what_the_reference_means(case, splits, device):
+    step = make_step(case, [1, 129, 0, 270], device)  # shorter than a tile, whole tiles and the new token, padding
+    wanted = step.expected()
+    out = step.run(splits)
+    assert_done(step, out, wanted)
+    assert not out[2].any(), "a sequence of length 0 is padding, and padding is zeros"
+
+
+@pytest.mark.parametrize("splits", [3, 32])
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_a_long_sequence_is_dealt_to_any_number_of_parts(sinks, splits, device):
+    step = make_step(Case(kv_heads=1, group=2, sinks=sinks), [2040], device)
+    wanted = step.expected()
+    assert_done(step, step.run(splits), wanted)
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_keys_older_than_the_window_are_never_read(splits, device):
+    step = make_step(Case(window=37), [150], device)
+    wanted, _, _ = step.expected()
+    for cache in step.pages[:2]:
+        cache.flatten(0, 1)[step.pages.slots(0, 0, 113)] = float("nan")
+    assert_agrees(step.run(splits), wanted)
+
+
+@pytest.mark.parametrize("splits", [1, 2])
+def test_queries_keys_and_values_may_be_slices_of_one_row(splits, device):
+    step = make_step(Case(group=3), [40, 77], device)
+    wanted = step.expected()
+    shapes = [x.shape[1:] for x in step[:3]]
+    packed = torch.cat([x.flatten(1) for x in step[:3]], dim=1)
+    slices = packed.split([shape.numel() for shape in shapes], dim=1)
+    step = step._replace(**{name: x.unflatten(1, shape) for name, x, shape in zip("qkv", slices, shapes, strict=True)})
+    assert not any(x.is_contiguous() for x in step[:3])
+    assert_done(step, step.run(splits), wanted)
+
+
+@pytest.mark.parametrize("device", [CUDA])
+@pytest.mark.parametrize("splits", [1, 8])
+def test_a_captured_decode_replays_thousands_of_times_with_other_lengths(splits, device):
+    step = make_step(Case(group=4, sinks=True, head_dim=128, dtype=torch.bfloat16), [300, 170], device)
+    step.run(splits)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step.run(splits)
+    for lengths in ([300, 170], [1, 0], [64, 129]):
+        step.pages.seq_lens.copy_(torch.tensor(lengths))
+        wanted, _, _ = step.expected()
+        graph.replay()
+        first = out.clone()
+        assert_agrees(first, wanted)
+        for _ in range(2000):
+            graph.replay()
+        assert torch.equal(out, first), "whoever arrives last, the parts are merged in one order"
+        assert not step.arrivals.any()
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_a_compiled_region_writes_in_place_and_takes_any_width_and_number_of_blocks(device):
+    case = Case(group=4, head_dim=128, dtype=torch.bfloat16)
+    weight = torch.randn(case.heads * case.head_dim, 64, dtype=case.dtype, device=device) / 64
+
+    @torch.compile(fullgraph=True, dynamic=False)
+    def region(q: Tensor, *rest: Any) -> Tensor:
+        return decode.decode_attention(q * 0.5, *rest).flatten(1) @ weight
+
+    torch._dynamo.reset()
+    counters.clear()
+    for lengths in ([300, 170], [900, 40]):
+        step = make_step(case, lengths, device)
+        for tensor, dim in ((step.pages.k_cache, 0), (step.pages.v_cache, 0), (step.pages.block_table, 1)):
+            torch._dynamo.mark_dynamic(tensor, dim)
+        wanted, *caches = step._replace(q=step.q * 0.5).expected()
+        with torch.no_grad():
+            out = region(*step.arguments(4))
+        assert_close(out.cpu().float(), wanted.flatten(1).float() @ weight.cpu().float(), atol=3e-2, rtol=3e-2)
+        assert_close([x.cpu() for x in step.pages[:2]], caches, equal_nan=True, atol=0, rtol=0)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("device", [CUDA])
+def test_opcheck_passes(device):
+    step = make_step(Case(group=4, head_dim=128, dtype=torch.bfloat16, window=100), [300, 0], device)
+    for cache in step.pages[:2]:
+        cache.nan_to_num_()
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+    torch.library.opcheck(decode.decode_attention, step.arguments(4), test_utils=checks)
+
+
+# What holds without running a kernel.
+
+
+class Traced(Exception):
+    """Carries what reached the compiler out of torch.compile."""
+
+
+def test_the_compiler_sees_what_the_kernel_writes_and_nothing_more(monkeypatch):
+    """Else Inductor would copy what is only read. The look at the kernel's code needs a GPU's name, not a GPU."""
+
+    class NoGpu:
+        get_current_target = staticmethod(lambda: HOPPER)
+        get_current_device = staticmethod(lambda: 0)
+
+    def stop(graph: torch.fx.GraphModule, _: Any) -> None:
+        [node] = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
+        raise Traced(sorted(node.kwargs["tensors_to_clone"]))
+
+    monkeypatch.setattr(type(driver), "active", NoGpu())
+    step = make_step(Case(group=4), [20, 3], "cpu")
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="Traced") as caught, torch.no_grad():
+        torch.compile(decode.decode_attention, backend=aot_autograd(fw_compiler=stop), fullgraph=True)(
+            *step.arguments(2)
+        )
+    written = ["arrivals", "k_cache", "out", "part_weights", "parts", "v_cache"]
+    assert str(written) in str(caught.value)
+
+
+def launch(case: Case, batch: int, splits: int) -> None:
+    """The op once, on zeros. An odd batch has its lengths and table at an odd address."""
+    lengths = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch]
+    table = torch.zeros(batch, 64 + batch, dtype=torch.int32)[:, batch % 2 :][:, :64]
+    dims = case.head_dim, case.v_head_dim or case.head_dim
+    caches = [torch.zeros(1, case.block_size, case.kv_heads, dim, dtype=case.dtype) for dim in dims]
+    q = torch.zeros(batch, case.heads, case.head_dim, dtype=case.dtype)
+    k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
+    scale, window, softcap, sinks = case.options("cpu")
+    arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
+    decode.decode_attention(q, k, v, *caches, table, lengths, arrivals, sinks, scale, window, softcap, splits)
+
+
+@some_models
+@pytest.mark.parametrize("splits", [1, 8])
+def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    launches = record_launches(monkeypatch)
+    launch(case, 1, splits)
+    [launched] = launches
+    assert shared_memory_on_hopper(launched) <= 227 * 1024
+
+
+def test_another_batch_window_or_number_of_parts_compiles_nothing_new(monkeypatch):
+    launches = record_launches(monkeypatch)
+    for batch, splits in ((1, 16), (2, 8), (3, 5), (16, 2), (17, 2)):
+        for window in (0, 1001, 64):
+            launch(Case(head_dim=128, group=4, window=window, dtype=torch.bfloat16), batch, splits)
+    assert len(launches) == 15
+    assert len({program_of(launched) for launched in launches}) == 2, "with a window, and without"
