@@ -40,7 +40,7 @@ STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
-DECODE_ONE = (DESCENT_PDL, MAX_AUTOTUNE_PDL, STREAMED_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
+DECODE_ONE = (DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
 DECODE_MORE = (STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
 # max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)

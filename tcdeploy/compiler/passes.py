@@ -21,7 +21,10 @@ from torch.fx import Graph, Node
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
 
 aten = torch.ops.aten
-PURE = {aten.mm.default, aten.addmm.default, aten.permute.default, aten.view.default, aten.reshape.default}
+VIEWS = {aten.permute.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default}
+# A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
+PARTS = {aten.mul.Tensor, aten.sum.dim_IntList, torch.ops.prims.convert_element_type.default}
+PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
 
 class RewriteProducts(CustomGraphPass):
@@ -36,7 +39,7 @@ class RewriteProducts(CustomGraphPass):
             _stream(graph)
 
     def uuid(self) -> str:
-        return f"tcdeploy-rewrite-products-2-{'streamed' if self.streams else 'merged'}"
+        return f"tcdeploy-rewrite-products-3-{'streamed' if self.streams else 'merged'}"
 
 
 def _merge_identical(graph: Graph) -> None:

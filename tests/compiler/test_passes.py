@@ -89,3 +89,31 @@ def test_products_that_the_rule_refuses_stay_with_cublas() -> None:
     assert streamed_calls(Projection(1))[0] == 0, "one row is Inductor's own to write"
     assert streamed_calls(Projection(65))[0] == 0
     assert streamed_calls(Projection(4), torch.float32)[0] == 0
+
+
+def test_a_product_that_stands_there_in_its_parts_is_merged_too() -> None:
+    """On a GPU Inductor writes a product of one row as multiply and sum; here the module does it itself."""
+
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(48, 64), requires_grad=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return sum(
+                (x.unsqueeze(2) * self.weight.t().unsqueeze(0)).sum(1)[:, k * 16 : k * 16 + 16] for k in range(3)
+            )
+
+    sums = []
+
+    class Counting(RewriteProducts):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            sums.append(sum(node.target == torch.ops.aten.sum.dim_IntList for node in graph.nodes))
+
+    forget_programs()
+    module, x = Parts().eval(), torch.randn(1, 64)
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=Counting(streams=False)):
+        found = torch.compile(module, fullgraph=True, dynamic=False)(x)
+    assert sums == [1]
+    torch.testing.assert_close(found, module(x), rtol=1e-5, atol=1e-5)
