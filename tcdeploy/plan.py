@@ -28,12 +28,8 @@ PREFILL_SEQUENCES = 8  # that one prefill step may pack; the same everywhere, be
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 NOT_IN_PROGRAMS = {
-    "context",
-    "kv_blocks",
-    "kv_bytes",
-    "workspace_bytes",
-    "tune_seconds",
-}  # sizes that a program holds as symbols
+    "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "prefill_burst",
+}  # fmt: skip  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
 # call takes 5 s and each later one 0.1 ms of the host, so it is taken only when asked for. The packages of
@@ -89,6 +85,7 @@ class Plan:
     mode: str
     graphs: str
     tune_seconds: float
+    prefill_burst: int  # prefill steps in a row while sequences wait for their next token
     buckets: tuple[Bucket, ...]
     prefill_sequences: int
     context: int
@@ -127,6 +124,8 @@ class Plan:
 def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
     """Decide everything. Raises UsageError for what cannot be asked, SpaceError for what does not fit."""
     log: list[Decision] = []
+    if recipe.prefill_burst < 1:
+        raise UsageError(f"a prefill burst of {recipe.prefill_burst} steps would never prefill", "--prefill-burst 4")
     device = _decide_device(recipe, environment, log)
     dtype = _decide_dtype(recipe, architecture, device, log)
     prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, log)
@@ -154,6 +153,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "mode": recipe.mode,
         "graphs": graphs,
         "tune_seconds": recipe.tune_seconds,
+        "prefill_burst": recipe.prefill_burst,
         "buckets": prefill + decode,
         "prefill_sequences": PREFILL_SEQUENCES,
         "context": memory.context,

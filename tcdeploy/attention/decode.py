@@ -42,8 +42,9 @@ from tcdeploy.attention.kernels import (
 )
 
 # What to tune on a GPU, all of it.
-TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `STAGES - 1` of both in flight
+TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight
 WARPS, STAGES = 4, 3
+MANY_PROGRAMS, STAGES_OF_MANY = 512, 2  # where programs share a multiprocessor, the neighbours cover a program's waits
 MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 
 
@@ -86,7 +87,7 @@ def decode_attention(
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
         kv_heads, group, max(16, members), members, head_dim, v_head_dim, block_size, keys, dim, v_dim,
         max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS, num_stages=STAGES_OF_MANY if kv_heads * splits * batch >= MANY_PROGRAMS else STAGES,
     )  # fmt: skip
     return out
 

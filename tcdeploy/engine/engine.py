@@ -57,7 +57,13 @@ class Engine:
         self.plan = plan = runner.plan
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
-            Limits(plan.decode_buckets[-1].size, plan.prefill_buckets[-1].size, plan.prefill_sequences), self.allocator
+            Limits(
+                max_rows=plan.decode_buckets[-1].size,
+                prefill_tokens=plan.prefill_buckets[-1].size,
+                prefill_sequences=plan.prefill_sequences,
+                prefill_steps_in_a_row=plan.prefill_burst,
+            ),
+            self.allocator,
         )
         self.waited_seconds = 0.0  # that the host stood still for the device
         self._requests: dict[int, Sequence] = {}
