@@ -16,7 +16,7 @@ from tcdeploy.recipe import Recipe
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Fitted to an H100 with torch 2.11 and CUDA 13, Llama and Qwen shapes of 1 to 8 billion parameters.
-CONTEXT_BYTES = 520 << 20  # the CUDA context, and the code of torch's, cuBLAS's and Triton's kernels
+CONTEXT_BYTES = 970 << 20  # the CUDA context, the code of torch's, cuBLAS's and Triton's kernels, and fragments
 CUBLAS_BYTES = 3 * (32 << 20)  # a workspace for each stream that multiplies matrices: eager, and while recording
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one recorded step, in the driver
 CHECK_SHARE = 1.5  # of a step's activations: transformers' own attention beside it, while a bucket is checked

@@ -2,7 +2,8 @@
 
 Merging: sibling projections trace as identical products (see models/siblings.py), and torch 2.11 to 2.13 keeps them
 all; one is left. Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says
-that this is faster than cuBLAS (candidates named "streamed").
+that this is faster than cuBLAS (candidates named "streamed"). A product of one row may reach the pass in its parts,
+multiply and sum, because Inductor writes it itself under coordinate descent: it is merged all the same.
 
 The pass has a uuid, so programs that went through it are still cached. The sources of the ops that it puts in are in
 the cache's key by programs.py.
@@ -23,7 +24,8 @@ import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
 aten = torch.ops.aten
 VIEWS = {aten.permute.default, aten.view.default, aten.reshape.default, aten.unsqueeze.default}
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
-PARTS = {aten.mul.Tensor, aten.sum.dim_IntList, torch.ops.prims.convert_element_type.default}
+CONVERT = torch.ops.prims.convert_element_type.default
+PARTS = {aten.mul.Tensor, aten.sum.dim_IntList, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
 
@@ -35,11 +37,12 @@ class RewriteProducts(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
+        _cut_in_place(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)
 
     def uuid(self) -> str:
-        return f"tcdeploy-rewrite-products-3-{'streamed' if self.streams else 'merged'}"
+        return f"tcdeploy-rewrite-products-4-{'streamed' if self.streams else 'merged'}"
 
 
 def _merge_identical(graph: Graph) -> None:
@@ -51,6 +54,34 @@ def _merge_identical(graph: Graph) -> None:
         if found is not node:
             node.replace_all_uses_with(found)
             graph.erase_node(node)
+
+
+def _cut_in_place(graph: Graph) -> None:
+    """Let the slices of a product that is written in its parts be views of one tensor in its own dtype.
+
+    Else Inductor keeps the float32 sum, and each slice is converted by whoever reads it: a kernel of its own where
+    that is attention. A strided view makes it keep the converted product.
+    """
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.slice.Tensor:
+            continue
+        product = _behind_views(node.args[0])
+        if product.target is not CONVERT or product.args[0].target is not aten.sum.dim_IntList:
+            continue
+        cut = node.meta["val"]
+        with graph.inserting_before(node):
+            view = graph.call_function(
+                aten.as_strided.default, (product, list(cut.shape), list(cut.stride()), cut.storage_offset())
+            )
+        view.meta.update(node.meta)
+        node.replace_all_uses_with(view)
+        graph.erase_node(node)
+
+
+def _behind_views(node: Any) -> Any:
+    while node.op == "call_function" and node.target in (aten.view.default, aten.reshape.default):
+        node = node.args[0]
+    return node
 
 
 class _Product(NamedTuple):
