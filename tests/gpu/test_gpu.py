@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.candidate import DEFAULT, DESCENT_PDL, MAX_AUTOTUNE_PDL, STREAMED_PDL
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import sealed
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.recipe import build_recipe
 from tests.conftest import forget_programs
@@ -41,7 +43,7 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
 ) -> None:
     """The same arithmetic as on the CPU: Triton prefill and decode, replayed from graphs."""
     deployment = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs)
-    assert [record.captured for record in deployment.records] == [False, False, graphs == "step", graphs == "step"]
+    assert [record.captured for record in deployment.records] == [graphs == "step"] * 4
     with measured() as serving, sealed():
         ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     assert serving.counts.compiles == 0
@@ -53,20 +55,80 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
         assert answer == out[0, len(prompt) :].tolist()
 
 
-def test_a_replayed_graph_gives_what_the_programs_give(cache_dir: str) -> None:
+def sequences_for(deployment: Deployment, count: int) -> list[Sequence]:
+    """Of unequal lengths, with blocks of their own; what their keys are is whatever the cache holds."""
+    allocator = BlockAllocator(deployment.plan.kv_blocks, deployment.plan.block_size)
+    made = [Sequence(row, [7] * (20 + row), 20 + row, SamplingParams()) for row in range(count)]
+    for sequence in made:
+        sequence.blocks = allocator.take(3)
+    return made
+
+
+def test_a_replayed_graph_gives_what_the_programs_give_and_moves_the_rows_on(cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir)
     runner = deployment.engine.runner
-    deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
     for bucket in deployment.plan.decode_buckets:
-        replayed = runner.rerun(bucket).logits.clone()
-        assert torch.equal(replayed, runner.rerun_uncaptured(bucket).logits)
+        sequences = sequences_for(deployment, bucket.size)
+        found = []
+        for run in (runner.rerun, runner.rerun_uncaptured):
+            runner.seating.place(sequences)
+            output = run(bucket)
+            found.append((output.logits.clone(), output.tokens.clone()))
+            wanted = [len(sequence.token_ids) + 1 for sequence in sequences]
+            assert runner.state.seq_lens[: bucket.size].tolist() == wanted
+            assert torch.equal(runner.state.token_ids[: bucket.size], output.tokens)
+        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+    for bucket in deployment.plan.prefill_buckets:
+        chunks = [Chunk(sequences[0], 0, 20), Chunk(sequences[1], 5, 11)]
+        recorded = runner.prefill(chunks, bucket=bucket).logits[:2].clone()
+        assert torch.equal(recorded, runner.rerun_uncaptured(bucket).logits[:2])
+
+
+def test_tokens_on_the_gpu_survive_pre_emption_prefix_reuse_and_neighbours(cache_dir: str) -> None:
+    """float32, where all buckets round alike enough for greedy tokens to be equal."""
+    params = SamplingParams(max_new_tokens=40)
+    plain = deploy("builtin:tiny", cache_dir, dtype="float32").engine
+    alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
+    assert plain.generate(PROMPTS + PROMPTS[::-1], params) == alone + alone[::-1]
+    assert plain.allocator.free == plain.allocator.capacity
+    scarce = deploy("builtin:tiny", cache_dir, dtype="float32", kv_blocks=26).engine
+    assert scarce.generate(PROMPTS, params) == alone
+    assert scarce.scheduler.preemptions > 0
+    seeded = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
+    drawn = [scarce.generate([prompt], seeded)[0] for prompt in PROMPTS]
+    assert scarce.generate(PROMPTS, seeded) == drawn
+    scarce.allocator.assert_consistent()
+
+
+def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, tmp_path: Path) -> None:
+    """Large enough that products are streamed: 1,024 columns and more."""
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
+    folder = save_config("llama", tmp_path, head_dim=128, **sizes)
+    deployment = deploy(folder, cache_dir, load_format="dummy", dtype="bfloat16")
+    runner = deployment.engine.runner
+    for bucket in deployment.plan.decode_buckets:
+        sequences = sequences_for(deployment, bucket.size)
+        logits = {}
+        for candidate in (DEFAULT, STREAMED_PDL, DESCENT_PDL, MAX_AUTOTUNE_PDL):
+            runner.choose(bucket, candidate)
+            for _ in range(3):
+                runner.seating.place(sequences)
+                logits[candidate.name] = runner.rerun(bucket).logits.float().clone()
+            runner.capture(bucket)
+            runner.seating.place(sequences)
+            torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[candidate.name])
+        for name, found in logits.items():
+            difference = (found - logits["default"]).norm() / logits["default"].norm()
+            assert difference < 0.02, name
 
 
 @pytest.mark.parametrize("family", list(SERVED))
 def test_every_family_is_right_in_bfloat16(family: str, cache_dir: str, tmp_path: Path) -> None:
     deployment = deploy(save_config(family, tmp_path), cache_dir, load_format="dummy")
     kinds = KINDS_OF_LAYERS.get(family, 1)
-    assert [record.programs for record in deployment.records] == [kinds] * 4
+    prefill, decode = deployment.records[:2], deployment.records[2:]
+    assert [record.programs for record in prefill] == [kinds] * 2
+    assert all(kinds < record.programs <= kinds + 4 for record in decode), "final norm, rotary factors and head as well"
     assert all(record.parity.passed for record in deployment.records)
     with measured() as serving, sealed():
         deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
