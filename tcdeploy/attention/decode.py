@@ -16,18 +16,18 @@ keep the chain of waits short:
 Nothing reads a length on the host, and `splits` is an argument: what a CUDA graph froze holds for any lengths. Parts
 without tiles leave at once, so many splits cost little where a sequence is short.
 
-Microseconds a launch on one H100 (torch 2.11, November 2026) at 32 heads over 8 of 128, bfloat16, 512 tokens each, block
-ids shuffled over 512 MB of cache, inside one CUDA graph; three kernels before -> this one (a plain read of as many
-bytes): batch 1: 8.8 -> 7.4 (2.2), 4: 11.4 -> 9.4 (4.7), 16: 18.6 -> 17.1 (13.2), 32: 30.6 -> 28.9 (24.5), 64: 58.6 -> 51.1,
-128: 102 -> 96.5 (88.5), 256: 191 -> 185, which is 97% of a copy's rate. Falls short at batch 1: without the merge it
-would be 4.9, so the counter and the merge cost nearly what the second launch did.
+Microseconds on one H100 (torch 2.11, November 2026) at 32 heads over 8 of 128, bfloat16, 512 tokens each, block ids
+shuffled over 512 MB of cache, all in one CUDA graph; three kernels before -> this one (a plain read of as many bytes):
+batch 1: 8.8 -> 7.4 (2.2), 4: 11.4 -> 9.4 (4.7), 16: 18.6 -> 17.1 (13.2), 32: 30.6 -> 28.9 (24.5), 64: 58.6 -> 51.1,
+128: 102 -> 96.5 (88.5), 256: 191 -> 185, which is 97% of a copy's rate. Falls short at batch 1: with the merge left out
+an earlier form took 4.9 for 7.7, so counter and merge cost nearly what the second launch did.
 
-Rejected, same units: [blocks, kv_heads, block_size, dim] as layout (batch 16: 16.7 for 16.5, batch 128: 97.8 for 97.4);
-blocks of 64 slots (0.2 faster at batch 1, nothing from 16 on); evict_first (nothing); four stages (17.4 for 16.7 at
-batch 16) and one or two warps (a merge that spills: 12 for 7 at batch 1); two or more parts from batch 12 on (19.6 for
-17.1 at batch 16, since the merge outlasts what balance gains), but for long contexts; ids carried two tiles ahead
-(Triton no longer pipelines the loads). Programmatic dependent launch took 0.9 off when every kernel of the graph used
-it; a model's graph has none other.
+Rejected, same units, from earlier forms of this kernel: [blocks, kv_heads, block_size, dim] as layout (batch 16: 16.7
+for 16.5, batch 128: 97.8 for 97.4); blocks of 64 slots (0.2 faster at batch 1, nothing from 16 on); evict_first
+(nothing); four stages (17.4 for 16.7 at batch 16); two warps (a merge that spills: 12 for 7 at batch 1); two parts from
+batch 12 on (19.6 for 17.1 at batch 16: the merge outlasts what balance gains) but for long contexts; block ids carried
+two tiles ahead (Triton then pipelines no loads). Programmatic dependent launch took 0.9 off in a graph of nothing but
+this kernel; a model's graph has none else that uses it.
 """
 
 from __future__ import annotations
