@@ -54,6 +54,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return create_dot(self, a, b, *rest)
 
+    own = set(vars(tl.tensor))
     patched = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     patched.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
     monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
@@ -64,6 +65,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
     finally:
         patched.restore()
+        for name in set(vars(tl.tensor)) - own:  # Triton 3.6 leaves a __repr__
+            delattr(tl.tensor, name)
 
 
 NO_GPU, GPU = not torch.cuda.is_available(), torch.cuda.is_available()

@@ -38,7 +38,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "triton":
         yield Machine("triton", "cuda")
         return
-    from tests.attention.test_kernels import interpreted
+    from tests.attention.paged import interpreted
 
     with interpreted(monkeypatch):
         yield Machine("triton", "cpu")
@@ -185,7 +185,7 @@ def test_the_kernel_compiles_for_hopper(
 ) -> None:
     """Triton's compiler needs no GPU. A batch of one and a view at an odd address are the same program."""
     pytest.importorskip("triton")
-    from tests.attention import test_kernels as attention
+    from tests.attention import paged as attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "tiles_of", lambda size, vocab_size: tiles)

@@ -22,7 +22,7 @@ from triton.runtime.jit import create_function_from_signature, mangle_type
 
 from tcdeploy.linear import kernels, ops
 from tcdeploy.linear.kernels import TILES, Tile, candidates
-from tests.attention.test_kernels import CPU, CUDA, interpreted, record_launches
+from tests.attention.paged import CPU, CUDA, interpreted, record_launches
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
