@@ -27,7 +27,7 @@ for 16.5, batch 128: 97.8 for 97.4); blocks of 64 slots (0.2 faster at batch 1, 
 (nothing); four stages (17.4 for 16.7 at batch 16); two warps (a merge that spills: 12 for 7 at batch 1); two parts from
 batch 12 on (19.6 for 17.1 at batch 16: the merge outlasts what balance gains) but for long contexts; block ids carried
 two tiles ahead (Triton then pipelines no loads). Programmatic dependent launch took 0.9 off in a graph of nothing but
-this kernel; a model's graph has none else that uses it.
+this kernel; Inductor does not launch a kernel of ours that way.
 """
 
 from __future__ import annotations
