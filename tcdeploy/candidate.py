@@ -1,14 +1,21 @@
 """The ways in which a bucket's step can be made, and which of them each mode tries. No torch.
 
-A candidate is a set of Inductor settings, how far decode attention splits its keys, and whether the step is recorded as
-a CUDA graph. Every mode but `auto` names one candidate for all buckets; `auto` times several for each and keeps the
-fastest (engine/tuning.py), so nothing here claims to know which that is: only the order, the likely winners first, for
-the case that the budget ends early.
+A candidate is a set of Inductor settings, and who multiplies. Every mode but `auto` names one candidate for all buckets;
+`auto` times several for each and keeps the fastest (engine/warmup.py), so nothing here claims to know which that is:
+only the order, the likely winners first, for the case that the time for trying ends early.
 
-Measured on an H100, 8B shape, per layer and without attention (us): at batch 1 coordinate descent 158 against 172 by
-default, because with it Inductor writes the matrix-vector product itself; at batch 16 and 32 it changes nothing, for
-there it leaves products to cuBLAS. max-autotune alone lost at every batch (181, 185, 186): it times GEMMs on weights
-that lie in the L2 cache.
+Measured on an H100, 8B shape, ms per decode step at a context of 512, whole-step graph, one run each:
+
+    batch                1      4     16     32
+    default           6.33   6.34   6.74   7.10
+    pdl               6.29   6.30   6.69   7.10
+    descent+pdl       5.52      -      -      -    Inductor writes the product with one row itself, as a reduction
+    streamed             -   5.99      -   6.85
+    streamed+pdl         -   5.80   6.18   6.64
+    max-autotune      5.71      -      -      -
+    max-autotune+pdl  5.57   6.26      -      -    it times products on weights that lie in the L2 cache, and errs
+
+Coordinate descent changes products of one row only; from two rows on they stay with cuBLAS, and it brings nothing.
 """
 
 from __future__ import annotations
@@ -30,18 +37,21 @@ class Candidate:
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
+COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
 DESCENT = ("coordinate_descent_tuning", True)
 AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default")
 WITH_PDL = Candidate("pdl", (PDL,))
 DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
+DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (DESCENT, PDL, COMBO))
 STREAMED = Candidate("streamed", streams=True)
 STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
+STREAMED_PDL_COMBO = Candidate("streamed+pdl+combo", (PDL, COMBO), streams=True)
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
-DECODE_ONE = (DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
-DECODE_MORE = (STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+DECODE_ONE = (DESCENT_PDL, DESCENT_PDL_COMBO, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
+DECODE_MORE = (STREAMED_PDL, STREAMED_PDL_COMBO, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
 # max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)
 SHORT_TOKENS = 256

@@ -171,10 +171,11 @@ class _BucketWarmer:
             try:
                 made[candidate.name] = self._make(candidate, sequences)
                 step_ms = self._step_ms()
-            except torch._dynamo.exc.TorchDynamoException as error:  # a setting that this torch cannot compile with
-                problem = str(error).strip().splitlines()[0][:200]
+            except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
+                # A setting that this torch does not know or cannot compile with: passed over, and shown.
+                problem = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             trials.append(Trial(candidate.name, step_ms, time.perf_counter() - start, problem))
-        if not made:
+        if all(trial.step_ms is None for trial in trials):
             raise CompileError(f"no candidate could be compiled for {self.bucket.name}: {trials[0].error}")
         winner = next(one for one in candidates if one.name == _fastest(tuple(trials)).candidate)
         first = made[winner.name]  # its counts are those of the compile; made once more, because the last one stands
