@@ -1,8 +1,8 @@
 """The ways in which a bucket's step can be made, and which of them each mode tries. No torch.
 
-A candidate is a set of Inductor settings, and who multiplies. Every mode but `auto` names one candidate for all buckets;
-`auto` times several for each and keeps the fastest (engine/warmup.py), so nothing here claims to know which that is:
-only the order, the likely winners first, for the case that the time for trying ends early.
+A candidate is a set of Inductor settings, and who multiplies. Every mode but `auto` names one candidate for all
+buckets; `auto` times several for each and keeps the fastest (engine/warmup.py), so nothing here claims to know which
+that is: only the order, the likely winners first, for the case that the time for trying ends early.
 
 Measured on an H100, 8B shape, ms per decode step at a context of 512, whole-step graph, one run each:
 
@@ -27,13 +27,12 @@ from dataclasses import dataclass
 class Candidate:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `streams` gives products of few rows to our own kernel (linear/); `decode_splits` 0 leaves the number to us.
+    `streams` gives products of few rows to our own kernel (linear/).
     """
 
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
     streams: bool = False
-    decode_splits: int = 0
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends

@@ -19,7 +19,7 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.interface import StepInputs, default_splits
 from tcdeploy.attention.kvcache import PADDING_SLOT
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk
@@ -87,7 +87,7 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, step: StepInputs) -> StepB
         seq_lens=state.seq_lens[:size],
         cu_seqlens_q=unused,
         host_facts=torch.zeros(5, dtype=torch.int64),
-        decode_splits=0,
+        decode_splits=default_splits(size, step.arrivals),
         arrivals=step.arrivals,
     )
     rows = torch.arange(size, device=device)
@@ -115,7 +115,7 @@ class PrefillBuffers:
             seq_lens=ints["seq_lens"],
             cu_seqlens_q=ints["starts"],
             host_facts=torch.zeros(5, dtype=torch.int64),
-            decode_splits=0,
+            decode_splits=1,
             arrivals=step.arrivals,
         )
         self.buffers = StepBuffers(

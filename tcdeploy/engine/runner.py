@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import StepInputs, default_splits
+from tcdeploy.attention.interface import StepInputs
 from tcdeploy.candidate import Candidate
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
@@ -38,7 +38,6 @@ class ModelRunner:
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
         self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
-        self._default_splits = {one: default_splits(one.size, step.arrivals) for one in plan.decode_buckets}
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
@@ -79,9 +78,6 @@ class ModelRunner:
         """How the bucket's step is to be made from now on; a graph made otherwise is dropped."""
         self._graphs.pop(bucket, None)
         self._candidates[bucket] = candidate
-        if not bucket.is_prefill:
-            step = self._decode[bucket].step
-            step.decode_splits = candidate.decode_splits or self._default_splits[bucket]
 
     def capture(self, bucket: Bucket) -> None:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
