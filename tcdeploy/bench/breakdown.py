@@ -22,7 +22,8 @@ TOP = 12
 KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's names hold CUTLASS types
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
-        ("sampling", r"advance|argmax|sampl|multinomial|topk|sort|cumsum"),
+        ("other", r"^triton_poi_"),  # pointwise: a product in its name is where its input came from
+        ("sampling", r"advance|^_best_kernel$|argmax|sampl|multinomial|topk|sort|cumsum"),
         ("attention", r"flash|fmha"),
         ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(^|_)(linear|addmm|mm|bmm|mv)(_|$)"),
         ("attention", r"^_\w+_kernel$"),  # ours; Inductor's begin with triton_
@@ -50,7 +51,8 @@ class KernelTime:
 class Breakdown:
     """Microseconds in one step, medians over replays; the four kinds and `gap_us` are parts, and add up but for noise.
 
-    Kernels may overlap, so the kinds together can be longer than the step; `gap_us` is when none was running.
+    A kernel that is launched early (programmatic dependent launch) waits for the one before it: that time is counted
+    for the one before. `gap_us` is when none was running.
     """
 
     replays: int
@@ -86,8 +88,18 @@ def _kernels_of(profiled: profile) -> list[Kernel]:
     ]
 
 
+def without_overlap(kernels: list[Kernel]) -> list[Kernel]:
+    """Each kernel from the end of the one before, in the order of their ends: what it added to the step."""
+    trimmed, busy_until = [], float("-inf")
+    for kernel in sorted(kernels, key=lambda kernel: kernel.stop):
+        trimmed.append(kernel._replace(start=max(kernel.start, busy_until)))
+        busy_until = kernel.stop
+    return trimmed
+
+
 def summarise_kernels(replays: list[list[Kernel]]) -> Breakdown:
     """Each replay is the kernels of one step, in any order."""
+    replays = [without_overlap(replay) for replay in replays]
     kinds = ("gemm", "attention", "sampling", "other")
     by_kind = {kind: median(_busy(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
     return Breakdown(

@@ -22,6 +22,7 @@ from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_ker
         ("_advance_kernel", "sampling"),
         ("triton_red_fused_add_mean_mul_pow_rsqrt_2", "other"),
         ("triton_poi_fused_comm_0", "other"),
+        ("triton_poi_fused_add_cat_mm_mul_neg_1", "other"),
         ("Memcpy DtoD (Device -> Device)", "other"),
         ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
     ],
@@ -66,6 +67,14 @@ def test_a_breakdown_is_per_step() -> None:
     assert (first.name, first.kind, first.count, first.us) == ("nvjet_a", "gemm", 2, 8)
 
 
+def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
+    found = summarise_kernels(
+        [[Kernel("_linear_kernel", 1, 9), Kernel("nvjet_a", 0, 6), Kernel("_decode_kernel", 8, 12)]]
+    )
+    assert (found.kernel_us, found.gap_us, found.step_us) == (12, 0, 12)
+    assert {one.name: one.us for one in found.top} == {"nvjet_a": 6, "_linear_kernel": 3, "_decode_kernel": 3}
+
+
 def test_only_the_longest_kernels_are_listed() -> None:
-    found = summarise_kernels([[Kernel(f"k{number}", 0, number) for number in range(1, 30)]])
+    found = summarise_kernels([[Kernel(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
     assert [one.name for one in found.top] == [f"k{number}" for number in range(29, 29 - TOP, -1)]
