@@ -51,14 +51,19 @@ MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
 DECODE_ONE = (DESCENT_PDL, DESCENT_PDL_COMBO, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
 DECODE_MORE = (STREAMED_PDL, STREAMED_PDL_COMBO, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 # max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)
 SHORT_TOKENS = 256
-CPU = (DEFAULT, Candidate("descent", (DESCENT,)))
+CPU = (DEFAULT, DECODE_ELSEWHERE[0])
 
 
-def candidates(mode: str, device: str, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
-    """What `mode` tries for a bucket of `size`, in this order; all but `auto` name one."""
+def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
+    """What `mode` tries for a bucket of `size`, in this order; all but `auto` name one.
+
+    Streamed products and dependent launches are for Hopper: other GPUs lack the shared memory or the instruction, or
+    were not measured.
+    """
     if mode == "max-autotune":
         return (MAX_AUTOTUNE,)
     if mode != "auto":
@@ -66,5 +71,7 @@ def candidates(mode: str, device: str, is_prefill: bool, size: int) -> tuple[Can
     if device == "cpu":
         return CPU
     if is_prefill:
-        return PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
+        return PREFILL_LONG if is_hopper and size > SHORT_TOKENS else PREFILL_SHORT
+    if not is_hopper:
+        return DECODE_ELSEWHERE
     return DECODE_ONE if size == 1 else DECODE_MORE

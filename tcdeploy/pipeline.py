@@ -86,7 +86,9 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         layers = find_layers(runner.model, architecture)
         edges = find_edges(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
         compile_regions(regions_to_compile(runner.model, layers, plan.region), edges, plan, runner.step)
-        known = Earlier(earlier.cold_seconds(), earlier.trials()) if earlier else Earlier()
+        known = Earlier()
+        if earlier:
+            known = Earlier(earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
         records = warm_buckets(runner, architecture, known, measure, progress)
     workspace_bytes = _workspace_bytes(plan)
     manifest = make_manifest(plan, decided.environment, stages.seconds, records, workspace_bytes)

@@ -84,6 +84,7 @@ class Plan:
     region: str
     mode: str
     graphs: str
+    is_hopper: bool  # compute capability 9.0: what our fastest products were written for
     tune_seconds: float
     prefill_burst: int  # prefill steps in a row while sequences wait for their next token
     buckets: tuple[Bucket, ...]
@@ -108,7 +109,7 @@ class Plan:
 
     def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
         """Ways to make the bucket's step; where there are several, the fastest is kept."""
-        return candidates(self.mode, self.device, bucket.is_prefill, bucket.size)
+        return candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
 
     def is_recorded(self, bucket: Bucket) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
@@ -152,6 +153,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
+        "is_hopper": device == "cuda" and environment.gpu_capability == (9, 0),
         "tune_seconds": recipe.tune_seconds,
         "prefill_burst": recipe.prefill_burst,
         "buckets": prefill + decode,

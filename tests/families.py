@@ -46,10 +46,19 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
+OTHERS: dict[str, dict[str, Any]] = {  # served, and here for their shape alone
+    "cohere": _SIZES,
+    "qwen2_moe": {
+        **_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+}  # fmt: skip
+
+
 def save_config(family: str, folder: Path, **changes: Any) -> str:
     """A folder with nothing but the family's small config; run it with load_format dummy."""
     from transformers import AutoConfig
 
-    sizes = SERVED[family] if family in SERVED else REFUSED[family][0]
+    sizes = {**SERVED, **OTHERS, **{name: refused for name, (refused, _) in REFUSED.items()}}[family]
     AutoConfig.for_model(family, **{**sizes, **changes}).save_pretrained(folder)
     return str(folder)

@@ -16,7 +16,7 @@ from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarise
-from tcdeploy.bench.subject import FIRST_TOKENS, Prompts, first_token_seconds, placed, prefill_step
+from tcdeploy.bench.subject import FIRST_TOKENS, Prompts, first_token_seconds, placed, prefill_step, rest
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
 from tcdeploy.plan import Plan
@@ -80,7 +80,10 @@ def measure_plain(
     reads = weigh(plain.model, plain.plan.weight_bytes)
     for length in lengths:
         session.progress.stage(f"{plain.name} prompts of {length}")
-        seconds = [plain.token_seconds([prompts.draw(length)], 1)[0] for _ in range(settings.repeats)]
+        seconds = []
+        for _ in range(settings.repeats):
+            rest(plain.plan.device)
+            seconds.append(plain.token_seconds([prompts.draw(length)], 1)[0])
         yield _row(plain.name, length, seconds, None, reads, session)
 
 
@@ -95,5 +98,5 @@ def _row(
         first_token_ms,
         summarise(one * 1e3 for one in device_seconds) if device_seconds else None,
         floor_ms,
-        share_of_floor(floor_ms, first_token_ms.p50),
+        share_of_floor(floor_ms, summarise(one * 1e3 for one in device_seconds or seconds).p50),
     )

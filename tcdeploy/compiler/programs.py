@@ -63,8 +63,8 @@ def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, in_prefil
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
-    shared by all layers, because torch compares options by value. Covered by test_programs.py::
-    test_each_bucket_runs_the_program_of_its_own_candidate.
+    shared by all layers, because torch compares options by value. Covered by tests/engine/
+    test_tuning.py::test_each_bucket_runs_the_program_of_its_own_candidate.
     """
     compiled: dict[Candidate, Callable[..., Any]] = {}
 
@@ -192,7 +192,7 @@ def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
     if isinstance(error, torch._dynamo.exc.Unsupported):
         hint = "--explain-breaks shows the line"
         if plan.region == "layer":
-            hint += "; --region blocks compiles attention and MLP apart"
+            hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
         return CompileError(
             f"{plan.model} does not trace whole with --region {plan.region}: {text.splitlines()[0]}", hint
         )

@@ -68,6 +68,7 @@ class Engine:
         self.waited_seconds = 0.0  # that the host stood still for the device
         self._requests: dict[int, Sequence] = {}
         self._unread: dict[int, list[NewToken]] = {}  # of requests that a stream will ask for
+        self._unclaimed: list[NewToken] = []  # of submitted requests, made while a stream drove the engine
         self._next_id = 0
         self._launched: _Launched | None = None
 
@@ -87,15 +88,17 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return self._launched is not None or self.scheduler.has_work
+        return self._launched is not None or self.scheduler.has_work or bool(self._unclaimed)
 
     def step(self) -> list[NewToken]:
-        """Launch the next step, then read the tokens of the one before. Nothing can compile here."""
-        with sealed():
-            before, self._launched = self._launched, self._launch()
-            tokens = self._collect(before) if before else []
-        self._keep_unread(tokens)
-        return tokens
+        """Advance everything that runs; the new tokens of requests that were submitted.
+
+        Those of a stream go to the stream. Nothing can compile here. Should a step raise, the requests are still
+        open: they go back to the queue and compute their keys again.
+        """
+        self._advance()
+        taken, self._unclaimed = self._unclaimed, []
+        return taken
 
     def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
         """Tokens of all prompts as they come; `request_id` is replaced by the prompt's number.
@@ -107,12 +110,12 @@ class Engine:
         numbers = {request_id: number for number, request_id in enumerate(ids)}
         self._unread.update((request_id, []) for request_id in ids)
         try:
-            while any(request_id in self._requests or self._unread[request_id] for request_id in ids):
+            while any(request_id in self._requests or self._unread.get(request_id) for request_id in ids):
                 for request_id in ids:
                     for token in self._take_unread(request_id):
                         yield token._replace(request_id=numbers[request_id])
                 if any(request_id in self._requests for request_id in ids):
-                    self.step()
+                    self._advance()
         finally:
             self._abandon(ids)
 
@@ -123,6 +126,23 @@ class Engine:
         for token in self.stream(prompts, params):
             results[token.request_id].append(token.token_id)
         return results
+
+    def _advance(self) -> None:
+        """Launch the next step, then read the tokens of the one before."""
+        before, self._launched = self._launched, None
+        with sealed():
+            try:
+                self._launched = self._launch()
+            except BaseException:
+                self._start_over(before)
+                raise
+            self._hand_out(self._collect(before) if before else [])
+
+    def _start_over(self, before: _Launched | None) -> None:
+        """A step was scheduled and did not run: what the scheduler believes to be in the cache is not there."""
+        self._hand_out(self._collect(before) if before else [])
+        self.scheduler.start_over()
+        self.runner.seating.clear()
 
     def _launch(self) -> _Launched | None:
         step = self.scheduler.schedule()
@@ -204,13 +224,15 @@ class Engine:
             if request_id in self._requests:
                 self.abort(request_id)
 
-    def _keep_unread(self, tokens: list[NewToken]) -> None:
+    def _hand_out(self, tokens: list[NewToken]) -> None:
         for token in tokens:
-            if token.request_id in self._unread:
-                self._unread[token.request_id].append(token)
+            self._unread.get(token.request_id, self._unclaimed).append(token)
 
     def _take_unread(self, request_id: int) -> list[NewToken]:
-        taken, self._unread[request_id] = self._unread[request_id], []
+        taken = self._unread.get(request_id)
+        if not taken:  # nothing new, or aborted by somebody else
+            return []
+        self._unread[request_id] = []
         return taken
 
 

@@ -1,7 +1,8 @@
 """Is a bucket right? Its logits against the same weights run by transformers' own attention, uncompiled.
 
-The reference shares nothing with what it judges: no compiled program, no paged cache, none of our ops. It runs each
-sequence alone, from its first token, and gives the logits of the last.
+The reference shares nothing with what it judges but the weights: no compiled program, no paged cache, none of our ops.
+Packed weights (models/siblings.py) it reads by slices, one product each. It runs each sequence alone, from its first
+token, and gives the logits of the last.
 """
 
 from __future__ import annotations

@@ -24,7 +24,6 @@ class RowSeating:
         self.state = state
         self._seated: list[Sequence] = []
         self._blocks_up: list[int] = []  # how many of each row's blocks the device knows
-        self._counts_tokens = False
 
     def seat(self, running: ListLike[Sequence]) -> None:
         """Make row i hold running[i]. Launches work only for what changed."""
@@ -49,6 +48,10 @@ class RowSeating:
         self._upload(self.state.positions, [length - 1 for length in lengths])
         self._upload(self.state.seq_lens, lengths)
 
+    def clear(self) -> None:
+        """Empty every row."""
+        self._reseat([])
+
     def features(self, sequences: ListLike[Sequence]) -> Features | None:
         """What sampling these takes beyond the greedy choice that every step makes; None: nothing."""
         params = [sequence.params for sequence in sequences]
@@ -61,18 +64,21 @@ class RowSeating:
         rows = self.state.nobody
         source = [before.get(id(sequence), rows) for sequence in running]
         source += [rows] * (rows + 1 - len(running))
-        self._move(source)
+        self._move(source, any(sequence.params.has_penalties for sequence in self._seated))
         blocks_up = [self._blocks_up[row] if row < rows else -1 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
             if id(sequence) not in before:
                 self._seat_new(row, sequence)
         self._seated, self._blocks_up = list(running), blocks_up
 
-    def _move(self, source: list[int]) -> None:
-        """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others."""
+    def _move(self, source: list[int], with_counts: bool) -> None:
+        """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others.
+
+        What penalties count is the size of the vocabulary in every row: it moves only where some row has it.
+        """
         state = self.state
         moved = [state.token_ids, state.positions, state.seq_lens, state.block_table]
-        moved += [one for one in vars(state.sampling).values() if one.ndim == 1 or self._counts_tokens]
+        moved += [one for one in vars(state.sampling).values() if one.ndim == 1 or with_counts]
         index = _device_tensor(source, torch.int64, state.token_ids.device)
         for tensor in moved:
             tensor.copy_(tensor.index_select(0, index))
@@ -96,7 +102,6 @@ class RowSeating:
         for name, value in values.items():
             self._upload(getattr(sampling, name)[row : row + 1], [value])
         if params.has_penalties:
-            self._counts_tokens = True
             prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
             set_history(sampling, row, prompt, output)
 

@@ -108,11 +108,16 @@ def row_seed(seed: int | None) -> int:
 
 
 def set_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
-    """What the penalties of a row count from now on. For admission, not for a step: copies from the host."""
-    vocab_size = sampling.in_prompt.shape[1]
-    prompt, output = (torch.tensor(ids, dtype=torch.int64) for ids in (prompt_ids, output_ids))
-    sampling.in_prompt[row].copy_(prompt.bincount(minlength=vocab_size) > 0)
-    sampling.output_counts[row].copy_(output.bincount(minlength=vocab_size).clamp(max=COUNT_LIMIT))
+    """What the penalties of a row count from now on. The ids go up without making the host wait."""
+    device, is_cuda = sampling.in_prompt.device, sampling.in_prompt.is_cuda
+    prompt, output = (
+        torch.tensor(ids, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
+        for ids in (prompt_ids, output_ids)
+    )
+    sampling.in_prompt[row].zero_().index_fill_(0, prompt, True)
+    counts = torch.zeros(sampling.in_prompt.shape[1], dtype=torch.int32, device=device)
+    counts.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
+    sampling.output_counts[row].copy_(counts.clamp(max=COUNT_LIMIT))
 
 
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:

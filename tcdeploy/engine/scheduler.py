@@ -105,6 +105,18 @@ class Scheduler:
         self._prefills_in_a_row = 0
         return Step(decode=self._decode())
 
+    def start_over(self) -> None:
+        """The last scheduled step did not run: forget what it, or anyone, wrote; all that is open waits again."""
+        for sequence in reversed(list(self._admitted)):
+            self.allocator.give_back(sequence.blocks)
+            sequence.cached = sequence.in_flight = 0
+            if not sequence.finish_reason:
+                self.waiting.appendleft(sequence)
+        self._admitted.clear()
+        self.prefilling.clear()
+        self.running.clear()
+        self.allocator.reset_prefixes()
+
     def _retire(self) -> None:
         """Whose last token is sampled needs its row no more."""
         for sequence in self.running.copy():

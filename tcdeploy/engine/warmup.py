@@ -47,6 +47,7 @@ class Earlier:
 
     cold_seconds: dict[str, float] = field(default_factory=dict)
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
+    tune_seconds: float = 0.0  # that it had for trying
 
 
 def warm_buckets(
@@ -111,7 +112,9 @@ class _BucketWarmer:
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
-        candidate, made, trials = self._choose(sequences, earlier.trials.get(self.bucket.name, ()), tune_seconds)
+        candidate, made, trials = self._choose(sequences, earlier, tune_seconds)
+        if trials and not self.bucket.is_prefill:
+            self._fill_cache(sequences)  # timing wrote over it
         peak_memory_bytes = self._peak_memory_bytes()
         start = time.perf_counter()
         parity = self._check(sequences)
@@ -145,42 +148,58 @@ class _BucketWarmer:
         )
 
     def _choose(
-        self, sequences: list[Sequence], known: tuple[Trial, ...], seconds: float
+        self, sequences: list[Sequence], earlier: Earlier, seconds: float
     ) -> tuple[Candidate, _Made, tuple[Trial, ...]]:
-        """The only candidate, the one that won in an earlier run, or the fastest now; made, and ready to serve."""
-        candidates = self.plan.candidates(self.bucket)
-        if len(candidates) == 1:
-            return candidates[0], self._make(candidates[0], sequences), ()
-        by_name = {candidate.name: candidate for candidate in candidates}
-        if not any(trial.candidate in by_name and trial.step_ms is not None for trial in known):
-            return self._tune(candidates, sequences, seconds)
-        winner = by_name[_fastest(known).candidate]
-        return winner, self._make(winner, sequences), known
+        """The only candidate, or the fastest of those timed, earlier or now; made, and ready to serve.
 
-    def _tune(
-        self, candidates: tuple[Candidate, ...], sequences: list[Sequence], seconds: float
-    ) -> tuple[Candidate, _Made, tuple[Trial, ...]]:
-        """Make and time one candidate after another until the seconds are over; keep the fastest."""
+        What an earlier run timed is not timed again. What it left out is tried only if there is more time than it had.
+        """
+        candidates = {candidate.name: candidate for candidate in self.plan.candidates(self.bucket)}
+        if len(candidates) == 1:
+            [only] = candidates.values()
+            return only, self._make(only, sequences), ()
+        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.candidate in candidates)
         made: dict[str, _Made] = {}
+        trials = known
+        if not _is_timed(known) or self.plan.tune_seconds > earlier.tune_seconds:
+            tried = {trial.candidate for trial in known}
+            untried = [candidate for name, candidate in candidates.items() if name not in tried]
+            trials = known + self._try(untried, made, sequences, seconds, must_succeed=not _is_timed(known))
+        winner = candidates[_fastest(trials).candidate]
+        again = self._make(winner, sequences)  # the last one made stands
+        first = made.get(winner.name, again)  # its counts are those of the compile
+        return winner, again._replace(compile_step=first.compile_step), trials
+
+    def _try(
+        self,
+        candidates: list[Candidate],
+        made: dict[str, _Made],
+        sequences: list[Sequence],
+        seconds: float,
+        must_succeed: bool,
+    ) -> tuple[Trial, ...]:
+        """Make and time one candidate after another until the seconds are over; fills `made`.
+
+        A setting that this torch or this GPU cannot compile with is passed over, and shown. Where one must succeed and
+        none does, the last one's error is raised.
+        """
         trials: list[Trial] = []
-        started = time.perf_counter()
+        started, failure = time.perf_counter(), None
         for candidate in candidates:
-            if made and time.perf_counter() - started > seconds:
+            if time.perf_counter() - started > seconds and (_is_timed(tuple(trials)) or not must_succeed):
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
                 made[candidate.name] = self._make(candidate, sequences)
                 step_ms = self._step_ms()
-            except (torch._dynamo.exc.TorchDynamoException, RuntimeError) as error:
-                # A setting that this torch does not know or cannot compile with: passed over, and shown.
-                problem = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+            except OSError:
+                raise  # the disk, not the candidate
+            except Exception as error:  # of Triton, Inductor, Dynamo, CUDA: they share no class
+                failure, problem = error, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             trials.append(Trial(candidate.name, step_ms, time.perf_counter() - start, problem))
-        if all(trial.step_ms is None for trial in trials):
-            raise CompileError(f"no candidate could be compiled for {self.bucket.name}: {trials[0].error}")
-        winner = next(one for one in candidates if one.name == _fastest(tuple(trials)).candidate)
-        first = made[winner.name]  # its counts are those of the compile; made once more, because the last one stands
-        again = self._make(winner, sequences)
-        return winner, again._replace(compile_step=first.compile_step), tuple(trials)
+        if must_succeed and failure is not None and not _is_timed(tuple(trials)):
+            raise failure
+        return tuple(trials)
 
     def _make(self, candidate: Candidate, sequences: list[Sequence]) -> _Made:
         """Compile the bucket's step this way, and record it."""
@@ -307,6 +326,10 @@ class _BucketWarmer:
         """Tokens that each sequence of a decode bucket holds while a step is timed."""
         held = (self.plan.kv_blocks - 1) // self.bucket.size * self.plan.block_size
         return min(TIMED_CONTEXT, self.plan.context, held)
+
+
+def _is_timed(trials: tuple[Trial, ...]) -> bool:
+    return any(trial.step_ms is not None for trial in trials)
 
 
 def _fastest(trials: tuple[Trial, ...]) -> Trial:

@@ -108,16 +108,19 @@ def _activation_values(inputs: _LinearInputs, text_config: Any) -> int:
 
 
 def _siblings(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more plain linear layers that read the very same tensor, once, and agree on having a bias."""
+    """Groups of two or more plain linear layers that read the very same tensor, once.
+
+    They stand in one module (so whatever is compiled as one holds all of a group) and agree on having a bias.
+    """
     paths = {id(module): path for path, module in model.named_modules()}
-    groups = []
-    for readers in inputs.readers.values():
-        called_once = [module for module in readers if inputs.calls[id(module)] == 1]
-        for has_bias in (True, False):
-            group = [paths[id(module)] for module in called_once if (module.bias is not None) == has_bias]
-            if len(group) > 1:
-                groups.append(tuple(group))
-    return tuple(groups)
+    groups: dict[tuple[int, str, bool], list[str]] = {}
+    for tensor_id, readers in inputs.readers.items():
+        for module in readers:
+            if inputs.calls[id(module)] == 1:
+                path = paths[id(module)]
+                key = (tensor_id, path.rpartition(".")[0], module.bias is not None)
+                groups.setdefault(key, []).append(path)
+    return tuple(tuple(group) for group in groups.values() if len(group) > 1)
 
 
 def _rope_limit(text_config: Any) -> int:

@@ -43,10 +43,20 @@ class PackedSlice(nn.Module):
 
 @torch.no_grad()
 def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> None:
-    """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place."""
+    """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place.
+
+    A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones).
+    """
     for paths in siblings:
-        _pack([model.get_submodule(path) for path in paths], model, paths)
-        _return_freed_memory()
+        layers = [model.get_submodule(path) for path in paths]
+        if _are_alike(layers):
+            _pack(layers, model, paths)
+            _return_freed_memory()
+
+
+def _are_alike(layers: list[Any]) -> bool:
+    kinds = {(type(layer), layer.weight.dtype, layer.weight.device) for layer in layers if type(layer) is nn.Linear}
+    return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)
 
 
 def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:

@@ -243,3 +243,53 @@ def test_to_abort_what_is_not_open_is_a_typed_error(tiny_deployment: Any) -> Non
     with pytest.raises(UsageError, match=f"no open request {request_id}"):
         engine.abort(request_id)
     idle(engine)
+
+
+def test_a_step_that_raises_loses_nothing_and_leaves_no_false_prefix(
+    tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The scheduler moved on as if the step had run: whatever it believed to be in the cache must be forgotten."""
+    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
+    for method, failing_call in (("prefill", 0), ("prefill", 2), ("decode", 0), ("decode", 7)):
+        engine.allocator.reset_prefixes()
+        run, calls = getattr(engine.runner, method), []
+
+        def failing(*args: Any, run: Any = run, calls: list[int] = calls, at: int = failing_call) -> Any:
+            calls.append(1)
+            if len(calls) == at + 1:
+                raise RuntimeError("out of luck")
+            return run(*args)
+
+        monkeypatch.setattr(engine.runner, method, failing)
+        ids = [engine.submit(prompt, params) for prompt in prompts]
+        found: dict[int, list[int]] = {request_id: [] for request_id in ids}
+        with pytest.raises(RuntimeError, match="out of luck"):
+            drain(engine, found)
+        drain(engine, found)
+        monkeypatch.undo()
+        assert [found[request_id] for request_id in ids] == answers, (method, failing_call)
+        assert engine.generate(prompts, params) == answers, "prefixes of before are right or gone"
+        idle(engine)
+
+
+def test_tokens_of_submitted_requests_wait_while_a_stream_drives_the_engine(tiny_deployment: Any) -> None:
+    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
+    [alone] = engine.generate([[40, 41, 42]], params)
+    request_id = engine.submit([40, 41, 42], params)
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=20))
+    found: dict[int, list[int]] = {request_id: []}
+    drain(engine, found)
+    assert found[request_id] == alone
+    idle(engine)
+
+
+def test_a_request_aborted_inside_its_stream_ends_the_stream(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    stream = engine.stream([[40, 41, 42]], SamplingParams(max_new_tokens=30))
+    next(stream)
+    [request_id] = engine._requests
+    engine.abort(request_id)
+    assert list(stream) == []
+    while engine.has_work:
+        engine.step()
+    idle(engine)

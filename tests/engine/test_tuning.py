@@ -7,11 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.manifest import Trial, manifest_path, read_manifest
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.warmup import _fastest
+from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
 from tcdeploy.recipe import build_recipe
 from tests.conftest import TINY, forget_programs
@@ -75,3 +78,51 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
 def test_a_candidate_that_failed_is_never_the_fastest() -> None:
     trials = (Trial("a", None, 1.0, "it does not compile"), Trial("b", 3.0, 1.0), Trial("c", 2.0, 1.0))
     assert _fastest(trials).candidate == "c"
+
+
+def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any) -> None:
+    assert [len(record.trials) for record in auto(tune_seconds=0.0).records] == [1, 1]
+    forget_programs()
+    later = auto(tune_seconds=300.0)
+    assert [len(record.trials) for record in later.records] == [2, 2]
+    forget_programs()
+    assert [len(record.trials) for record in auto(tune_seconds=10.0).records] == [2, 2], "less time forgets nothing"
+
+
+def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's own errors share no class with torch's."""
+    options = programs.inductor_options
+
+    class OutOfResources(Exception):
+        pass
+
+    def breaking(candidate: Any, graphs: str) -> Any:
+        if candidate.name == "default":
+            raise OutOfResources("shared memory, required: 262144")
+        return options(candidate, graphs)
+
+    monkeypatch.setattr(programs, "inductor_options", breaking)
+    for record in auto().records:
+        assert record.candidate == "descent"
+        assert {trial.candidate: trial.error for trial in record.trials} == {
+            "default": "shared memory, required: 262144",
+            "descent": "",
+        }
+
+
+def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaking(candidate: Any, graphs: str) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(programs, "inductor_options", breaking)
+    with pytest.raises(SpaceError, match="out of memory while warming"):
+        auto()
+
+
+def test_timing_does_not_disturb_what_is_checked(tmp_path: Path) -> None:
+    """KV so tight that the timed sequences share blocks with those of the check."""
+    forget_programs()
+    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "mode": "auto", "kv_blocks": 9}
+    deployment = prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
+    assert all(record.parity.passed for record in deployment.records)
+    forget_programs()

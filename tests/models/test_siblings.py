@@ -21,6 +21,8 @@ GROUPS = {
     "qwen2": QKV_AND_MLP,
     "gemma2": QKV_AND_MLP,
     "mixtral": [{"q_proj", "k_proj", "v_proj"}],  # its experts are no linear layers
+    "cohere": QKV_AND_MLP,  # all five read one tensor, and attention and MLP may be compiled apart
+    "qwen2_moe": QKV_AND_MLP,  # the shared expert's; the gate beside it has one row
     "phi3": [],  # packed by its authors
     "gpt2": [],
 }
