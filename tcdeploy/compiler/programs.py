@@ -41,7 +41,7 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
     `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
-    and after the layers) are compiled in decode only, where their few microseconds count.
+    and after the layers) are compiled in decode only, where their few microseconds count, and if the candidate says so.
     """
     _tag_cache_key()
     tried = sum(len(plan.candidates(bucket)) for bucket in plan.buckets)
@@ -56,10 +56,10 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
     for edge in edges:
-        _compile_in_place(edge, plan, step, in_prefill=False)
+        _compile_in_place(edge, plan, step, is_edge=True)
 
 
-def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, in_prefill: bool = True) -> None:
+def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, is_edge: bool = False) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
@@ -69,7 +69,7 @@ def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, in_prefil
     compiled: dict[Candidate, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if step.is_prefill and not in_prefill:
+        if is_edge and (step.is_prefill or not step.candidate.edges):
             return region._call_impl(*args, **kwargs)
         program = compiled.get(step.candidate)
         if program is None:

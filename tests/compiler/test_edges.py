@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from tcdeploy.attention.interface import empty_step
+from tcdeploy.candidate import DEFAULT, WITH_PDL
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_edges, find_layers
@@ -37,7 +38,7 @@ def test_the_neighbours_of_the_layers_are_found(family: str, tmp_path: Path) -> 
     assert sorted(type(edge).__name__ for edge in edges) == sorted(EDGES[family])
 
 
-def test_an_edge_is_one_program_in_decode_and_runs_eagerly_in_prefill(tmp_path: Path) -> None:
+def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_eagerly_else(tmp_path: Path) -> None:
     """A head is torch's own module, whose frames torch would run uncompiled without a word."""
     recipe = build_recipe({"model": save_config("llama", tmp_path), "load_format": "dummy"}, environ={})
     architecture = probe(load_config(recipe))
@@ -48,11 +49,11 @@ def test_an_edge_is_one_program_in_decode_and_runs_eagerly_in_prefill(tmp_path: 
     compile_regions([], list(heads), plan, step)
     x, counts = torch.randn(4, 64), []
     wanted = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
-    for step.is_prefill in (True, False):
+    for step.is_prefill, step.candidate in ((True, WITH_PDL), (False, DEFAULT), (False, WITH_PDL)):
         with torch.no_grad(), measured() as found:
             outputs = [head(x) for head in heads]
         counts.append(found.counts.programs)
         for output, plain in zip(outputs, wanted, strict=True):
             torch.testing.assert_close(output, plain)
-    assert counts == [0, 1]
+    assert counts == [0, 0, 1]
     forget_programs()
