@@ -4,18 +4,18 @@ A candidate is a set of Inductor settings, and who multiplies. Every mode but `a
 buckets; `auto` times several for each and keeps the fastest (engine/warmup.py), so nothing here claims to know which
 that is: only the order, the likely winners first, for the case that the time for trying ends early.
 
-Measured on an H100, 8B shape, ms per decode step at a context of 512, whole-step graph, one run each:
+What `warm --mode auto` timed on an H100, 8B shape, context 512, ms per decode step; each batch in one run, so compare
+down a column only. All had programs for the edges, which `default` no longer has; `combo` was never timed.
 
     batch                1      4     16     32
     default           6.33   6.34   6.74   7.10
     pdl               6.29   6.30   6.69   7.10
+    descent              -      -      -   7.15    changes products of one row only: those with more stay with cuBLAS
     descent+pdl       5.52      -      -      -    Inductor writes the product with one row itself, as a reduction
     streamed             -   5.99      -   6.85
-    streamed+pdl         -   5.80   6.18   6.64
+    streamed+pdl         -   5.80   6.24   6.68
     max-autotune      5.71      -      -      -
     max-autotune+pdl  5.57   6.26      -      -    it times products on weights that lie in the L2 cache, and errs
-
-Coordinate descent changes products of one row only; from two rows on they stay with cuBLAS, and it brings nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 # max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)
 SHORT_TOKENS = 256
-CPU = (DEFAULT, DECODE_ELSEWHERE[0])
+CPU = (DEFAULT, MAX_AUTOTUNE)
 
 
 def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:

@@ -1,8 +1,8 @@
 """Compile the regions in place, and hold what may be compiled when.
 
-`module.compile(fullgraph=True, dynamic=False)` on every region: layers of one kind share their code object, so torch
-keeps one program per bucket for all of them, and a graph break is an error instead of a slow path. CUDA graphs of the
-whole step are ours (engine/graphs.py), so Inductor's own are off unless `graphs` is region.
+`torch.compile(fullgraph=True, dynamic=False)` of one function that takes the region as an argument: torch keeps one
+program per bucket and candidate for all layers of a kind, and a graph break is an error instead of a slow path. CUDA
+graphs of the whole step are ours (engine/graphs.py), so Inductor's own are off unless `graphs` is region.
 
 Three regimes, each a context manager: `compiling` (warm-up: programs may be made; torch's errors become ours),
 `eager` (the same modules uncompiled, to compare with), `sealed` (after warm-up: a compile is an error).

@@ -85,6 +85,7 @@ class Engine:
             raise UsageError(f"there is no open request {request_id}", "it may have finished already")
         self.scheduler.abort(self._requests.pop(request_id))
         self._unread.pop(request_id, None)
+        self._unclaimed = [token for token in self._unclaimed if token.request_id != request_id]
 
     @property
     def has_work(self) -> bool:
@@ -140,9 +141,11 @@ class Engine:
 
     def _start_over(self, before: _Launched | None) -> None:
         """A step was scheduled and did not run: what the scheduler believes to be in the cache is not there."""
-        self._hand_out(self._collect(before) if before else [])
-        self.scheduler.start_over()
-        self.runner.seating.clear()
+        try:
+            self._hand_out(self._collect(before) if before else [])
+        finally:
+            self.scheduler.start_over()
+            self.runner.seating.clear()
 
     def _launch(self) -> _Launched | None:
         step = self.scheduler.schedule()

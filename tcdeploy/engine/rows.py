@@ -41,7 +41,7 @@ class RowSeating:
 
     def place(self, sequences: ListLike[Sequence]) -> None:
         """Seat sequences whose tokens the host knows all of, as if a prefill had just ended: what warm-up runs on."""
-        self._reseat([])
+        self.clear()
         self.seat(sequences)
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self._upload(self.state.token_ids, [sequence.token_ids[-1] for sequence in sequences])

@@ -70,7 +70,7 @@ def warm_buckets(
             records[bucket] = warmer.warm(earlier, share, measure)
         progress.bucket_finished(records[bucket])
         _insist(records[bucket].parity, bucket)
-    runner.seating.place([])
+    runner.seating.clear()
     if read_counts().cache_write_errors:
         raise SpaceError(
             f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {plan.cache_dir}",

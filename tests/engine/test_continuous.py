@@ -283,6 +283,17 @@ def test_tokens_of_submitted_requests_wait_while_a_stream_drives_the_engine(tiny
     idle(engine)
 
 
+def test_tokens_that_wait_are_gone_with_an_abort(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+    request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=60))
+    engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=10))
+    assert engine._unclaimed, "nothing waits, so this shows nothing"
+    engine.abort(request_id)
+    while engine.has_work:
+        assert engine.step() == []
+    idle(engine)
+
+
 def test_a_request_aborted_inside_its_stream_ends_the_stream(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
     stream = engine.stream([[40, 41, 42]], SamplingParams(max_new_tokens=30))
