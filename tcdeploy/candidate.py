@@ -29,12 +29,19 @@ class Candidate:
 
     `streams` gives products of few rows to our own kernel (linear/). `edges` makes programs of what a decode step runs
     before and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
+    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone: a 32nd of
+    an 8B model's step, for a program more (compiler/early_rows.py).
     """
 
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
     streams: bool = False
     edges: bool = True
+    early_rows: bool = False
+
+    def shares_programs_with(self, other: Candidate) -> bool:
+        """Whether what runs all rows in both is made but once."""
+        return (self.inductor, self.streams) == (other.inductor, other.streams)
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -43,6 +50,7 @@ DESCENT = ("coordinate_descent_tuning", True)
 AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default", edges=False)
 WITH_PDL = Candidate("pdl", (PDL,))
+PDL_COMBO = Candidate("pdl+combo", (PDL, COMBO))
 DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
 DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (DESCENT, PDL, COMBO))
 STREAMED = Candidate("streamed", streams=True)
@@ -51,13 +59,16 @@ STREAMED_PDL_COMBO = Candidate("streamed+pdl+combo", (PDL, COMBO), streams=True)
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
-DECODE_ONE = (DESCENT_PDL, DESCENT_PDL_COMBO, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
-DECODE_MORE = (STREAMED_PDL, STREAMED_PDL_COMBO, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+DECODE_ONE = (DESCENT_PDL_COMBO, DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
+DECODE_MORE = (STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+DECODE_MANY = (PDL_COMBO, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
+EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
 # max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
-PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, WITH_PDL)
+PREFILL_SHORT, PREFILL_LONG = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS)
 SHORT_TOKENS = 256
-CPU = (DEFAULT, MAX_AUTOTUNE)
+STREAMED_ROWS = 64  # our kernel's most
+CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
 def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
@@ -71,9 +82,9 @@ def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: 
     if mode != "auto":
         return (DEFAULT,)
     if device == "cpu":
-        return CPU
+        return CPU_PREFILL if is_prefill else CPU_DECODE
     if is_prefill:
-        return PREFILL_LONG if is_hopper and size > SHORT_TOKENS else PREFILL_SHORT
+        return PREFILL_LONG if size > SHORT_TOKENS else PREFILL_SHORT
     if not is_hopper:
         return DECODE_ELSEWHERE
-    return DECODE_ONE if size == 1 else DECODE_MORE
+    return DECODE_ONE if size == 1 else DECODE_MORE if size <= STREAMED_ROWS else DECODE_MANY

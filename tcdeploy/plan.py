@@ -24,7 +24,8 @@ from tcdeploy.recipe import Attention, Recipe
 
 PREFILL_LADDER = (128, 512, 2048)
 DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
-PREFILL_SEQUENCES = 8  # that one prefill step may pack; the same everywhere, because programs hold it
+# That one prefill step may pack. Programs hold their number, so it is the same up to a usual size of buckets.
+MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 NOT_IN_PROGRAMS = {
@@ -108,8 +109,13 @@ class Plan:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
 
     def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
-        """Ways to make the bucket's step; where there are several, the fastest is kept."""
-        return candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        """Ways to make the bucket's step; where there are several, the fastest is kept.
+
+        Rows are chosen early in whole layers and static shapes alone.
+        """
+        known = candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        can_choose = self.region == "layer" and not bucket.min_size
+        return tuple(candidate for candidate in known if can_choose or not candidate.early_rows)
 
     def is_recorded(self, bucket: Bucket) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
@@ -120,6 +126,11 @@ class Plan:
     @property
     def blocks_per_sequence(self) -> int:
         return -(-self.context // self.block_size)
+
+
+def prefill_sequences(longest_prefill: int) -> int:
+    """Prompts that a prefill step may pack, where the largest bucket holds so many tokens."""
+    return max(MIN_PREFILL_SEQUENCES, longest_prefill // TOKENS_PER_PREFILL_SEQUENCE)
 
 
 def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
@@ -157,7 +168,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "tune_seconds": recipe.tune_seconds,
         "prefill_burst": recipe.prefill_burst,
         "buckets": prefill + decode,
-        "prefill_sequences": PREFILL_SEQUENCES,
+        "prefill_sequences": prefill_sequences(demand.longest_prefill),
         "context": memory.context,
         "block_size": block_size,
         "kv_blocks": memory.blocks,
@@ -350,7 +361,7 @@ def _decide_memory(
     demand: Demand,
     log: list[Decision],
 ) -> tuple[int, KVSize]:
-    workspace = predict_workspace(architecture, dtype, demand, PREFILL_SEQUENCES)
+    workspace = predict_workspace(architecture, dtype, demand, prefill_sequences(demand.longest_prefill))
     size = size_kv_cache(recipe, environment, architecture, device, dtype, demand, workspace)
     if size.context < demand.context:
         log[:] = [decision for decision in log if decision.name != "context"]

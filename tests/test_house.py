@@ -26,7 +26,7 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
     {"recipe", "environment", "architecture", "candidate"},
     {"capability", "memory"},
     {"plan"},
-    {"progress"},
+    {"progress", "dependent_launch"},
     {"models", "attention", "linear"},
     {"compiler"},
     {"engine"},

@@ -598,3 +598,19 @@ def test_the_buckets_of_the_plan_are_exactly_those_asked_for_and_the_cache_cover
     assert usable * block_size >= max(context, buckets[-1])
     assert usable >= batch_sizes[-1]
     assert plan.blocks_per_sequence <= usable
+
+
+def test_rows_are_chosen_early_in_whole_layers_of_static_shape_alone() -> None:
+    def tried(**asked: Any) -> set[bool]:
+        plan = plan_for(mode="auto", **asked)
+        return {any(one.early_rows for one in plan.candidates(bucket)) for bucket in plan.prefill_buckets}
+
+    assert tried() == {True}
+    assert tried(region="blocks") == tried(shapes="dynamic") == {False}
+    plan = plan_for(mode="auto")
+    assert not any(one.early_rows for bucket in plan.decode_buckets for one in plan.candidates(bucket))
+
+
+def test_a_large_bucket_packs_more_prompts() -> None:
+    assert plan_for(buckets=(128, 2048)).prefill_sequences == plan_for(buckets=(4096,)).prefill_sequences == 8
+    assert plan_for(buckets=(128, 8192), context=8192).prefill_sequences == 16

@@ -50,6 +50,16 @@ class Pages(NamedTuple):
     host_facts: Tensor
 
 
+class DecodePages(NamedTuple):
+    """The paged cache, each sequence's place in it, and the counters of decode: see `ops.decode_attention`."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    arrivals: Tensor
+
+
 class Packed(NamedTuple):
     """Where each sequence's queries and keys start; the lengths are the longest of any sequence."""
 
@@ -124,7 +134,7 @@ def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages
         cu_seqlens_k = torch.nn.functional.pad(pages.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         k, v = (gather_packed(cache, pages.block_table, cu_seqlens_k, keys) for cache in (pages.k_cache, pages.v_cache))
     else:
-        cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens]
+        cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(longest_query, SHORTEST_QUERY), longest_key)
     found = varlen(q[:tokens], k, v, packed, rules)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
@@ -146,6 +156,16 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rul
     return reference.paged_prefill(q, *pages[:5], *rules)
 
 
+def _triton_decode(q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int) -> Tensor:
+    from tcdeploy.attention import decode
+
+    return decode.attend(q, k, v, *pages, *rules, splits)
+
+
+def _reference_decode(q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int) -> Tensor:
+    return reference.paged_decode(q, k, v, *pages[:4], *rules)
+
+
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     from tcdeploy.attention import kernels
 
@@ -164,5 +184,9 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
     "flash-attn-2": functools.partial(_flash_prefill, _flash_attn_2),
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
+}
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int], Tensor]] = {
+    "reference": _reference_decode,
+    "triton": _triton_decode,
 }
 KV_WRITE = {"reference": _reference_write, "triton": _triton_write}

@@ -36,7 +36,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.library import triton_op, wrap_triton
 
 from tcdeploy.attention.kernels import (
     NO_WINDOW,
@@ -51,6 +50,7 @@ from tcdeploy.attention.kernels import (
     score_units,
     store_rows,
 )
+from tcdeploy.dependent_launch import launches_early
 
 # What to tune on a GPU, all of it.
 TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight
@@ -59,22 +59,10 @@ MANY_PROGRAMS, STAGES_OF_MANY = 384, 2  # where programs share a multiprocessor,
 MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 
 
-@triton_op("tcdeploy::triton_decode_attention", mutates_args=("k_cache", "v_cache", "arrivals"))
-def decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    arrivals: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    splits: int,
-) -> Tensor:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
+    arrivals: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
+) -> Tensor:  # fmt: skip
     """See `ops.decode_attention`; arrivals [sequences, kv_heads] int32 is zero before and after.
 
     A power of two >= 16 as block size; q, k and v may be strided but for the last dimension.
@@ -87,18 +75,20 @@ def decode_attention(
     members = triton.next_power_of_2(group)
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
     unit, inner = score_units(scale, softcap)
+    early = launches_early(q.device)
     out = q.new_empty(batch, heads, v_head_dim)
     parts = weights = None  # the parts' outputs and the log2 of their softmax sums
     if splits > 1:
         parts = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
         weights = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
-    wrap_triton(_decode_kernel)[kv_heads, splits, batch](
+    _decode_kernel[kv_heads, splits, batch](
         out, parts, weights, arrivals, q, k, v, k_cache, v_cache, block_table, seq_lens, sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
         kv_heads, group, max(16, members), members, head_dim, v_head_dim, block_size, keys, dim, v_dim,
-        max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0,
+        max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0, early,
         num_warps=WARPS, num_stages=STAGES_OF_MANY if kv_heads * splits * batch >= MANY_PROGRAMS else STAGES,
+        **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
 
@@ -111,15 +101,23 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MEMBERS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Rows: the GROUP query heads of one kv head, padded to what tl.dot takes. Keys: every `splits`-th tile."""
     kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     table = block_table + sequence * table_stride
     unit, inner = tl.cast(unit, tl.float32), tl.cast(inner, tl.float32)  # Inductor passes Python's floats in 64 bits
 
-    # All that does not wait for another load, first.
+    # What no launch of this step wrote, then all else that does not wait for another load.
     length = tl.load(seq_lens + sequence)
+    oldest, first = 0, 0
+    if WINDOWED:
+        oldest = tl.maximum(length - window, 0)
+        first = oldest // KEYS * KEYS
+    ids = block_ids(table, first + part * KEYS, table_width, BLOCK_SIZE, KEYS)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
     queries = load_rows(q + sequence * q_stride_sequence, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
@@ -127,11 +125,6 @@ def _decode_kernel(
     k_inside, v_inside = (dims < HEAD_DIM) & (part == 0), (v_dims < V_HEAD_DIM) & (part == 0)
     k_new = tl.load(k + sequence * k_stride_sequence + kv_head * k_stride_head + dims, mask=k_inside, other=0.0)
     v_new = tl.load(v + sequence * v_stride_sequence + kv_head * v_stride_head + v_dims, mask=v_inside, other=0.0)
-    oldest, first = 0, 0
-    if WINDOWED:
-        oldest = tl.maximum(length - window, 0)
-        first = oldest // KEYS * KEYS
-    ids = block_ids(table, first + part * KEYS, table_width, BLOCK_SIZE, KEYS)
 
     cached = length - 1
     tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)

@@ -44,6 +44,7 @@ class StepInputs:
     arrivals: Tensor
     decode_splits: int
     candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
+    early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 
     def show(self, other: StepInputs) -> None:
         """Take over the tensors of `other`: the object stays the one that all layers hold."""
@@ -68,6 +69,8 @@ def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     kv_heads = max(facts.kv_heads for facts in architecture.attentions)
+    arrivals = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
+    torch._dynamo.mark_dynamic(arrivals, 0)  # programs do not depend on the largest batch
     return StepInputs(
         is_prefill=True,
         slot_mapping=zeros(1, dtype=torch.int64),
@@ -76,7 +79,7 @@ def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
         cu_seqlens_q=zeros(2),
         host_facts=zeros(5, dtype=torch.int64, device="cpu"),
         decode_splits=1,
-        arrivals=zeros(plan.decode_buckets[-1].size + 1, kv_heads),
+        arrivals=arrivals,
     )
 
 
@@ -124,7 +127,8 @@ def paged_attention(
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     window, cap = sliding_window or 0, softcap or 0.0
     if step.is_prefill:
-        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        q, k = q.contiguous(), k.contiguous()
+        v = v if v.stride(-1) == 1 else v.contiguous()  # else a slice of its product: no rotation has copied it
         ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,

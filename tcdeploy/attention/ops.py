@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tcdeploy.attention import backends, reference
+from tcdeploy.attention import backends
 
 HOST_FACTS = ("tokens", "keys", "longest_query", "longest_key", "has_prefix")  # the entries of host_facts
 
@@ -56,8 +56,9 @@ def prefill_attention(
 ) -> Tensor:
     """Causal attention of packed queries: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
-    k and v are the queries' own, already written to the cache; block_table [sequences, width], cu_seqlens_q
-    [sequences + 1] and seq_lens [sequences] are int32, host_facts [5] int64 on the CPU. Padding rows are zero.
+    k and v are the queries' own, already written to the cache; v may be strided but for the last dimension.
+    block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32, host_facts [5]
+    int64 on the CPU. Padding rows are zero.
     """
     pages = backends.Pages(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_facts)
     return backends.PREFILL[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks))
@@ -83,6 +84,7 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
+@torch.library.custom_op("tcdeploy::decode_attention", mutates_args=("k_cache", "v_cache", "arrivals"))
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -106,35 +108,11 @@ def decode_attention(
     back. arrivals [sequences, kv_heads] int32 is zero before and after; splits, a plain number that a bucket fixes,
     is the number of parts of a sequence: it changes the speed and the rounding. The reference needs neither.
     """
-    if backend == "triton":
-        from tcdeploy.attention import decode
-
-        return decode.decode_attention(
-            q, k, v, k_cache, v_cache, block_table, seq_lens, arrivals, sinks, scale, window, softcap, splits
-        )
-    assert backend == "reference"
-    return reference_decode_attention(q, k, v, k_cache, v_cache, block_table, seq_lens, sinks, scale, window, softcap)
+    pages = backends.DecodePages(k_cache, v_cache, block_table, seq_lens, arrivals)
+    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits)
 
 
-@torch.library.custom_op("tcdeploy::reference_decode_attention", mutates_args=("k_cache", "v_cache"))
-def reference_decode_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-) -> Tensor:
-    """`decode_attention` in plain PyTorch: see `reference.paged_decode`."""
-    return reference.paged_decode(q, k, v, k_cache, v_cache, block_table, seq_lens, scale, window, softcap, sinks)
-
-
-@reference_decode_attention.register_fake
+@decode_attention.register_fake
 def _(
     q: Tensor,
     k: Tensor,
@@ -143,10 +121,13 @@ def _(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
+    arrivals: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
     softcap: float,
+    splits: int,
+    backend: str,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 

@@ -47,6 +47,10 @@ class Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
         return Counts(*(a - b for a, b in zip(mine, theirs, strict=True)))
 
+    def __add__(self, other: Counts) -> Counts:
+        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
+        return Counts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+
     @property
     def outcome(self) -> str:
         if self.cache_misses or self.cache_bypasses or self.cache_hits < self.programs:
@@ -77,6 +81,9 @@ class Measured:
 
     seconds: float = 0.0
     counts: Counts = field(default_factory=Counts)
+
+    def __add__(self, other: Measured) -> Measured:
+        return Measured(self.seconds + other.seconds, self.counts + other.counts)
 
 
 @contextmanager

@@ -51,7 +51,7 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
         limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
     )
     for region in regions:
-        _compile_in_place(region, plan, step)
+        _compile_in_place(region, plan, step, is_last=region is regions[-1])
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
@@ -59,7 +59,9 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
         _compile_in_place(edge, plan, step, is_edge=True)
 
 
-def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, is_edge: bool = False) -> None:
+def _compile_in_place(
+    region: nn.Module, plan: Plan, step: StepInputs, is_edge: bool = False, is_last: bool = False
+) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
     `region.compile()` knows one set of options, and buckets differ in theirs; programs of one candidate are still
@@ -76,17 +78,18 @@ def _compile_in_place(region: nn.Module, plan: Plan, step: StepInputs, is_edge: 
             options = inductor_options(step.candidate, plan.graphs)
             program = torch.compile(_run_region, fullgraph=True, dynamic=False, options=options)
             compiled[step.candidate] = program
-        return program(region, *args, **kwargs)
+        return program(region, step.early_rows if is_last else None, *args, **kwargs)
 
     region._compiled_call_impl = call  # type: ignore[assignment]
 
 
-def _run_region(region: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """What is compiled: the region is an argument, so layers share programs.
+def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+    """What is compiled: the region is an argument, so layers share programs. `rows`: the tokens that are wanted.
 
     A function of ours, because torch runs the frames of its own modules (a head is a plain nn.Linear) uncompiled.
     """
-    return region._call_impl(*args, **kwargs)
+    out = region._call_impl(*args, **kwargs)
+    return out if rows is None else out[:, rows]
 
 
 def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:

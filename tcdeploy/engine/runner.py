@@ -12,6 +12,7 @@ from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import StepInputs
@@ -115,19 +116,27 @@ class ModelRunner:
         self.step.candidate = self._candidates[buffers.bucket]
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        keep: dict[str, Any] = {}
-        if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
-            keep["logits_to_keep"] = 0 if buffers.logit_rows is None else buffers.logit_rows
-        logits = self.model(
-            input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep
-        ).logits[0]
-        if buffers.logit_rows is not None and not keep:
-            logits = logits[buffers.logit_rows]
+        logits = self._logits(buffers, buffers.logit_rows if self.step.candidate.early_rows else None)
         state = self.state
         tokens = advance(
             logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
         )
         return StepOutput(logits, tokens, buffers.rows)
+
+    def _logits(self, buffers: StepBuffers, early_rows: Tensor | None) -> Tensor:
+        """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""
+        late_rows = buffers.logit_rows if early_rows is None else None
+        keep: dict[str, Any] = {}
+        if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
+            keep["logits_to_keep"] = 0 if late_rows is None else late_rows
+        self.step.early_rows = early_rows
+        try:
+            logits = self.model(
+                input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep
+            ).logits[0]
+        finally:
+            self.step.early_rows = None  # the reference runs the same layers
+        return logits if late_rows is None or keep else logits[late_rows]
 
 
 def smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:

@@ -7,6 +7,7 @@ leaves behind is measured too: compile seconds apart from capture and check, and
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import resource
@@ -159,7 +160,7 @@ class _BucketWarmer:
             [only] = candidates.values()
             return only, self._make(only, sequences), ()
         known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.candidate in candidates)
-        made: dict[str, _Made] = {}
+        made: dict[Candidate, _Made] = {}
         trials = known
         if not _is_timed(known) or self.plan.tune_seconds > earlier.tune_seconds:
             tried = {trial.candidate for trial in known}
@@ -167,13 +168,12 @@ class _BucketWarmer:
             trials = known + self._try(untried, made, sequences, seconds, must_succeed=not _is_timed(known))
         winner = candidates[_fastest(trials).candidate]
         again = self._make(winner, sequences)  # the last one made stands
-        first = made.get(winner.name, again)  # its counts are those of the compile
-        return winner, again._replace(compile_step=first.compile_step), trials
+        return winner, again._replace(compile_step=_compile_step(winner, made) or again.compile_step), trials
 
     def _try(
         self,
         candidates: list[Candidate],
-        made: dict[str, _Made],
+        made: dict[Candidate, _Made],
         sequences: list[Sequence],
         seconds: float,
         must_succeed: bool,
@@ -190,7 +190,7 @@ class _BucketWarmer:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
-                made[candidate.name] = self._make(candidate, sequences)
+                made[candidate] = self._make(candidate, sequences)
                 step_ms = self._step_ms()
             except OSError:
                 raise  # the disk, not the candidate
@@ -334,6 +334,16 @@ def _is_timed(trials: tuple[Trial, ...]) -> bool:
 
 def _fastest(trials: tuple[Trial, ...]) -> Trial:
     return min(trials, key=lambda trial: math.inf if trial.step_ms is None else trial.step_ms)
+
+
+def _compile_step(winner: Candidate, made: dict[Candidate, _Made]) -> Measured | None:
+    """What it took to make the winner in this run, with the programs that an earlier candidate left it."""
+    if winner not in made:
+        return None
+    before = itertools.takewhile(lambda candidate: candidate != winner, made)
+    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), None)
+    own = made[winner].compile_step
+    return shared + own if shared else own
 
 
 def _median_ms(put_back: Callable[[], None], step: Callable[[], StepOutput]) -> float:

@@ -39,13 +39,14 @@ stand-ins for the small kernels:
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from tcdeploy.dependent_launch import launches_early
 
 
 class Tile(NamedTuple):
@@ -122,7 +123,7 @@ def multiply(x: Tensor, w: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
     assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1 and (bias is None or bias.is_contiguous())
     assert 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
     out = x.new_empty(rows, n)
-    early = _launches_early(x.device)
+    early = launches_early(x.device)
     _linear_kernel[(triton.cdiv(n, tile.columns),)](
         out, x, w, bias, rows, n, k, x.stride(0),
         _padded_rows(rows), tile.columns, _fitted_depth(tile, k), tile.slices, early,
@@ -142,12 +143,6 @@ def _fitted_depth(tile: Tile, k: int) -> int:
     while k % depth:
         depth //= 2
     return depth
-
-
-@functools.cache
-def _launches_early(device: torch.device) -> bool:
-    """Whether the GPU has programmatic dependent launch: Hopper and later. A CPU is Triton's interpreter, in tests."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 # `rows` is not specialised: else a batch of 1 or 16 would compile the kernel again.

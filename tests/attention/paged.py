@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.testing import assert_close
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
+from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.compiler import compile as triton_compile
 from triton.runtime import interpreter
 from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
@@ -204,7 +204,12 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 
 def shared_memory_on_hopper(launch: Launch) -> int:
-    """Compile a recorded launch for a Hopper GPU: its bytes of shared memory."""
+    """Bytes, of a recorded launch."""
+    return compiled_for_hopper(launch).metadata.shared
+
+
+def compiled_for_hopper(launch: Launch) -> CompiledKernel:
+    """A recorded launch, compiled for a Hopper GPU, which need not be here."""
     signature, constants, hints = {}, {}, {}
     for i, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
         if param.is_constexpr or arg is None:
@@ -214,7 +219,7 @@ def shared_memory_on_hopper(launch: Launch) -> int:
             if isinstance(arg, Tensor) and not param.do_not_specialize:
                 hints[i,] = [["tt.divisibility", 16]]
     source = ASTSource(launch.kernel, signature, constants, hints)
-    return triton_compile(source, target=HOPPER, options=launch.options).metadata.shared
+    return triton_compile(source, target=HOPPER, options=launch.options)
 
 
 def program_of(launch: Launch) -> tuple[str, str]:

@@ -5,23 +5,22 @@ In every test the newest token's slot is NaN before the call: only what the kern
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
-from triton.runtime import driver
 
-from tcdeploy.attention import decode, reference
+from tcdeploy.attention import decode, ops, reference
 from tests.attention.paged import (
     CUDA,
-    HOPPER,
     Case,
     Pages,
     assert_agrees,
+    compiled_for_hopper,
     each_case,
     make_pages,
     make_queries,
@@ -43,11 +42,12 @@ class Step(NamedTuple):
     options: tuple[float, int, float, Tensor | None]  # scale, window, softcap, sinks
 
     def arguments(self, splits: int) -> tuple[Any, ...]:
+        """As the op takes them."""
         scale, window, softcap, sinks = self.options
-        return (self.q, self.k, self.v, *self.pages, self.arrivals, sinks, scale, window, softcap, splits)
+        return (self.q, self.k, self.v, *self.pages, self.arrivals, sinks, scale, window, softcap, splits, "triton")
 
     def run(self, splits: int) -> Tensor:
-        return decode.decode_attention(*self.arguments(splits))
+        return decode.attend(self.q, self.k, self.v, *self.pages, self.arrivals, *self.options, splits)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, k_cache and v_cache afterwards; the step's own caches are left alone."""
@@ -142,7 +142,7 @@ def test_a_compiled_region_writes_in_place_and_takes_any_width_and_number_of_blo
 
     @torch.compile(fullgraph=True, dynamic=False)
     def region(q: Tensor, *rest: Any) -> Tensor:
-        return decode.decode_attention(q * 0.5, *rest).flatten(1) @ weight
+        return ops.decode_attention(q * 0.5, *rest).flatten(1) @ weight
 
     torch._dynamo.reset()
     counters.clear()
@@ -158,42 +158,16 @@ def test_a_compiled_region_writes_in_place_and_takes_any_width_and_number_of_blo
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("device", [CUDA])
-def test_opcheck_passes(device):
+@pytest.mark.parametrize("splits", [1, 4])
+def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(splits, device):
     step = make_step(Case(group=4, head_dim=128, dtype=torch.bfloat16, window=100), [300, 0], device)
     for cache in step.pages[:2]:
         cache.nan_to_num_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(decode.decode_attention, step.arguments(4), test_utils=checks)
+    torch.library.opcheck(ops.decode_attention, step.arguments(splits), test_utils=checks)
 
 
 # What holds without running a kernel.
-
-
-class Traced(Exception):
-    """Carries what reached the compiler out of torch.compile."""
-
-
-def test_the_compiler_sees_what_the_kernel_writes_and_nothing_more(monkeypatch):
-    """Else Inductor would copy what is only read. The look at the kernel's code needs a GPU's name, not a GPU."""
-
-    class NoGpu:
-        get_current_target = staticmethod(lambda: HOPPER)
-        get_current_device = staticmethod(lambda: 0)
-
-    def stop(graph: torch.fx.GraphModule, _: Any) -> None:
-        [node] = [node for node in graph.graph.nodes if "triton_kernel_wrapper_functional" in str(node.target)]
-        raise Traced(sorted(node.kwargs["tensors_to_clone"]))
-
-    monkeypatch.setattr(type(driver), "active", NoGpu())
-    step = make_step(Case(group=4), [20, 3], "cpu")
-    torch._dynamo.reset()
-    with pytest.raises(Exception, match="Traced") as caught, torch.no_grad():
-        torch.compile(decode.decode_attention, backend=aot_autograd(fw_compiler=stop), fullgraph=True)(
-            *step.arguments(2)
-        )
-    written = ["arrivals", "k_cache", "out", "part_weights", "parts", "v_cache"]
-    assert str(written) in str(caught.value)
 
 
 def launch(case: Case, batch: int, splits: int) -> None:
@@ -204,9 +178,8 @@ def launch(case: Case, batch: int, splits: int) -> None:
     caches = [torch.zeros(1, case.block_size, case.kv_heads, dim, dtype=case.dtype) for dim in dims]
     q = torch.zeros(batch, case.heads, case.head_dim, dtype=case.dtype)
     k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
-    scale, window, softcap, sinks = case.options("cpu")
     arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
-    decode.decode_attention(q, k, v, *caches, table, lengths, arrivals, sinks, scale, window, softcap, splits)
+    decode.attend(q, k, v, *caches, table, lengths, arrivals, *case.options("cpu"), splits)
 
 
 @some_models
@@ -217,6 +190,27 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits,
     launch(case, 1, splits)
     [launched] = launches
     assert shared_memory_on_hopper(launched) <= 227 * 1024
+
+
+@pytest.mark.parametrize("splits", [1, 8])
+def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, monkeypatch, tmp_path):
+    """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(decode, "launches_early", lambda _: True)
+    launches = record_launches(monkeypatch)
+    launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits)
+    compiled = compiled_for_hopper(launches[0])
+    assert compiled.metadata.launch_pdl
+    before, after = compiled.asm["ptx"].split("griddepcontrol.wait")
+    assert set(re.findall(r"ld\.global\.(\S+)", before)) == {"b32"}
+    assert "cp.async" not in before and "st.global" not in before
+    assert "griddepcontrol.launch_dependents" in after and "st.global" in after
+
+
+def test_a_gpu_without_dependent_launch_is_not_asked_for_it(monkeypatch):
+    launches = record_launches(monkeypatch)
+    launch(Case(), 1, 1)
+    assert "launch_pdl" not in launches[0].options
 
 
 def test_another_batch_window_or_number_of_parts_compiles_nothing_new(monkeypatch):

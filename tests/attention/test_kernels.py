@@ -133,10 +133,7 @@ def test_slots_beyond_two_billion_elements_are_reached(device):
     for cache in caches:
         cache[-1, -1] = float("nan")
     arrivals = torch.zeros(1, 8, dtype=torch.int32, device=device)
-    scale, window, softcap, sinks = case.options(device)
-    decoded = decode.decode_attention(
-        q[15:], k[15:], v[15:], *caches, table, lengths, arrivals, sinks, scale, window, softcap, 2
-    )
+    decoded = decode.attend(q[15:], k[15:], v[15:], *caches, table, lengths, arrivals, *case.options(device), 2)
     assert_agrees(decoded, wanted[15:])
     assert torch.equal(caches[0][-1], k) and torch.equal(caches[1][-1], v)
 

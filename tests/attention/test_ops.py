@@ -62,7 +62,7 @@ class Case:
     def decode_arguments(self) -> tuple[Any, ...]:
         return (
             self.q[:3], self.k[:3], self.v[:3], self.k_cache, self.v_cache, self.block_table, self.seq_lens,
-            self.sinks, 0.3, 9, 2.0,
+            torch.zeros(3, KV_HEADS, dtype=torch.int32), self.sinks, 0.3, 9, 2.0, 1, "reference",
         )  # fmt: skip
 
 
@@ -72,7 +72,7 @@ def test_opcheck_passes_on_every_op() -> None:
     torch.library.opcheck(ops.kv_write, write)
     for sinks in (False, True):
         torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
-    torch.library.opcheck(ops.reference_decode_attention, case.decode_arguments())
+    torch.library.opcheck(ops.decode_attention, case.decode_arguments())
 
 
 def test_keys_land_in_their_slots_and_nowhere_else() -> None:

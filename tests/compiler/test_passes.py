@@ -97,11 +97,11 @@ class Rows(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(48, 64).bfloat16(), requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(48, 32).bfloat16(), requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         def product() -> torch.Tensor:
-            parts = x.view(1, 64).float().unsqueeze(2) * self.weight.t().float().unsqueeze(0)
+            parts = x.view(1, 32).float().unsqueeze(2) * self.weight.t().float().unsqueeze(0)
             return parts.sum(dim=1).bfloat16().view(1, 1, 48)
 
         return tuple(product()[..., start : start + 16].view(1, 2, 8).transpose(0, 1) + 1 for start in (0, 16, 32))
@@ -118,10 +118,45 @@ def test_a_product_that_stands_there_in_its_parts_is_merged_and_cut_in_place() -
             cuts.append(targets.count(torch.ops.aten.as_strided.default))
 
     forget_programs()
-    module, x = Rows().eval(), torch.randn(1, 1, 64).bfloat16()
+    module, x = Rows().eval(), torch.randn(1, 1, 32).bfloat16()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=Counting(streams=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)
         assert (sums, cuts) == ([1], [3])
         for mine, wanted in zip(found, module(x), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=1e-2, atol=1e-2)
+
+
+class LongRow(nn.Module):
+    """A product of one row written in its parts, behind an activation; the row is longer or shorter than the output."""
+
+    def __init__(self, k: int, n: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(n, k).bfloat16(), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        row = torch.nn.functional.silu(x).view(1, -1)
+        parts = row.float().unsqueeze(2) * self.weight.t().float().unsqueeze(0)
+        return parts.sum(dim=1).bfloat16() + 1
+
+
+def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
+    """How many strided views the pass puts in; the module's answer must stay what it was."""
+    stored: list[torch.fx.Node] = []
+
+    class Listing(RewriteProducts):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            stored.extend(node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default)
+
+    forget_programs()
+    with torch.no_grad(), torch._inductor.utils.fresh_cache():
+        with inductor_config.patch(post_grad_custom_pre_pass=Listing(streams=False)):
+            found = torch.compile(module, fullgraph=True, dynamic=False)(x)
+        torch.testing.assert_close(found, module(x), rtol=2e-2, atol=2e-2)
+    return len(stored)
+
+
+def test_only_a_row_that_is_longer_than_the_output_is_stored_before_its_product() -> None:
+    assert stored_rows(LongRow(256, 32).eval(), torch.randn(1, 1, 256).bfloat16()) == 1
+    assert stored_rows(LongRow(32, 256).eval(), torch.randn(1, 1, 32).bfloat16()) == 0

@@ -36,7 +36,8 @@ def auto(tmp_path: Path) -> Any:
 def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto: Any) -> None:
     first = auto()
     for record in first.records:
-        names = [candidate.name for candidate in first.plan.candidates(first.plan.buckets[0])]
+        [bucket] = [bucket for bucket in first.plan.buckets if bucket.name == record.bucket]
+        names = [candidate.name for candidate in first.plan.candidates(bucket)]
         assert [trial.candidate for trial in record.trials] == names
         timed = {trial.candidate: trial.step_ms for trial in record.trials}
         assert None not in timed.values()
@@ -51,7 +52,10 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
     assert [record.trials for record in second.records] == [record.trials for record in first.records]
     assert [record.candidate for record in second.records] == [record.candidate for record in first.records]
     assert [record.outcome for record in second.records] == ["hit", "hit"]
-    assert warm_start.counts.programs == len(second.records), "the losers are not even loaded"
+    kinds = {"early-rows": 2}  # the last layer is a program of its own
+    programs = [kinds.get(record.candidate, 1) for record in second.records]
+    assert [record.programs for record in second.records] == programs
+    assert warm_start.counts.programs == sum(programs), "the losers are not even loaded"
 
 
 def test_no_time_to_try_leaves_the_first_candidate(auto: Any) -> None:
@@ -84,9 +88,9 @@ def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any
     assert [len(record.trials) for record in auto(tune_seconds=0.0).records] == [1, 1]
     forget_programs()
     later = auto(tune_seconds=300.0)
-    assert [len(record.trials) for record in later.records] == [2, 2]
+    assert [len(record.trials) for record in later.records] == [3, 2]
     forget_programs()
-    assert [len(record.trials) for record in auto(tune_seconds=10.0).records] == [2, 2], "less time forgets nothing"
+    assert [len(record.trials) for record in auto(tune_seconds=10.0).records] == [3, 2], "less time forgets nothing"
 
 
 def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,11 +107,10 @@ def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch
 
     monkeypatch.setattr(programs, "inductor_options", breaking)
     for record in auto().records:
-        assert record.candidate == "max-autotune"
-        assert {trial.candidate: trial.error for trial in record.trials} == {
-            "default": "shared memory, required: 262144",
-            "max-autotune": "",
-        }
+        assert record.candidate != "default"
+        errors = {trial.candidate: trial.error for trial in record.trials}
+        assert errors.pop("default") == "shared memory, required: 262144"
+        assert errors and not any(errors.values())
 
 
 def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "_launches_early", lambda _: True)
+    monkeypatch.setattr(kernels, "launches_early", lambda _: True)
     launches = record_launches(monkeypatch)
     wanted = {
         (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in candidates(rows, n, k)
