@@ -4,18 +4,37 @@ A candidate is a set of Inductor settings, and who multiplies. Every mode but `a
 buckets; `auto` times several for each and keeps the fastest (engine/warmup.py), so nothing here claims to know which
 that is: only the order, the likely winners first, for the case that the time for trying ends early.
 
-What `warm --mode auto` timed on an H100, 8B shape, context 512, ms per decode step; each batch in one run, so compare
-down a column only. All had programs for the edges, which `default` no longer has; `combo` was never timed.
+What `warm --mode auto` timed on an H100, 8B shape, context 512, ms per decode step; each column of a block in one run,
+so compare down a column only. All had programs for the edges, which `default` no longer has.
 
-    batch                1      4     16     32
+    batch                1      4     16     32    128    256
     default           6.33   6.34   6.74   7.10
     pdl               6.29   6.30   6.69   7.10
-    descent              -      -      -   7.15    changes products of one row only: those with more stay with cuBLAS
-    descent+pdl       5.52      -      -      -    Inductor writes the product with one row itself, as a reduction
+    descent              -      -      -   7.15                  changes products of one row only
+    descent+pdl       5.52      -      -      -                  Inductor writes the product with one row itself
     streamed             -   5.99      -   6.85
     streamed+pdl         -   5.80   6.24   6.68
     max-autotune      5.71      -      -      -
-    max-autotune+pdl  5.57   6.26      -      -    it times products on weights that lie in the L2 cache, and errs
+    max-autotune+pdl  5.57   6.26      -      -                  it times products on weights in the L2 cache, and errs
+    later, with decode attention launched early and, at batch 1, the long row stored (compiler/passes.py):
+    pdl                  -      -      -      -   9.80  13.64
+    descent+pdl       5.42      -      -      -
+    streamed+pdl         -   5.76   6.15   6.58
+    streamed+pdl+combo   -      -   6.09      -
+    max-autotune+pdl     -      -      -      -   9.72  13.65
+
+In another run of that state the `combo` candidates took 5.36, 5.76, 6.14, 6.59, 9.78 and 13.75. Prefill, ms at the
+power limit:
+
+    tokens             128    512   1024   2048   8192 (one prompt)
+    default           7.10   13.3   25.4   51.3   233
+    early-rows        7.08   13.2   24.8   49.9   229
+    max-autotune      6.87                                       3% at 128 tokens; from 512 on it lost or drew
+    pdl                      13.0          50.9   231            in a run in which default took 13.2, 50.8 and 231
+
+Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and writes it itself, and the
+tuning is of that reduction; from two rows on products stay with cuBLAS. Not among the candidates: fewer parts for
+decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run).
 """
 
 from __future__ import annotations
@@ -38,6 +57,8 @@ class Candidate:
     streams: bool = False
     edges: bool = True
     early_rows: bool = False
+    attention: str | None = None  # the prefill backend, where it is not the plan's
+    head_start: float = 1.0  # the fastest of the others may take this much longer, and is kept
 
     def shares_programs_with(self, other: Candidate) -> bool:
         """Whether what runs all rows in both is made but once."""
@@ -64,11 +85,19 @@ DECODE_MORE = (STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MA
 DECODE_MANY = (PDL_COMBO, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
-# max-autotune won by 3% at 128 tokens and lost or drew from 512 on, for half a minute of compiling each.
+EARLY_ROWS_PDL = Candidate("early-rows+pdl", (PDL,), edges=False, early_rows=True)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS)
+HOPPER_PREFILL_SHORT = (DEFAULT, EARLY_ROWS_PDL, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+HOPPER_PREFILL_LONG = (DEFAULT, EARLY_ROWS, EARLY_ROWS_PDL)
 SHORT_TOKENS = 256
+LONG_TOKENS = 4096  # where attention is enough of a step for another kernel to matter
 STREAMED_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
+
+
+def with_attention(backend: str) -> Candidate:
+    """A long prefill by a package's attention: its import costs every start 5 to 10 s, so it must bring something."""
+    return Candidate(backend, edges=False, early_rows=True, attention=backend, head_start=1.05)
 
 
 def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
@@ -84,7 +113,8 @@ def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: 
     if device == "cpu":
         return CPU_PREFILL if is_prefill else CPU_DECODE
     if is_prefill:
-        return PREFILL_LONG if size > SHORT_TOKENS else PREFILL_SHORT
+        short, long = (HOPPER_PREFILL_SHORT, HOPPER_PREFILL_LONG) if is_hopper else (PREFILL_SHORT, PREFILL_LONG)
+        return short if size <= SHORT_TOKENS else long
     if not is_hopper:
         return DECODE_ELSEWHERE
     return DECODE_ONE if size == 1 else DECODE_MORE if size <= STREAMED_ROWS else DECODE_MANY

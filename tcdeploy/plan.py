@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tcdeploy import __version__
 from tcdeploy.architecture import Architecture
-from tcdeploy.candidate import Candidate, candidates
+from tcdeploy.candidate import DEFAULT, LONG_TOKENS, Candidate, candidates, with_attention
 from tcdeploy.capability import Accepted, Rejected, judge_backend
 from tcdeploy.environment import Environment
 from tcdeploy.errors import UsageError
@@ -33,7 +33,7 @@ NOT_IN_PROGRAMS = {
 }  # fmt: skip  # sizes that a program holds as symbols
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
-# call takes 5 s and each later one 0.1 ms of the host, so it is taken only when asked for. The packages of
+# call takes 5 s and each later one 0.1 ms of the host, so it is taken when asked for, or tried by mode auto. Those of
 # FlashAttention-2 and -3 could not be run where this was measured: they stand last, or are asked for.
 PREFERRED_ATTENTION: dict[Attention, str] = {
     "triton": "reads the pages in place; measured faster than torch's FlashAttention-2",
@@ -41,6 +41,7 @@ PREFERRED_ATTENTION: dict[Attention, str] = {
     "flash-attn-3": "installed",
     "flash-attn-2": "installed",
 }
+TRIED_ATTENTION: tuple[Attention, ...] = ("flash-attn-4", "flash-attn-3")
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Plan:
     dtype: str
     prefill_attention: Attention
     decode_attention: Attention
+    other_attention: tuple[Attention, ...]  # prefill backends that mode auto tries in long buckets
     region: str
     mode: str
     graphs: str
@@ -114,14 +116,16 @@ class Plan:
         Rows are chosen early in whole layers and static shapes alone.
         """
         known = candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        if bucket.is_prefill and bucket.size >= LONG_TOKENS:
+            known += tuple(map(with_attention, self.other_attention))
         can_choose = self.region == "layer" and not bucket.min_size
         return tuple(candidate for candidate in known if can_choose or not candidate.early_rows)
 
-    def is_recorded(self, bucket: Bucket) -> bool:
+    def is_recorded(self, bucket: Bucket, candidate: Candidate = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
         if self.graphs != "step" or bucket.min_size:
             return False
-        return not bucket.is_prefill or self.prefill_attention == "triton"
+        return not bucket.is_prefill or (candidate.attention or self.prefill_attention) == "triton"
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -161,6 +165,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "dtype": dtype,
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
+        "other_attention": _other_attention(recipe, environment, architecture, device, dtype),
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
@@ -239,6 +244,16 @@ def _decide_prefill_attention(
                 noes.append(f"not {backend}: {reason}")
     log.append(Decision("prefill attention", "reference", "; ".join(noes), is_fallback=True))
     return "reference"
+
+
+def _other_attention(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str
+) -> tuple[Attention, ...]:
+    """Installed packages that are worth a trial in long buckets, unless a backend was asked for."""
+    if recipe.mode != "auto" or recipe.attention:
+        return ()
+    verdicts = (judge_backend(one, environment, architecture, device, dtype) for one in TRIED_ATTENTION)
+    return tuple(verdict.backend for verdict in verdicts if isinstance(verdict, Accepted))
 
 
 def _decide_decode_attention(

@@ -611,6 +611,22 @@ def test_rows_are_chosen_early_in_whole_layers_of_static_shape_alone() -> None:
     assert not any(one.early_rows for bucket in plan.decode_buckets for one in plan.candidates(bucket))
 
 
+def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked_for() -> None:
+    with_package_4 = with_packages("flash-attn-4")
+
+    def tried(environment: Environment = with_package_4, **asked: Any) -> list[list[str]]:
+        plan = plan_for(environment, buckets=(512, 4096), context=8192, **{"mode": "auto", **asked})
+        return [[one.attention for one in plan.candidates(b) if one.attention] for b in plan.prefill_buckets]
+
+    assert tried() == [[], ["flash-attn-4"]]
+    assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
+    assert tried(with_packages("flash-attn-2")) == [[], []]
+    plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
+    candidates = {one.name: one for one in plan.candidates(plan.buckets[0])}
+    assert plan.is_recorded(plan.buckets[0], candidates["default"])
+    assert not plan.is_recorded(plan.buckets[0], candidates["flash-attn-4"]), "it reads lengths on the host"
+
+
 def test_a_large_bucket_packs_more_prompts() -> None:
     assert plan_for(buckets=(128, 2048)).prefill_sequences == plan_for(buckets=(4096,)).prefill_sequences == 8
     assert plan_for(buckets=(128, 8192), context=8192).prefill_sequences == 16

@@ -44,6 +44,7 @@ class StepInputs:
     arrivals: Tensor
     decode_splits: int
     candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
+    prefill_backend: str = "reference"
     early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 
     def show(self, other: StepInputs) -> None:
@@ -57,7 +58,6 @@ class LayerBinding:
 
     k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor
-    prefill_backend: str
     decode_backend: str
     step: StepInputs
 
@@ -99,9 +99,9 @@ def register_attention() -> None:
 def bind_attention(
     model: nn.Module, architecture: Architecture, cache: list[LayerKV], plan: Plan, step: StepInputs
 ) -> None:
-    """Give every attention module its K, V and backends, and the `step` that the caller refills before each pass."""
+    """Give each attention module its K, V and decode backend, and the `step` that is refilled before each pass."""
     for facts, layer_kv in zip(architecture.attentions, cache, strict=True):
-        binding = LayerBinding(layer_kv.k, layer_kv.v, plan.prefill_attention, plan.decode_attention, step)
+        binding = LayerBinding(layer_kv.k, layer_kv.v, plan.decode_attention, step)
         model.get_submodule(facts.path).tcdeploy = binding  # type: ignore[assignment]
 
 
@@ -132,7 +132,7 @@ def paged_attention(
         ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,
-            step.host_facts, s_aux, scale, window, cap, binding.prefill_backend,
+            step.host_facts, s_aux, scale, window, cap, step.prefill_backend,
         )  # fmt: skip
     else:
         out = ops.decode_attention(

@@ -22,7 +22,8 @@ def draw(report: Report, path: str) -> None:
     figure = Figure(figsize=(6.4 * panels, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _DRAWN[report.command](report, axes)
-    figure.suptitle(f"{report.plan['model']} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
+    model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # a folder by its own name
+    figure.suptitle(f"{model} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
     figure.savefig(path, dpi=150)
 
 

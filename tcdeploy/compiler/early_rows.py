@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
+
+from tcdeploy.compiler.nodes import call
 
 aten = torch.ops.aten
 CONVERT = torch.ops.prims.convert_element_type.default
@@ -42,7 +43,7 @@ def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -
     def choose(node: Node) -> Node:
         if node not in chosen:
             places = [None] * (_row_dim(node, tokens) or 0)
-            chosen[node] = _call(graph, aten.index.Tensor, node, [*places, rows])
+            chosen[node] = call(graph, aten.index.Tensor, node, [*places, rows])
         return chosen[node]
 
     with graph.inserting_before(choice):
@@ -54,7 +55,7 @@ def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -
             if node.target in VIEWS:
                 args[1] = list(node.meta["val"].shape)
                 args[1][_row_dim(node, tokens) or 0] = rows.meta["val"].shape[0]
-            chosen[node] = _call(graph, node.target, *args)
+            chosen[node] = call(graph, node.target, *args)
     if whole in chosen:
         choice.replace_all_uses_with(chosen[whole])
         graph.erase_node(choice)
@@ -119,12 +120,3 @@ def _row_dim(node: Any, tokens: int) -> int | None:
     shape = value.shape if isinstance(value, torch.Tensor) else ()
     dim = next((dim for dim, size in enumerate(shape) if not isinstance(size, int) or size != 1), None)
     return dim if dim is not None and isinstance(shape[dim], int) and shape[dim] == tokens else None
-
-
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    """A new node, with the metadata that Inductor asks for."""
-    node = graph.call_function(target, args)
-    values = map_arg(args, lambda arg: arg.meta["val"])
-    with next(value for value in values if isinstance(value, torch.Tensor)).fake_mode:  # type: ignore[attr-defined]
-        node.meta["val"] = target(*values)
-    return node

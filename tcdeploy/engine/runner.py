@@ -113,10 +113,11 @@ class ModelRunner:
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
         self.step.show(buffers.step)
-        self.step.candidate = self._candidates[buffers.bucket]
+        self.step.candidate = candidate = self._candidates[buffers.bucket]
+        self.step.prefill_backend = candidate.attention or self.plan.prefill_attention
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        logits = self._logits(buffers, buffers.logit_rows if self.step.candidate.early_rows else None)
+        logits = self._logits(buffers, buffers.logit_rows if candidate.early_rows else None)
         state = self.state
         tokens = advance(
             logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend

@@ -166,7 +166,7 @@ class _BucketWarmer:
             tried = {trial.candidate for trial in known}
             untried = [candidate for name, candidate in candidates.items() if name not in tried]
             trials = known + self._try(untried, made, sequences, seconds, must_succeed=not _is_timed(known))
-        winner = candidates[_fastest(trials).candidate]
+        winner = candidates[_fastest(trials, candidates).candidate]
         again = self._make(winner, sequences)  # the last one made stands
         return winner, again._replace(compile_step=_compile_step(winner, made) or again.compile_step), trials
 
@@ -205,20 +205,20 @@ class _BucketWarmer:
         """Compile the bucket's step this way, and record it."""
         self.runner.choose(self.bucket, candidate)
         with measured() as compile_step:
-            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded() else 1):
+            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded(candidate) else 1):
                 self._run(sequences)
             _synchronize()
         free = _free_bytes()
         start = time.perf_counter()
-        if self.plan.is_recorded(self.bucket):
+        if self.plan.is_recorded(self.bucket, candidate):
             self.runner.capture(self.bucket)
             _synchronize()
         seconds = time.perf_counter() - start
         return _Made(compile_step, seconds, None if free is None else free - (_free_bytes() or 0))
 
-    def _is_recorded(self) -> bool:
+    def _is_recorded(self, candidate: Candidate) -> bool:
         """By us or by torch: then nothing lazy may be left, which takes more than one run."""
-        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket)
+        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket, candidate)
 
     def _sequences(self) -> list[Sequence]:
         """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""
@@ -332,8 +332,11 @@ def _is_timed(trials: tuple[Trial, ...]) -> bool:
     return any(trial.step_ms is not None for trial in trials)
 
 
-def _fastest(trials: tuple[Trial, ...]) -> Trial:
-    return min(trials, key=lambda trial: math.inf if trial.step_ms is None else trial.step_ms)
+def _fastest(trials: tuple[Trial, ...], candidates: dict[str, Candidate]) -> Trial:
+    def time_of(trial: Trial) -> float:
+        return math.inf if trial.step_ms is None else trial.step_ms * candidates[trial.candidate].head_start
+
+    return min(trials, key=time_of)
 
 
 def _compile_step(winner: Candidate, made: dict[Candidate, _Made]) -> Measured | None:

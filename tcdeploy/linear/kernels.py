@@ -113,19 +113,20 @@ def _first(guess: int, *others: int) -> tuple[int, ...]:
     return (guess, *(other for other in others if other != guess))
 
 
-def multiply(x: Tensor, w: Tensor, bias: Tensor | None, tile: Tile) -> Tensor:
-    """x [rows, k] @ w [n, k].T + bias [n], sums in float32: [rows, n], contiguous, in x's dtype.
+def multiply(x: Tensor, w: Tensor, addend: Tensor | None, tile: Tile) -> Tensor:
+    """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
 
-    w is contiguous, x may have strided rows; rows <= 64, n is a multiple of 16, k of 64.
+    w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64.
     """
     (rows, k), n = x.shape, w.shape[0]
-    assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
-    assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1 and (bias is None or bias.is_contiguous())
+    assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype
+    assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1
+    assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
     assert 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
     out = x.new_empty(rows, n)
     early = launches_early(x.device)
     _linear_kernel[(triton.cdiv(n, tile.columns),)](
-        out, x, w, bias, rows, n, k, x.stride(0),
+        out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
         _padded_rows(rows), tile.columns, _fitted_depth(tile, k), tile.slices, early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
@@ -148,7 +149,7 @@ def _fitted_depth(tile: Tile, k: int) -> int:
 # `rows` is not specialised: else a batch of 1 or 16 would compile the kernel again.
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    out, x, w, bias, rows, n, k, x_stride,
+    out, x, w, addend, rows, n, k, x_stride, addend_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
@@ -169,6 +170,9 @@ def _linear_kernel(
     if EARLY:  # nothing is read or written before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
+    is_output = (row < rows)[:, None] & (column < n)[None, :]
+    if addend is not None:  # a bias, whose rows are one, or a residual; loaded here, its latency is hidden
+        added = tl.load(addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=is_output, other=0.0)
 
     for start in range(0, k, DEPTH):
         weights = tl.load(w_tile + start)
@@ -177,7 +181,7 @@ def _linear_kernel(
 
     if SLICES > 1:
         acc = tl.sum(acc, 0)
-    if bias is not None:
-        acc += tl.load(bias + column, mask=column < n, other=0.0).to(tl.float32)[:, None]
-    y = tl.trans(acc).to(out.dtype.element_ty)
-    tl.store(out + row[:, None] * n + column[None, :], y, mask=(row < rows)[:, None] & (column < n)[None, :])
+    y = tl.trans(acc)
+    if addend is not None:
+        y += added.to(tl.float32)
+    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=is_output)

@@ -15,22 +15,23 @@ from torch import Tensor
 
 
 @torch.library.custom_op("tcdeploy::linear", mutates_args=(), device_types="cuda")
-def linear(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
-    """x [rows, k] @ w [n, k].T + bias [n], summed in float32: [rows, n] in x's dtype, bfloat16 or float16.
+def linear(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
+    """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], summed in float32: [rows, n] in x's dtype.
 
-    rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x may have strided rows.
+    bfloat16 or float16; rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x and the addend may have
+    strided rows.
     """
     from tcdeploy.linear import kernels  # imports triton, which a CPU needs not have
 
-    return kernels.multiply(x, w, bias, kernels.TILES[config])
+    return kernels.multiply(x, w, addend, kernels.TILES[config])
 
 
 @linear.register_kernel("cpu")
-def _(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
+def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     y = x.float() @ w.float().T
-    return (y if bias is None else y + bias.float()).to(x.dtype)
+    return (y if addend is None else y + addend.float()).to(x.dtype)
 
 
 @linear.register_fake
-def _(x: Tensor, w: Tensor, bias: Tensor | None, config: int) -> Tensor:
+def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])

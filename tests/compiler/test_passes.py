@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.utils
@@ -84,6 +85,42 @@ def test_a_product_of_few_rows_is_streamed_and_means_the_same() -> None:
         calls, found, wanted = streamed_calls(Projection(4, bias))
         assert calls == 1
         torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+
+
+class Residual(nn.Module):
+    """The end of a block: a residual plus a projection; `read_twice` has something else read the projection too."""
+
+    def __init__(self, bias: bool, read_twice: bool) -> None:
+        super().__init__()
+        self.down = nn.Linear(1024, 1024, bias).bfloat16()
+        self.read_twice = read_twice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.relu(x))
+        return x + y + y.sum() if self.read_twice else x + y
+
+
+@pytest.mark.parametrize(("bias", "read_twice", "additions"), [(False, False, 0), (True, False, 1), (False, True, 2)])
+def test_a_streamed_product_adds_the_residual_where_nothing_else_reads_it(
+    bias: bool, read_twice: bool, additions: int
+) -> None:
+    found: list[int] = []
+
+    class Counting(RewriteProducts):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            super().__call__(graph)
+            targets = [node.target for node in graph.nodes]
+            assert targets.count(torch.ops.tcdeploy.linear.default) == 1
+            found.append(targets.count(torch.ops.aten.add.Tensor))
+
+    forget_programs()
+    torch.manual_seed(3)
+    module, x = Residual(bias, read_twice).eval().requires_grad_(False), torch.randn(1, 4, 1024).bfloat16()
+    with torch.no_grad(), torch._inductor.utils.fresh_cache():
+        with inductor_config.patch(post_grad_custom_pre_pass=Counting(streams=True)):
+            out = torch.compile(module, fullgraph=True, dynamic=False)(x)
+        torch.testing.assert_close(out, module(x), rtol=2e-2, atol=2e-2)
+    assert found == [additions]
 
 
 def test_products_that_the_rule_refuses_stay_with_cublas() -> None:

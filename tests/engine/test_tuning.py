@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.candidate import Candidate, with_attention
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.manifest import Trial, manifest_path, read_manifest
@@ -81,7 +82,14 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
 
 def test_a_candidate_that_failed_is_never_the_fastest() -> None:
     trials = (Trial("a", None, 1.0, "it does not compile"), Trial("b", 3.0, 1.0), Trial("c", 2.0, 1.0))
-    assert _fastest(trials).candidate == "c"
+    assert _fastest(trials, {name: Candidate(name) for name in "abc"}).candidate == "c"
+
+
+def test_a_candidate_that_costs_every_start_must_bring_more_than_it_gives_away() -> None:
+    candidates = {"a": Candidate("a"), "flash-attn-4": with_attention("flash-attn-4")}
+    for step_ms, chosen in ((9.6, "a"), (9.4, "flash-attn-4")):
+        trials = (Trial("a", 10.0, 1.0), Trial("flash-attn-4", step_ms, 1.0))
+        assert _fastest(trials, candidates).candidate == chosen
 
 
 def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any) -> None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tcdeploy.candidate import DEFAULT, DESCENT_PDL, MAX_AUTOTUNE_PDL, STREAMED_PDL
+from tcdeploy.candidate import (
+    DEFAULT,
+    DESCENT_PDL,
+    EARLY_ROWS,
+    EARLY_ROWS_PDL,
+    MAX_AUTOTUNE_PDL,
+    STREAMED_PDL,
+    with_attention,
+)
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import sealed
 from tcdeploy.engine.blocks import BlockAllocator
@@ -120,6 +129,22 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
         for name, found in logits.items():
             difference = (found - logits["default"]).norm() / logits["default"].norm()
             assert difference < 0.02, name
+
+
+def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(cache_dir: str) -> None:
+    deployment = deploy("builtin:tiny", cache_dir, dtype="bfloat16")
+    runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
+    chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
+    logits = {}
+    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_PDL, replace(with_attention("torch-flash"), early_rows=False)):
+        runner.choose(bucket, candidate)
+        for _ in range(2):
+            logits[candidate.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
+        if deployment.plan.is_recorded(bucket, candidate):
+            runner.capture(bucket)
+            torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[candidate.name])
+    for name, found in logits.items():
+        assert (found - logits["default"]).norm() / logits["default"].norm() < 0.02, name
 
 
 @pytest.mark.parametrize("family", list(SERVED))

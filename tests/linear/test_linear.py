@@ -104,6 +104,16 @@ def test_any_n_of_16_and_any_k_of_64(
 
 
 @each_tile
+@pytest.mark.parametrize("rows", [2, 8, 33])
+def test_a_residual_is_added_row_by_row(rows: int, tile: Tile, device: str, blocks: list[Tensor]) -> None:
+    x, w = rand(rows, 256, device=device), rand(176, 256, device=device)
+    residual = (rand(rows, 3 * 176) * 10).to(device)[:, 176:352]
+    assert not residual.is_contiguous()
+    assert_agrees(kernels.multiply(x, w, residual, tile), expected(x, w, residual))
+    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+
+
+@each_tile
 def test_rows_of_x_may_be_strided(tile: Tile, device: str) -> None:
     packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
     for x in (packed[:, 256:512], packed[:, 8:264], packed[:, 3:259], packed[::2, :256]):
@@ -131,7 +141,7 @@ def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
 @each_tile
 def test_nothing_outside_the_inputs_is_read(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies past the last row of x or of w never reaches the output, but it may lie on another's page."""
-    x, w, bias = rand(5, 128), rand(144, 128), rand(144)
+    x, w, bias = rand(5, 128), rand(144, 128), rand(5, 144)
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (x, w, bias)]
     load = interpreter.InterpreterBuilder.create_masked_load
     loads = []
@@ -155,6 +165,7 @@ def test_opcheck_passes_with_and_without_bias() -> None:
     x, w, bias = rand(4, 128), rand(48, 128), rand(48)
     torch.library.opcheck(ops.linear, (x, w, None, 0))
     torch.library.opcheck(ops.linear, (x[:, :64], w[:, :64].contiguous(), bias, 3))
+    torch.library.opcheck(ops.linear, (x, w, rand(4, 48), 3))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -277,6 +288,7 @@ def test_real_shapes_agree_with_float32_for_every_candidate(n: int, k: int) -> N
 def test_opcheck_passes_on_the_gpu() -> None:
     x, w, bias = (rand(*shape, device="cuda") for shape in ((4, 1024), (2048, 1024), (2048,)))
     torch.library.opcheck(ops.linear, (x, w, bias, 0))
+    torch.library.opcheck(ops.linear, (x, w, rand(4, 2048, device="cuda"), 0))
 
 
 @pytest.mark.gpu
