@@ -4,9 +4,9 @@
     prefill_attention  packed prompts (or chunks of them), each over its own pages
     decode_attention   one new token per sequence: written to its slot, and attending over its pages
 
-The first two are opaque. Decode's Triton kernel is not (a `triton_op`, in decode.py): Inductor sees it, keys it and
-ships it with the program. Each op takes the name of its backend as an argument, so the choice stands in the graph and
-in the cache's key; what they compute is defined by `reference.py`. Nothing the graph sees depends on lengths: they
+All are opaque (decode.py says why its kernel is not a `triton_op`); the kernels that Triton builds for them lie in the
+cache folder too. Each op takes the name of its backend as an argument, so the choice stands in the graph and in the
+cache's key; what they compute is defined by `reference.py`. Nothing the graph sees depends on lengths: they
 are tensors. The few integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs
 neither a guard nor a synchronisation.
 
