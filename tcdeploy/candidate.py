@@ -5,7 +5,7 @@ buckets; `auto` times several for each and keeps the fastest (engine/warmup.py),
 that is: only the order, the likely winners first, for the case that the time for trying ends early.
 
 What `warm --mode auto` timed on an H100, 8B shape, context 512, ms per decode step; each column of a block in one run,
-so compare down a column only. All had programs for the edges, which `default` no longer has.
+so compare down a column only. In decode all had programs for the edges, which `default` no longer has.
 
     batch                1      4     16     32    128    256
     default           6.33   6.34   6.74   7.10
@@ -32,38 +32,44 @@ power limit:
     max-autotune      6.87                                       3% at 128 tokens; from 512 on it lost or drew
     pdl                      13.0          50.9   231            in a run in which default took 13.2, 50.8 and 231
 
-Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and writes it itself, and the
-tuning is of that reduction; from two rows on products stay with cuBLAS. Not among the candidates: fewer parts for
-decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run).
+`adds` was not timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and
+writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not among the
+candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Candidate:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `streams` gives products of few rows to our own kernel (linear/). `edges` makes programs of what a decode step runs
-    before and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
-    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone: a 32nd of
-    an 8B model's step, for a program more (compiler/early_rows.py).
+    `streams` gives products of few rows to our own kernel (linear/). `adds` has cuBLAS add a layer's last product to
+    the residual in its place. `edges` makes programs of what a decode step runs before and after its layers too (final
+    norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
+    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
+    program more (compiler/early_rows.py).
     """
 
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
     streams: bool = False
+    adds: bool = False
     edges: bool = True
     early_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
-    head_start: float = 1.0  # the fastest of the others may take this much longer, and is kept
+    handicap: float = 1.0  # times this, its time is compared with the others'
 
     def shares_programs_with(self, other: Candidate) -> bool:
         """Whether what runs all rows in both is made but once."""
-        return (self.inductor, self.streams) == (other.inductor, other.streams)
+        return dataclasses.replace(self, **OWN) == dataclasses.replace(other, **OWN)
 
+
+OWN: dict[str, Any] = {"name": "", "edges": False, "early_rows": False, "handicap": 1.0}  # does not change a layer
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
@@ -72,6 +78,7 @@ AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default", edges=False)
 WITH_PDL = Candidate("pdl", (PDL,))
 PDL_COMBO = Candidate("pdl+combo", (PDL, COMBO))
+PDL_COMBO_ADDS = Candidate("pdl+combo+adds", (PDL, COMBO), adds=True)
 DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
 DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (DESCENT, PDL, COMBO))
 STREAMED = Candidate("streamed", streams=True)
@@ -82,29 +89,29 @@ MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
 DECODE_ONE = (DESCENT_PDL_COMBO, DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
 DECODE_MORE = (STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
-DECODE_MANY = (PDL_COMBO, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
+DECODE_MANY = (PDL_COMBO, PDL_COMBO_ADDS, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
+EARLY_ROWS_ADDS = Candidate("early-rows+adds", adds=True, edges=False, early_rows=True)
 EARLY_ROWS_PDL = Candidate("early-rows+pdl", (PDL,), edges=False, early_rows=True)
-PREFILL_SHORT, PREFILL_LONG = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS)
-HOPPER_PREFILL_SHORT = (DEFAULT, EARLY_ROWS_PDL, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
-HOPPER_PREFILL_LONG = (DEFAULT, EARLY_ROWS, EARLY_ROWS_PDL)
+PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
+PREFILL_SHORT = (DEFAULT, EARLY_ROWS_PDL, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
+PREFILL_LONG = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, EARLY_ROWS_PDL)
 SHORT_TOKENS = 256
-LONG_TOKENS = 4096  # where attention is enough of a step for another kernel to matter
 STREAMED_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
 def with_attention(backend: str) -> Candidate:
     """A long prefill by a package's attention: its import costs every start 5 to 10 s, so it must bring something."""
-    return Candidate(backend, edges=False, early_rows=True, attention=backend, head_start=1.05)
+    return Candidate(backend, edges=False, attention=backend, handicap=1.05)
 
 
 def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
     """What `mode` tries for a bucket of `size`, in this order; all but `auto` name one.
 
-    Streamed products and dependent launches are for Hopper: other GPUs lack the shared memory or the instruction, or
-    were not measured.
+    Streamed products and Inductor's dependent launches are for Hopper: other GPUs lack the shared memory or the
+    instruction, or were not measured.
     """
     if mode == "max-autotune":
         return (MAX_AUTOTUNE,)
@@ -113,8 +120,7 @@ def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: 
     if device == "cpu":
         return CPU_PREFILL if is_prefill else CPU_DECODE
     if is_prefill:
-        short, long = (HOPPER_PREFILL_SHORT, HOPPER_PREFILL_LONG) if is_hopper else (PREFILL_SHORT, PREFILL_LONG)
-        return short if size <= SHORT_TOKENS else long
+        return PREFILL_ELSEWHERE if not is_hopper else PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
     if not is_hopper:
         return DECODE_ELSEWHERE
     return DECODE_ONE if size == 1 else DECODE_MORE if size <= STREAMED_ROWS else DECODE_MANY

@@ -2,11 +2,12 @@
 
 Launched with `launch_pdl`, a kernel's programs start once every program of the kernel before has said that they may
 (`gdc_launch_dependents`) or has left. Its `gdc_wait` returns when all that the earlier kernel wrote can be read. What
-keeps this safe without looking at the neighbours, which may be Inductor's (config `triton.enable_pdl`) or anyone's:
+keeps this safe:
 
-- A kernel waits before it touches what the kernel before it may write or read.
-- It lets the next one launch only after its own wait, so all that came before the neighbour is complete when we start.
-  Hence what two kernels back wrote may be read before the wait.
+- A kernel of ours waits before it touches anything that a kernel of the same step writes or reads. Before the wait it
+  may read what an earlier step left: no early launch reaches across a step's end, whose last kernels do not launch so.
+- It lets the next kernel launch only after its own wait, as Inductor's kernels do (config `triton.enable_pdl`): when a
+  kernel starts, all that came before its neighbour is complete.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tcdeploy import __version__
 from tcdeploy.architecture import Architecture
-from tcdeploy.candidate import DEFAULT, LONG_TOKENS, Candidate, candidates, with_attention
+from tcdeploy.candidate import DEFAULT, Candidate, candidates, with_attention
 from tcdeploy.capability import Accepted, Rejected, judge_backend
 from tcdeploy.environment import Environment
 from tcdeploy.errors import UsageError
@@ -41,7 +41,9 @@ PREFERRED_ATTENTION: dict[Attention, str] = {
     "flash-attn-3": "installed",
     "flash-attn-2": "installed",
 }
-TRIED_ATTENTION: tuple[Attention, ...] = ("flash-attn-4", "flash-attn-3")
+# What mode auto tries, and from where on attention is enough of a step for another kernel to matter.
+TRIED_ATTENTION: tuple[Attention, ...] = ("flash-attn-4",)
+OTHER_ATTENTION_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ class Plan:
         Rows are chosen early in whole layers and static shapes alone.
         """
         known = candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
-        if bucket.is_prefill and bucket.size >= LONG_TOKENS:
+        if bucket.is_prefill and bucket.size >= OTHER_ATTENTION_TOKENS:
             known += tuple(map(with_attention, self.other_attention))
         can_choose = self.region == "layer" and not bucket.min_size
         return tuple(candidate for candidate in known if can_choose or not candidate.early_rows)

@@ -72,8 +72,7 @@ def attend(
     """
     (batch, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
-    for cache in (k_cache, v_cache):  # is_contiguous() would ask for the number of blocks, which is a symbol
-        assert cache.stride()[1:] == (kv_heads * cache.shape[3], cache.shape[3], 1)
+    assert k_cache.is_contiguous() and v_cache.is_contiguous()
     group, dim, v_dim = heads // kv_heads, padded(head_dim), padded(v_head_dim)
     members = triton.next_power_of_2(group)
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)

@@ -128,7 +128,8 @@ def paged_attention(
     window, cap = sliding_window or 0, softcap or 0.0
     if step.is_prefill:
         q, k = q.contiguous(), k.contiguous()
-        v = v if v.stride(-1) == 1 else v.contiguous()  # else a slice of its product: no rotation has copied it
+        if v.stride(-1) != 1:  # usually a slice of its product, which no rotation has copied
+            v = v.contiguous()
         ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,

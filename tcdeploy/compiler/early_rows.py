@@ -2,7 +2,8 @@
 
 A prefill step needs the last layer's output for the last token of each prompt alone. After that layer's attention
 nothing mixes tokens: its output projection, norm, MLP and residuals can run on those few rows, which for an 8B model
-spares 2.6% of all multiplications. No modelling code is asked to: the program of the last layer ends in
+spares 2.6% of all multiplications, and a model whose MLP is not plain products less or nothing (Phi-3, mixtures of
+experts). No modelling code is asked to: the program of the last layer ends in
 `out[:, rows]`, and this pass exchanges that with whatever commutes with it, up to what does not (attention, and the
 layer's input).
 """
@@ -27,8 +28,14 @@ def choose_early(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.index.Tensor and _is_last(node):
             whole, (*before, rows) = node.args
-            if not any(before) and isinstance(whole.meta["val"].shape[len(before)], int):
-                _move_up(graph, node, whole, rows, whole.meta["val"].shape[len(before)])
+            tokens = whole.meta["val"].shape[len(before)]
+            is_plain = isinstance(tokens, int) and not any(before) and isinstance(rows, Node)
+            if is_plain and _is_list_of_rows(rows) and _row_dim(whole, tokens) == len(before):
+                _move_up(graph, node, whole, rows, tokens)
+
+
+def _is_list_of_rows(rows: Node) -> bool:
+    return rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64
 
 
 def _is_last(node: Node) -> bool:

@@ -1,18 +1,54 @@
-"""New nodes for Inductor's graphs, which asks each for the tensor that it would give."""
+"""What the passes over Inductor's graphs share: new nodes, and what a node is."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+aten = torch.ops.aten
+RESHAPES = {aten.view.default, aten.reshape.default}
+VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
+ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.default, aten.select.int}
+
 
 def call(graph: Graph, target: Any, *args: Any) -> Node:
-    """`target(*args)` at the graph's insertion point; at least one argument is a node of a tensor."""
+    """`target(*args)` at the graph's insertion point; at least one argument is a node of a tensor.
+
+    Inductor asks each node for the tensor that it would give.
+    """
     node = graph.call_function(target, args)
     values = map_arg(args, lambda arg: arg.meta["val"])
     with next(value for value in values if isinstance(value, torch.Tensor)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*values)
     return node
+
+
+def target_of(node: Any) -> Any:
+    return node.target if isinstance(node, Node) and node.op == "call_function" else None
+
+
+def behind_reshapes(node: Any) -> Any:
+    while node.op == "call_function" and node.target in RESHAPES:
+        node = node.args[0]
+    return node
+
+
+class Product(NamedTuple):
+    """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
+
+    x: Node
+    weight: Node
+    bias: Node | None
+
+
+def product_of(node: Node) -> Product | None:
+    """What `node` multiplies, where it is a linear layer's product."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return None
+    bias, x, transposed = (None, *node.args) if node.target == aten.mm.default else node.args
+    if not isinstance(transposed, Node) or transposed.target != aten.permute.default or transposed.args[1] != [1, 0]:
+        return None
+    return Product(x, transposed.args[0], bias)  # type: ignore[arg-type]

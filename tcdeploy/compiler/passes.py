@@ -4,6 +4,7 @@
   all; one is left.
 - Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says that this is
   faster than cuBLAS (candidates named "streamed"), and ends in the addition of the residual.
+- Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
 - Choosing early: see early_rows.py.
 - Storing a long row. A product of one row may reach the pass in its parts, multiply and sum, because Inductor writes
   it itself under coordinate descent. It is then a reduction like any other, and Inductor moves what made its input
@@ -13,39 +14,42 @@
 Rejected, in one run, ms per step at batch 1 (5.40 without, 5.33 with the long row stored): storing the input of every
 product (5.66); gate and up as two products that Inductor sums in one kernel and ends in their silu (5.49).
 
-The pass has a uuid, so programs that went through it are still cached. The sources of the ops that it puts in are in
-the cache's key by programs.py.
+The pass has a uuid, so programs that went through it are still cached: a hash of its sources. Those of the ops that
+it puts in are in the cache's key by programs.py.
 """
 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
+from tcdeploy.compiler import additions, early_rows, nodes
+from tcdeploy.compiler.additions import add_in_place, add_residuals
 from tcdeploy.compiler.early_rows import choose_early
-from tcdeploy.compiler.nodes import call
+from tcdeploy.compiler.nodes import ALIASES, VIEWS, behind_reshapes, call, product_of, target_of
 
 aten = torch.ops.aten
-RESHAPES = {aten.view.default, aten.reshape.default}
-VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
 CONVERT = torch.ops.prims.convert_element_type.default
 SUM = aten.sum.dim_IntList
 PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
+# All that decides what the pass does, but for the ops.
+SOURCES = (__file__, additions.__file__, early_rows.__file__, nodes.__file__)
+
 
 class RewriteProducts(CustomGraphPass):
-    """Merge identical products, and the views that lead to them; then, if asked, stream those that have few rows."""
+    """All of the above; `streams` and `adds` ask for what is named so."""
 
-    def __init__(self, streams: bool) -> None:
-        self.streams = streams
+    def __init__(self, streams: bool = False, adds: bool = False) -> None:
+        self.streams, self.adds = streams, adds
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
@@ -54,10 +58,12 @@ class RewriteProducts(CustomGraphPass):
         _store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)
-            _add_residuals(graph)
+            add_residuals(graph)
+        if self.adds:
+            add_in_place(graph)
 
-    def uuid(self) -> str:
-        return f"tcdeploy-rewrite-products-6-{'streamed' if self.streams else 'merged'}"
+    def uuid(self) -> bytes:
+        return get_hash_for_files(SOURCES, f"{self.streams} {self.adds}")
 
 
 def _merge_identical(graph: Graph) -> None:
@@ -80,7 +86,7 @@ def _cut_in_place(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
             continue
-        product = _behind_views(node.args[0])
+        product = behind_reshapes(node.args[0])
         if product.target is not CONVERT or product.args[0].target is not SUM:
             continue
         cut = node.meta["val"]
@@ -92,47 +98,47 @@ def _cut_in_place(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _behind_views(node: Any) -> Any:
-    while node.op == "call_function" and node.target in RESHAPES:
-        node = node.args[0]
-    return node
-
-
 def _store_long_rows(graph: Graph) -> None:
     """Have the input of a product that is written in its parts stored, where it is longer than the output.
 
     A strided view is what makes Inductor store it.
     """
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not SUM or node.args[1] != [1]:
+        row = _wide_row(node)
+        if row is None or not _is_made_here(row.args[0]):
             continue
-        times = node.args[0]  # [1, k, 1] * [1, k, n]
-        if times.target is not aten.mul.Tensor or times.meta["val"].shape[1] <= times.meta["val"].shape[2]:
-            continue
-        unsqueezed = times.args[0]
-        row = unsqueezed.args[0] if unsqueezed.target is aten.unsqueeze.default else None
-        if row is None or row.op != "call_function" or row.target is not CONVERT:
-            continue
-        narrow = row.args[0]
+        narrow: Any = row.args[0]
         value = narrow.meta["val"]
         with graph.inserting_before(row):
             stored = call(graph, aten.as_strided.default, narrow, list(value.shape), list(value.stride()), 0)
         row.replace_input_with(narrow, stored)
 
 
-class _Product(NamedTuple):
-    """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
+def _wide_row(total: Any) -> Any:
+    """The float32 row [1, k] of a product in its parts, sum over k of [1, k, 1] * [1, k, n], where k > n."""
+    times: Any = total.args[0] if target_of(total) is SUM and total.args[1] == [1] else None
+    if target_of(times) is not aten.mul.Tensor:
+        return None
+    shape = times.meta["val"].shape
+    if len(shape) != 3 or shape[0] != 1 or shape[1] <= shape[2]:
+        return None
+    unsqueezed = times.args[0]
+    row = unsqueezed.args[0] if target_of(unsqueezed) is aten.unsqueeze.default else None
+    return row if target_of(row) is CONVERT else None
 
-    x: Node
-    weight: Node
-    bias: Node | None
+
+def _is_made_here(node: Any) -> bool:
+    """Whether the tensor is computed by this graph and begins where its memory does: an input is stored already."""
+    value, maker = node.meta["val"], behind_reshapes(node)
+    is_plain = value.is_contiguous() and value.storage_offset() == 0
+    return is_plain and maker.op == "call_function" and maker.target not in ALIASES
 
 
 def _stream(graph: Graph) -> None:
     from tcdeploy.linear.kernels import candidates
 
     for node in list(graph.nodes):
-        product = _product(node)
+        product = product_of(node)
         if product is None:
             continue
         x, weight = product.x.meta["val"], product.weight.meta["val"]
@@ -143,59 +149,6 @@ def _stream(graph: Graph) -> None:
             streamed = call(graph, torch.ops.tcdeploy.linear.default, *product, configs[0])
         node.replace_all_uses_with(streamed)
         graph.erase_node(node)
-
-
-def _add_residuals(graph: Graph) -> None:
-    """Let a streamed product without a bias end in the addition that is all that reads it."""
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
-            continue
-        products = [arg for arg in node.args if _is_streamed_for(node, arg)]
-        others = [arg for arg in node.args if arg not in products]
-        if len(products) != 1 or not isinstance(others[0], Node):
-            continue
-        streamed, shape = _behind_views(products[0]), node.meta["val"].shape
-        if others[0].meta["val"].shape != shape or others[0].meta["val"].dtype != node.meta["val"].dtype:
-            continue
-        x, weight, _, config = streamed.args
-        with graph.inserting_before(node):
-            rows = call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
-            added = call(graph, torch.ops.tcdeploy.linear.default, x, weight, rows, config)
-            shaped = call(graph, aten.reshape.default, added, list(shape))
-        node.replace_all_uses_with(shaped)
-        graph.erase_node(node)
-        _erase_unread(graph, products[0])
-
-
-def _is_streamed_for(reader: Node, arg: Any) -> bool:
-    """Whether `arg` is a streamed product without a bias, and nothing but `reader` reads it."""
-    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [reader]:
-        if arg.target is torch.ops.tcdeploy.linear.default:
-            return arg.args[2] is None
-        if arg.target not in RESHAPES:
-            return False
-        reader, arg = arg, arg.args[0]
-    return False
-
-
-def _erase_unread(graph: Graph, node: Node) -> None:
-    """A product that nobody reads, with the views behind which it stood."""
-    while not node.users:
-        before = node.args[0]
-        graph.erase_node(node)
-        if node.target not in RESHAPES:
-            return
-        node = before  # type: ignore[assignment]
-
-
-def _product(node: Node) -> _Product | None:
-    """What `node` multiplies, where it is a linear layer's product."""
-    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
-        return None
-    bias, x, transposed = (None, *node.args) if node.target == aten.mm.default else node.args
-    if not isinstance(transposed, Node) or transposed.target != aten.permute.default or transposed.args[1] != [1, 0]:
-        return None
-    return _Product(x, transposed.args[0], bias)  # type: ignore[arg-type]
 
 
 def _is_streamable(x: Tensor, weight: Tensor) -> bool:

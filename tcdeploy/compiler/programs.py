@@ -31,7 +31,7 @@ from tcdeploy.compiler.passes import RewriteProducts
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
-MERGE, MERGE_AND_STREAM = RewriteProducts(streams=False), RewriteProducts(streams=True)  # options compare by identity
+rewrite_products = functools.cache(RewriteProducts)  # torch compares options by identity
 OP_FOLDERS = ("attention", "linear")
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
 NEARLY_FULL_BYTES = 1 << 20
@@ -94,7 +94,7 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
 def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
-    rewrite = MERGE_AND_STREAM if candidate.streams else MERGE
+    rewrite = rewrite_products(candidate.streams, candidate.adds)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
 

@@ -168,7 +168,7 @@ class _BucketWarmer:
             trials = known + self._try(untried, made, sequences, seconds, must_succeed=not _is_timed(known))
         winner = candidates[_fastest(trials, candidates).candidate]
         again = self._make(winner, sequences)  # the last one made stands
-        return winner, again._replace(compile_step=_compile_step(winner, made) or again.compile_step), trials
+        return winner, again._replace(compile_step=_compile_step(winner, again.compile_step, made)), trials
 
     def _try(
         self,
@@ -316,7 +316,10 @@ class _BucketWarmer:
         return _median_ms(put_back, lambda: again(self.bucket))
 
     def _timed_sequences(self) -> list[Sequence]:
-        """Prefill: one prompt that fills the bucket. Decode: full rows; their keys are whatever the cache holds."""
+        """Prefill: one prompt that fills the bucket. Decode: full rows; their keys are whatever the cache holds.
+
+        Candidates are judged by this alone: not by many short prompts in a bucket, nor by chunks behind a prefix.
+        """
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
         if self.bucket.is_prefill:
             return [self._sequence(self.bucket.size)]
@@ -334,19 +337,19 @@ def _is_timed(trials: tuple[Trial, ...]) -> bool:
 
 def _fastest(trials: tuple[Trial, ...], candidates: dict[str, Candidate]) -> Trial:
     def time_of(trial: Trial) -> float:
-        return math.inf if trial.step_ms is None else trial.step_ms * candidates[trial.candidate].head_start
+        return math.inf if trial.step_ms is None else trial.step_ms * candidates[trial.candidate].handicap
 
     return min(trials, key=time_of)
 
 
-def _compile_step(winner: Candidate, made: dict[Candidate, _Made]) -> Measured | None:
-    """What it took to make the winner in this run, with the programs that an earlier candidate left it."""
-    if winner not in made:
-        return None
+def _compile_step(winner: Candidate, again: Measured, made: dict[Candidate, _Made]) -> Measured:
+    """What it took to make the winner in this run, with the programs that an earlier candidate left it.
+
+    `again` is of making it once more, the last of all, when the programs of those in `made` were there.
+    """
     before = itertools.takewhile(lambda candidate: candidate != winner, made)
-    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), None)
-    own = made[winner].compile_step
-    return shared + own if shared else own
+    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), Measured())
+    return shared + (made[winner].compile_step if winner in made else again)
 
 
 def _median_ms(put_back: Callable[[], None], step: Callable[[], StepOutput]) -> float:

@@ -1,4 +1,4 @@
-"""`tcdeploy::linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood.
+"""`tcdeploy::linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood; and `add_product_`.
 
 The config (an index into `kernels.TILES`) is an argument, so the choice stands in the graph and in the cache's key; the
 body does not, so a cache that must notice a change of the kernel's source needs a tag of its own.
@@ -35,3 +35,14 @@ def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
 @linear.register_fake
 def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+@torch.library.custom_op("tcdeploy::add_product_", mutates_args=("total",))
+def add_product_(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """total [rows, n] += x [rows, k] @ w [n, k].T: cuBLAS adds as it writes, which spares a read and a write."""
+    total.addmm_(x, w.T)
+
+
+@add_product_.register_fake
+def _(total: Tensor, x: Tensor, w: Tensor) -> None:
+    return None

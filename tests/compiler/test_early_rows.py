@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.utils
 from torch import Tensor, nn
+from torch.fx import Graph, Node
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
+from tcdeploy.candidate import DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS
+from tcdeploy.compiler import early_rows
+from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.passes import RewriteProducts
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.models.siblings import pack_siblings
@@ -78,6 +83,20 @@ def test_what_mixes_tokens_is_not_passed() -> None:
     assert rows_of_products(lambda x: (x @ weight).tanh().view(64, 4, 8).reshape(1, 64, 32) * 2) == [3]
 
 
+def test_columns_and_tables_of_rows_are_left_alone() -> None:
+    weight, chosen = torch.randn(8, 8), torch.tensor([1, 5])
+    for choice in ((slice(None), slice(None), chosen), (slice(None), chosen[None])):
+        x, seen = torch.randn(1, 8, 8), Seen()
+        forget_programs()
+        patched = inductor_config.patch(post_grad_custom_pre_pass=seen)
+        with torch.no_grad(), torch._inductor.utils.fresh_cache(), patched:
+            compiled = torch.compile(
+                lambda x, choice=choice: (x @ weight).tanh()[choice], fullgraph=True, dynamic=False
+            )
+            torch.testing.assert_close(compiled(x), (x @ weight).tanh()[choice])
+        assert seen.rows == [8]
+
+
 def test_what_others_read_is_computed_whole() -> None:
     weight = torch.randn(32, 32) / 6
 
@@ -89,20 +108,35 @@ def test_what_others_read_is_computed_whole() -> None:
 
 
 @pytest.fixture
-def deployment(cache_dir: str) -> Deployment:
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    """With a cache of its own: a pass sees only what is compiled anew."""
+    forget_programs()
     flags = {"model": TINY, "buckets": (64,), "batch_sizes": (2,), "context": 256, "mode": "auto", "tune_seconds": 0.0}
-    return prepare(build_recipe({**flags, "cache_dir": cache_dir}, environ={}))
+    yield prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
+    forget_programs()
 
 
-def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(deployment: Deployment) -> None:
+def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
+    deployment: Deployment, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moved: list[int] = []
+    move_up = early_rows._move_up
+
+    def counted(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -> None:
+        moved.append(tokens)
+        move_up(graph, choice, whole, rows, tokens)
+
+    monkeypatch.setattr(early_rows, "_move_up", counted)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
-    candidates = {candidate.name: candidate for candidate in deployment.plan.candidates(bucket)}
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     found = []
-    for name in ("default", "early-rows"):
-        runner.choose(bucket, candidates[name])
-        runner.rerun(bucket)  # may compile: the engine may not
+    for candidate, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (EARLY_ROWS_ADDS, 2)):
+        runner.choose(bucket, candidate)
+        with measured() as made:
+            runner.rerun(bucket)  # may compile: the engine may not
+        assert made.counts.programs == programs
         deployment.engine.allocator.reset_prefixes()
         found.append(deployment.engine.generate(prompts, params))
-    assert found[0] == found[1]
+    assert found[0] == found[1] == found[2]
+    assert moved == [64, 64], "the last layer's programs, and no other"
     assert runner.step.early_rows is None, "whoever runs the layers next wants all rows"

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.candidate import Candidate, with_attention
+from tcdeploy.candidate import DEFAULT, EARLY_ROWS, Candidate, with_attention
 from tcdeploy.compiler import programs
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import Counts, Measured, measured
 from tcdeploy.compiler.manifest import Trial, manifest_path, read_manifest
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.warmup import _fastest
+from tcdeploy.engine.warmup import _compile_step, _fastest, _Made
 from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
 from tcdeploy.recipe import build_recipe
@@ -83,6 +83,18 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
 def test_a_candidate_that_failed_is_never_the_fastest() -> None:
     trials = (Trial("a", None, 1.0, "it does not compile"), Trial("b", 3.0, 1.0), Trial("c", 2.0, 1.0))
     assert _fastest(trials, {name: Candidate(name) for name in "abc"}).candidate == "c"
+
+
+def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
+    def made(programs: int) -> _Made:
+        return _Made(Measured(float(programs), Counts(programs=programs, cache_misses=programs)), 0.0, None)
+
+    again = Measured(0.1, Counts())
+    default, early, other = DEFAULT, EARLY_ROWS, with_attention("flash-attn-4")
+    found = {default: made(1), early: made(2), other: made(4)}
+    assert [_compile_step(one, again, found).counts.programs for one in found] == [1, 3, 4]
+    timed_before = _compile_step(default, again, {early: made(2)})
+    assert timed_before.counts.outcome == "miss", "this run compiled, though the winner was timed in an earlier one"
 
 
 def test_a_candidate_that_costs_every_start_must_bring_more_than_it_gives_away() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,13 @@ import torch
 
 from tcdeploy.candidate import (
     DEFAULT,
-    DESCENT_PDL,
+    DESCENT_PDL_COMBO,
     EARLY_ROWS,
+    EARLY_ROWS_ADDS,
     EARLY_ROWS_PDL,
     MAX_AUTOTUNE_PDL,
-    STREAMED_PDL,
+    PDL_COMBO_ADDS,
+    STREAMED_PDL_COMBO,
     with_attention,
 )
 from tcdeploy.compiler.ledger import measured
@@ -118,7 +119,7 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
     for bucket in deployment.plan.decode_buckets:
         sequences = sequences_for(deployment, bucket.size)
         logits = {}
-        for candidate in (DEFAULT, STREAMED_PDL, DESCENT_PDL, MAX_AUTOTUNE_PDL):
+        for candidate in (DEFAULT, PDL_COMBO_ADDS, STREAMED_PDL_COMBO, DESCENT_PDL_COMBO, MAX_AUTOTUNE_PDL):
             runner.choose(bucket, candidate)
             for _ in range(3):
                 runner.seating.place(sequences)
@@ -136,7 +137,7 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
     runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
     chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
     logits = {}
-    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_PDL, replace(with_attention("torch-flash"), early_rows=False)):
+    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, EARLY_ROWS_PDL, with_attention("torch-flash")):
         runner.choose(bucket, candidate)
         for _ in range(2):
             logits[candidate.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()

@@ -20,6 +20,7 @@ from triton.compiler import compile as triton_compile
 from triton.runtime import interpreter
 from triton.runtime.jit import create_function_from_signature, mangle_type
 
+from tcdeploy import candidate
 from tcdeploy.linear import kernels, ops
 from tcdeploy.linear.kernels import TILES, Tile, candidates
 from tests.attention.paged import CPU, CUDA, interpreted, record_launches
@@ -205,6 +206,10 @@ def test_the_best_guess_comes_first(rows: int, n: int, k: int, guess: str) -> No
 )  # fmt: skip
 def test_what_cublas_does_as_well_or_the_kernel_cannot_is_refused(rows: int, n: int, k: int) -> None:
     assert candidates(rows, n, k) == ()
+
+
+def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
+    assert candidate.STREAMED_ROWS == kernels.MAX_ROWS
 
 
 def launch(rows: int, n: int, k: int, config: int, dtype: torch.dtype = torch.bfloat16) -> None:
