@@ -2,17 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from tests.attention.paged import device
 
-import pytest
-
-from tests.attention.paged import CPU, CUDA, interpreted
-
-
-@pytest.fixture(params=[CPU, CUDA])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "cuda":
-        yield "cuda"
-    else:
-        with interpreted(monkeypatch):
-            yield "cpu"
+__all__ = ["device"]

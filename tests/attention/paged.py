@@ -76,6 +76,16 @@ CPU = pytest.param(
 )
 
 
+@pytest.fixture(params=[CPU, CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What the kernels' tests run on: a GPU, or the CPU with Triton's interpreter."""
+    if request.param == "cuda":
+        yield "cuda"
+    else:
+        with interpreted(monkeypatch):
+            yield "cpu"
+
+
 @dataclass(frozen=True)
 class Case:
     head_dim: int = 64

@@ -7,7 +7,6 @@ tests need neither: they ask Triton's compiler about Hopper.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,7 +22,7 @@ from triton.runtime.jit import create_function_from_signature, mangle_type
 from tcdeploy import candidate
 from tcdeploy.linear import kernels, ops
 from tcdeploy.linear.kernels import TILES, Tile, candidates
-from tests.attention.paged import CPU, CUDA, interpreted, record_launches
+from tests.attention.paged import interpreted, record_launches
 
 HOPPER = GPUTarget("cuda", 90, 32)
 HOPPER_SHARED_BYTES = 227 * 1024
@@ -37,15 +36,6 @@ SHAPES = {  # n, k of qkv, o, gate and up, down, head
 }
 REAL_SHAPES = sorted({shape for shapes in SHAPES.values() for shape in shapes})
 each_tile = pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
-
-
-@pytest.fixture(params=[CPU, CUDA])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    if request.param == "cuda":
-        yield "cuda"
-    else:
-        with interpreted(monkeypatch):
-            yield "cpu"
 
 
 @pytest.fixture
