@@ -7,6 +7,7 @@ leaves behind is measured too: compile seconds apart from capture and check, and
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -98,6 +99,17 @@ class _Made(NamedTuple):
     graph_memory_bytes: int | None
 
 
+class _Settled(NamedTuple):
+    """The candidate that serves, and what it took to know that it is right."""
+
+    candidate: Candidate
+    made: _Made
+    trials: tuple[Trial, ...]
+    parity: Parity
+    check_seconds: float
+    peak_memory_bytes: int
+
+
 class _BucketWarmer:
     """The sequences that one bucket is warmed with, and the steps of warming it."""
 
@@ -105,6 +117,8 @@ class _BucketWarmer:
         self.runner, self.plan, self.bucket, self.reference = runner, runner.plan, bucket, reference
         self.random = random.Random(SEED)
         self.vocab_size = vocab_size
+        self.candidates = {candidate.name: candidate for candidate in self.plan.candidates(bucket)}
+        self.made: dict[Candidate, _Made] = {}  # in trials of this run
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
     def warm(self, earlier: Earlier, tune_seconds: float, measure: bool) -> BucketRecord:
@@ -113,23 +127,17 @@ class _BucketWarmer:
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
-        candidate, made, trials = self._choose(sequences, earlier, tune_seconds)
-        if trials and not self.bucket.is_prefill:
-            self._fill_cache(sequences)  # timing wrote over it
-        peak_memory_bytes = self._peak_memory_bytes()
-        start = time.perf_counter()
-        parity = self._check(sequences)
-        counts = made.compile_step.counts
+        settled = self._settle(self._trials(sequences, earlier, tune_seconds), sequences)
+        made, counts = settled.made, settled.made.compile_step.counts
         missed = counts.outcome == "miss"
         cold_seconds = made.compile_step.seconds if missed else earlier.cold_seconds.get(self.bucket.name)
-        check_seconds = time.perf_counter() - start
         eager_ms, compiled_ms = self._time() if measure else (None, None)
         return BucketRecord(
             bucket=self.bucket.name,
             outcome=counts.outcome,
             compile_seconds=made.compile_step.seconds,
             capture_seconds=made.capture_seconds,
-            check_seconds=check_seconds,
+            check_seconds=settled.check_seconds,
             compiles=counts.compiles,
             programs=counts.programs,
             cache_hits=counts.cache_hits,
@@ -137,10 +145,10 @@ class _BucketWarmer:
             graph_breaks=counts.graph_breaks,
             graph_skips=counts.graph_skips,
             captured=self.runner.is_captured(self.bucket),
-            parity=parity,
-            peak_memory_bytes=peak_memory_bytes,
-            candidate=candidate.name,
-            trials=trials,
+            parity=settled.parity,
+            peak_memory_bytes=settled.peak_memory_bytes,
+            candidate=settled.candidate.name,
+            trials=settled.trials,
             graph_memory_bytes=made.graph_memory_bytes,
             cold_seconds=cold_seconds,
             eager_ms=eager_ms,
@@ -148,37 +156,44 @@ class _BucketWarmer:
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _choose(
-        self, sequences: list[Sequence], earlier: Earlier, seconds: float
-    ) -> tuple[Candidate, _Made, tuple[Trial, ...]]:
-        """The only candidate, or the fastest of those timed, earlier or now; made, and ready to serve.
+    def _settle(self, trials: tuple[Trial, ...], sequences: list[Sequence]) -> _Settled:
+        """Make the only candidate, or the fastest of those timed, and check it.
+
+        One that is not the eager model is passed over, and shown, as long as there is another that was timed.
+        """
+        while True:
+            name = _fastest(trials, self.candidates).candidate if trials else next(iter(self.candidates))
+            candidate = self.candidates[name]
+            again = self._make(candidate, sequences)  # the last one made stands
+            made = again._replace(compile_step=_compile_step(candidate, again.compile_step, self.made))
+            if trials and not self.bucket.is_prefill:
+                self._fill_cache(sequences)  # timing wrote over it
+            peak_memory_bytes, start = self._peak_memory_bytes(), time.perf_counter()
+            parity = self._check(sequences)
+            others = tuple(_refuted(trial, parity) if trial.candidate == candidate.name else trial for trial in trials)
+            if parity.passed or not _is_timed(others):
+                seconds = time.perf_counter() - start
+                return _Settled(candidate, made, trials, parity, seconds, peak_memory_bytes)
+            trials = others
+
+    def _trials(self, sequences: list[Sequence], earlier: Earlier, seconds: float) -> tuple[Trial, ...]:
+        """Of the candidates, earlier and now; none where there is but one.
 
         What an earlier run timed is not timed again. What it left out is tried only if there is more time than it had.
         """
-        candidates = {candidate.name: candidate for candidate in self.plan.candidates(self.bucket)}
-        if len(candidates) == 1:
-            [only] = candidates.values()
-            return only, self._make(only, sequences), ()
-        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.candidate in candidates)
-        made: dict[Candidate, _Made] = {}
-        trials = known
-        if not _is_timed(known) or self.plan.tune_seconds > earlier.tune_seconds:
-            tried = {trial.candidate for trial in known}
-            untried = [candidate for name, candidate in candidates.items() if name not in tried]
-            trials = known + self._try(untried, made, sequences, seconds, must_succeed=not _is_timed(known))
-        winner = candidates[_fastest(trials, candidates).candidate]
-        again = self._make(winner, sequences)  # the last one made stands
-        return winner, again._replace(compile_step=_compile_step(winner, again.compile_step, made)), trials
+        if len(self.candidates) == 1:
+            return ()
+        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.candidate in self.candidates)
+        if _is_timed(known) and self.plan.tune_seconds <= earlier.tune_seconds:
+            return known
+        tried = {trial.candidate for trial in known}
+        untried = [candidate for name, candidate in self.candidates.items() if name not in tried]
+        return known + self._try(untried, sequences, seconds, must_succeed=not _is_timed(known))
 
     def _try(
-        self,
-        candidates: list[Candidate],
-        made: dict[Candidate, _Made],
-        sequences: list[Sequence],
-        seconds: float,
-        must_succeed: bool,
+        self, candidates: list[Candidate], sequences: list[Sequence], seconds: float, must_succeed: bool
     ) -> tuple[Trial, ...]:
-        """Make and time one candidate after another until the seconds are over; fills `made`.
+        """Make and time one candidate after another until the seconds are over; fills `self.made`.
 
         A setting that this torch or this GPU cannot compile with is passed over, and shown. Where one must succeed and
         none does, the last one's error is raised.
@@ -190,7 +205,7 @@ class _BucketWarmer:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
-                made[candidate] = self._make(candidate, sequences)
+                self.made[candidate] = self._make(candidate, sequences)
                 step_ms = self._step_ms()
             except OSError:
                 raise  # the disk, not the candidate
@@ -333,6 +348,10 @@ class _BucketWarmer:
 
 def _is_timed(trials: tuple[Trial, ...]) -> bool:
     return any(trial.step_ms is not None for trial in trials)
+
+
+def _refuted(trial: Trial, parity: Parity) -> Trial:
+    return dataclasses.replace(trial, step_ms=None, error=f"not the eager model: KL {parity.kl:.2g}")
 
 
 def _fastest(trials: tuple[Trial, ...], candidates: dict[str, Candidate]) -> Trial:

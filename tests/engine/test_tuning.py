@@ -3,6 +3,7 @@ times nothing again."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import torch
 from tcdeploy.candidate import DEFAULT, EARLY_ROWS, Candidate, with_attention
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import Counts, Measured, measured
-from tcdeploy.compiler.manifest import Trial, manifest_path, read_manifest
+from tcdeploy.compiler.manifest import Parity, Trial, manifest_path, read_manifest
+from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.warmup import _compile_step, _fastest, _Made
 from tcdeploy.errors import SpaceError
@@ -131,6 +133,26 @@ def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch
         errors = {trial.candidate: trial.error for trial in record.trials}
         assert errors.pop("default") == "shared memory, required: 262144"
         assert errors and not any(errors.values())
+
+
+def test_a_fast_candidate_that_is_not_the_model_is_passed_over_and_shown(
+    auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judged: list[Parity] = []
+
+    def suspicious(ours: torch.Tensor, reference: torch.Tensor, dtype: str) -> Parity:
+        found = warmup_compare(ours, reference, dtype)
+        judged.append(found if judged else replace(found, passed=False, kl=0.5))
+        return judged[-1]
+
+    warmup_compare = warmup.compare
+    monkeypatch.setattr(warmup, "compare", suspicious)
+    first, second = auto().records[0], auto().records[0]
+    refuted = [trial for trial in first.trials if trial.error]
+    assert [(trial.step_ms, trial.error) for trial in refuted] == [(None, "not the eager model: KL 0.5")]
+    assert first.candidate != refuted[0].candidate and first.parity.passed
+    assert second.candidate == first.candidate, "a warm start does not try it again"
+    assert second.trials == first.trials
 
 
 def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
