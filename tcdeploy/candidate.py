@@ -39,9 +39,7 @@ candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,12 @@ class Candidate:
 
     def shares_programs_with(self, other: Candidate) -> bool:
         """Whether what runs all rows in both is made but once."""
-        return dataclasses.replace(self, **OWN) == dataclasses.replace(other, **OWN)
+        return self._layer == other._layer
 
+    @property
+    def _layer(self) -> tuple[object, ...]:
+        return self.inductor, self.streams, self.adds, self.attention
 
-OWN: dict[str, Any] = {"name": "", "edges": False, "early_rows": False, "handicap": 1.0}  # does not change a layer
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
@@ -94,6 +94,7 @@ DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
 EARLY_ROWS_ADDS = Candidate("early-rows+adds", adds=True, edges=False, early_rows=True)
 EARLY_ROWS_PDL = Candidate("early-rows+pdl", (PDL,), edges=False, early_rows=True)
+# Default first: what it compiles serves early-rows too.
 PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
 PREFILL_SHORT = (DEFAULT, EARLY_ROWS_PDL, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
 PREFILL_LONG = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, EARLY_ROWS_PDL)

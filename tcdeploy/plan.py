@@ -167,7 +167,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "dtype": dtype,
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
-        "other_attention": _other_attention(recipe, environment, architecture, device, dtype),
+        "other_attention": _decide_other_attention(recipe, environment, architecture, device, dtype, log),
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
@@ -248,14 +248,18 @@ def _decide_prefill_attention(
     return "reference"
 
 
-def _other_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str
+def _decide_other_attention(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
 ) -> tuple[Attention, ...]:
     """Installed packages that are worth a trial in long buckets, unless a backend was asked for."""
     if recipe.mode != "auto" or recipe.attention:
         return ()
     verdicts = (judge_backend(one, environment, architecture, device, dtype) for one in TRIED_ATTENTION)
-    return tuple(verdict.backend for verdict in verdicts if isinstance(verdict, Accepted))
+    found = tuple(verdict.backend for verdict in verdicts if isinstance(verdict, Accepted))
+    if found:
+        reason = f"installed: timed in prefill buckets of {OTHER_ATTENTION_TOKENS} tokens and more"
+        log.append(Decision("other attention", ",".join(found), reason))
+    return found
 
 
 def _decide_decode_attention(

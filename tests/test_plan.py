@@ -620,6 +620,7 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
 
     assert tried() == [[], ["flash-attn-4"]]
     assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
+    assert "4096 tokens" in decision_on(plan_for(with_package_4, mode="auto"), "other attention").reason
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
     candidates = {one.name: one for one in plan.candidates(plan.buckets[0])}

@@ -44,7 +44,7 @@ class StepInputs:
     arrivals: Tensor
     decode_splits: int
     candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
-    prefill_backend: str = "reference"
+    prefill_backend: str = ""  # none: whoever runs a prefill step names it (engine/runner.py)
     early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 
     def show(self, other: StepInputs) -> None:
