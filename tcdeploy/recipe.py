@@ -54,7 +54,7 @@ class Recipe:
     attention: Attention | None = _asked(None, "prefill attention backend; the best one installed if not given")
     region: Region = _asked("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
     mode: Mode = _asked("reduce-overhead", "PyTorch's name for the effort; auto: what measures fastest, per bucket")
-    tune_seconds: float = _asked(300.0, "mode auto tries for this long, and one candidate at least")
+    tune_seconds: float = _asked(300.0, "for what mode auto tries beyond one candidate a bucket")
     graphs: Graphs | None = _asked(None, "CUDA graphs of the whole step, per region, or none")
     shapes: Shapes = _asked("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
     buckets: tuple[int, ...] | None = _asked(None, "prefill buckets in tokens, ascending: 128,512,2048")

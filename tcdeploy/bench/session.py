@@ -95,6 +95,7 @@ def region_recipe(recipe: Recipe) -> Recipe:
 def free_memory() -> None:
     """Compiled programs hold the modules that they were made for: torch has to forget them first."""
     torch.compiler.reset()
+    gc.unfreeze()  # `prepare` took what stood then out of the collector's sight
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -148,10 +148,10 @@ class Engine:
             self.runner.seating.clear()
 
     def _launch(self) -> _Launched | None:
-        step = self.scheduler.schedule()
+        step, running = self.scheduler.schedule(), self.scheduler.running
         if step is None:
+            self.runner.seating.seat(running)  # idle: rows are emptied now rather than before the next prompt
             return None
-        running = self.scheduler.running
         output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
         return self._send_home(output, _sampled(step))
 
@@ -191,7 +191,7 @@ class Engine:
     def _admissible(self, prompt: list[int], params: SamplingParams) -> Sequence:
         if not prompt:
             raise UsageError("the prompt is empty", "give at least one token; most tokenizers add one at the start")
-        if not all(isinstance(token, int) and 0 <= token < self.vocab_size for token in prompt):
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
             raise UsageError(f"the prompt holds what is no token id from 0 to {self.vocab_size - 1}")
         longest = len(prompt) + params.max_new_tokens
         if longest > self.plan.context:

@@ -3,6 +3,8 @@
 `seat` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
 gather on the device (the token that a row feeds next may not have reached the host yet), new sequences bring their
 sampling parameters, and a block table goes up when it grew. Nothing changed costs a comparison per row and no launch.
+Rows in which nobody sits are empty, so a sequence that only joins the others moves nothing: that gather is some twenty
+launches, before the first token of a prompt that finds the engine idle.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ class RowSeating:
         rows = self.state.nobody
         source = [before.get(id(sequence), rows) for sequence in running]
         source += [rows] * (rows + 1 - len(running))
-        self._move(source, any(sequence.params.has_penalties for sequence in self._seated))
+        if source[: len(before)] != list(range(len(before))):
+            self._move(source, any(sequence.params.has_penalties for sequence in self._seated))
         blocks_up = [self._blocks_up[row] if row < rows else -1 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
             if id(sequence) not in before:

@@ -62,14 +62,15 @@ def warm_buckets(
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
     order = sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
-    tuning_ends = time.perf_counter() + plan.tune_seconds
+    tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
         warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
         # what is left is shared by the buckets that are left
-        share = (tuning_ends - time.perf_counter()) / (len(order) - number + 1)
+        share = tuning_left / (len(order) - number + 1)
         with compiling(plan, plan.cache_dir):
             records[bucket] = warmer.warm(earlier, share, measure)
+        tuning_left -= warmer.tuning_seconds
         progress.bucket_finished(records[bucket])
         _insist(records[bucket].parity, bucket)
     runner.seating.clear()
@@ -119,6 +120,7 @@ class _BucketWarmer:
         self.vocab_size = vocab_size
         self.candidates = {candidate.name: candidate for candidate in self.plan.candidates(bucket)}
         self.made: dict[Candidate, _Made] = {}  # in trials of this run
+        self.tuning_seconds = 0.0  # that trying took beyond the one candidate there must be
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
     def warm(self, earlier: Earlier, tune_seconds: float, measure: bool) -> BucketRecord:
@@ -195,13 +197,15 @@ class _BucketWarmer:
     ) -> tuple[Trial, ...]:
         """Make and time one candidate after another until the seconds are over; fills `self.made`.
 
+        The first that can be timed, where one must, does not count: with no seconds at all it is made too.
         A setting that this torch or this GPU cannot compile with is passed over, and shown. Where one must succeed and
         none does, the last one's error is raised.
         """
         trials: list[Trial] = []
-        started, failure = time.perf_counter(), None
+        failure = None
         for candidate in candidates:
-            if time.perf_counter() - started > seconds and (_is_timed(tuple(trials)) or not must_succeed):
+            is_needed = must_succeed and not _is_timed(tuple(trials))
+            if not is_needed and self.tuning_seconds >= seconds:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
@@ -212,6 +216,7 @@ class _BucketWarmer:
             except Exception as error:  # of Triton, Inductor, Dynamo, CUDA: they share no class
                 failure, problem = error, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             trials.append(Trial(candidate.name, step_ms, time.perf_counter() - start, problem))
+            self.tuning_seconds += 0.0 if is_needed else trials[-1].seconds
         if must_succeed and failure is not None and not _is_timed(tuple(trials)):
             raise failure
         return tuple(trials)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from typing import Any
 
 import pytest
 
+from tcdeploy.bench.session import free_memory
 from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.text import TextStream, chat_prompt
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.plan import Bucket
+from tests.conftest import forget_programs, tiny_with
 
 
 def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:
@@ -66,6 +71,36 @@ def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) 
         prompts = [[3 + (position * 7 + row) % 900 for position in range(length)] for row, length in enumerate(lengths)]
         together = engine.generate(prompts, params)
         assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
+
+
+def test_a_prompt_that_only_joins_moves_no_row(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are emptied when the engine falls idle, not when the next prompt comes."""
+    engine, moves = tiny_deployment.engine, []
+    move = RowSeating._move
+    monkeypatch.setattr(RowSeating, "_move", lambda *given: moves.append(given) or move(*given))
+    for _ in range(2):
+        engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8))
+        engine.step()
+        assert not moves, "the only one"
+        engine.submit([8, 9], SamplingParams(max_new_tokens=3))
+        engine.step()
+        assert not moves, "behind one that stays"
+        while engine.has_work:
+            engine.step()
+        assert len(moves) == 2, "one left, then all had"
+        moves.clear()
+
+
+def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wanted_back(cache_dir: str) -> None:
+    forget_programs()
+    deployment = tiny_with(cache_dir)
+    assert gc.get_freeze_count() > 100_000, "what torch compiled with"
+    assert not any(one is deployment.engine.runner for one in gc.get_objects())
+    runner = weakref.ref(deployment.engine.runner)
+    del deployment
+    forget_programs()
+    free_memory()
+    assert runner() is None
 
 
 def test_a_character_left_open_at_the_end_is_not_lost(tiny_deployment: Any) -> None:

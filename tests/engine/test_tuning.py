@@ -3,6 +3,7 @@ times nothing again."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,32 @@ def test_no_time_to_try_leaves_the_first_candidate(auto: Any) -> None:
     for record in deployment.records:
         assert [trial.candidate for trial in record.trials] == [record.candidate]
     assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
+
+
+def test_time_is_for_what_is_tried_beyond_the_one_candidate_there_must_be(
+    auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The largest bucket goes first, and its first candidate is slow to make: that leaves its share untouched."""
+    make, shares = warmup._BucketWarmer._make, {}
+    try_ = warmup._BucketWarmer._try
+
+    def slow(self: Any, candidate: Candidate, sequences: Any) -> Any:
+        if not shares[self.bucket.name][1]:
+            time.sleep(0.5)
+        shares[self.bucket.name][1].append(candidate.name)
+        return make(self, candidate, sequences)
+
+    def noted(self: Any, candidates: Any, sequences: Any, seconds: float, must_succeed: bool) -> Any:
+        shares[self.bucket.name] = (seconds, [])
+        return try_(self, candidates, sequences, seconds, must_succeed)
+
+    monkeypatch.setattr(warmup._BucketWarmer, "_make", slow)
+    monkeypatch.setattr(warmup._BucketWarmer, "_try", noted)
+    records = {record.bucket: record for record in auto(tune_seconds=0.4).records}
+    assert shares["prefill:32"][0] == 0.2, "an equal share each"
+    assert len(records["prefill:32"].trials) > 1
+    spent = sum(trial.seconds for trial in records["prefill:32"].trials[1:])
+    assert shares["decode:2"][0] == pytest.approx(0.4 - spent)
 
 
 def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
