@@ -101,7 +101,7 @@ def test_tokens_on_the_gpu_survive_pre_emption_prefix_reuse_and_neighbours(cache
     alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
     assert plain.generate(PROMPTS + PROMPTS[::-1], params) == alone + alone[::-1]
     assert plain.allocator.free == plain.allocator.capacity
-    scarce = deploy("builtin:tiny", cache_dir, dtype="float32", context=400, kv_blocks=26).engine
+    scarce = deploy("builtin:tiny", cache_dir, dtype="float32", context=400, kv_blocks=36).engine
     assert scarce.generate(PROMPTS, params) == alone
     assert scarce.scheduler.preemptions > 0
     seeded = SamplingParams(max_new_tokens=40, temperature=0.9, top_k=50, top_p=0.95, seed=5)
