@@ -23,18 +23,32 @@ so compare down a column only. In decode all had programs for the edges, which `
     streamed+pdl+combo   -      -   6.09      -
     max-autotune+pdl     -      -      -      -   9.72  13.65
 
-In another run of that state the `combo` candidates took 5.36, 5.76, 6.14, 6.59, 9.78 and 13.75. Prefill, ms at the
-power limit:
+In another run of that state the `combo` candidates took 5.36, 5.76, 6.14, 6.59, 9.78 and 13.75. With the residual added
+by the streamed product (compiler/additions.py), two runs on two cards:
+
+    streamed+pdl         -   5.82   6.11   6.54
+    streamed+pdl+combo   -   5.78   6.08   6.50                  on the other card 5.70, 6.11, 6.58
+    pdl+combo            -      -      -      -   9.82  13.77
+    pdl+combo+adds       -      -      -      -   9.87  13.76    no longer tried
+
+Prefill, ms at the power limit, three runs apart by the lines:
 
     tokens             128    512   1024   2048   8192 (one prompt)
     default           7.10   13.3   25.4   51.3   233
     early-rows        7.08   13.2   24.8   49.9   229
     max-autotune      6.87                                       3% at 128 tokens; from 512 on it lost or drew
+    --
     pdl                      13.0          50.9   231            in a run in which default took 13.2, 50.8 and 231
+    --
+    default           7.05   13.1   24.5   50.4   230
+    early-rows               12.7   24.0   49.0   224
+    early-rows+adds          12.8   23.8   48.4
+    early-rows+pdl    7.22          24.0                         no longer tried, nor max-autotune+pdl: 7.08 for 7.04
 
-`adds` was not timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and
-writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not among the
-candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run).
+The `fused` ones have not been timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for a
+reduction and writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not
+among the candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one
+run).
 """
 
 from __future__ import annotations
@@ -47,9 +61,9 @@ class Candidate:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
     `streams` gives products of few rows to our own kernel (linear/). `adds` has cuBLAS add a layer's last product to
-    the residual in its place. `edges` makes programs of what a decode step runs before and after its layers too (final
-    norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
-    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
+    the residual in its place. `fuses` has a product of one row normalise its input, and one of our own kernel's end in
+    the MLP's gate. `edges` makes programs of what a decode step runs before and after its layers too (final norm,
+    rotary factors, head): some 50 us less for 0.3 s more at every start. `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
     program more (compiler/early_rows.py).
     """
 
@@ -57,6 +71,7 @@ class Candidate:
     inductor: tuple[tuple[str, bool | str], ...] = ()
     streams: bool = False
     adds: bool = False
+    fuses: bool = False
     edges: bool = True
     early_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
@@ -68,7 +83,7 @@ class Candidate:
 
     @property
     def _layer(self) -> tuple[object, ...]:
-        return self.inductor, self.streams, self.adds, self.attention
+        return self.inductor, self.streams, self.adds, self.fuses, self.attention
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -78,26 +93,36 @@ AUTOTUNE = (("max_autotune", True), DESCENT)
 DEFAULT = Candidate("default", edges=False)
 WITH_PDL = Candidate("pdl", (PDL,))
 PDL_COMBO = Candidate("pdl+combo", (PDL, COMBO))
-PDL_COMBO_ADDS = Candidate("pdl+combo+adds", (PDL, COMBO), adds=True)
 DESCENT_PDL = Candidate("descent+pdl", (DESCENT, PDL))
 DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (DESCENT, PDL, COMBO))
+DESCENT_PDL_COMBO_FUSED = Candidate("descent+pdl+combo+fused", (DESCENT, PDL, COMBO), fuses=True)
 STREAMED = Candidate("streamed", streams=True)
 STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
 STREAMED_PDL_COMBO = Candidate("streamed+pdl+combo", (PDL, COMBO), streams=True)
+STREAMED_PDL_COMBO_FUSED = Candidate("streamed+pdl+combo+fused", (PDL, COMBO), streams=True, fuses=True)
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
-DECODE_ONE = (DESCENT_PDL_COMBO, DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE)
-DECODE_MORE = (STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
-DECODE_MANY = (PDL_COMBO, PDL_COMBO_ADDS, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
+DECODE_ONE = (
+    DESCENT_PDL_COMBO,
+    DESCENT_PDL_COMBO_FUSED,
+    DESCENT_PDL,
+    MAX_AUTOTUNE_PDL,
+    DEFAULT,
+    WITH_PDL,
+    MAX_AUTOTUNE,
+)
+DECODE_MORE = (
+    STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL,
+    MAX_AUTOTUNE,
+)  # fmt: skip
+DECODE_MANY = (PDL_COMBO, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Candidate("descent", (DESCENT,)), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
 EARLY_ROWS_ADDS = Candidate("early-rows+adds", adds=True, edges=False, early_rows=True)
-EARLY_ROWS_PDL = Candidate("early-rows+pdl", (PDL,), edges=False, early_rows=True)
 # Default first: what it compiles serves early-rows too.
 PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
-PREFILL_SHORT = (DEFAULT, EARLY_ROWS_PDL, MAX_AUTOTUNE_PDL, MAX_AUTOTUNE)
-PREFILL_LONG = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, EARLY_ROWS_PDL)
+PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS)
 SHORT_TOKENS = 256
 STREAMED_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)

@@ -11,6 +11,8 @@ from torch.fx.node import map_arg
 aten = torch.ops.aten
 RESHAPES = {aten.view.default, aten.reshape.default}
 VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
+CONVERT = torch.ops.prims.convert_element_type.default
+SUM = aten.sum.dim_IntList
 ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.default, aten.select.int}
 
 
@@ -34,6 +36,29 @@ def behind_reshapes(node: Any) -> Any:
     while node.op == "call_function" and node.target in RESHAPES:
         node = node.args[0]
     return node
+
+
+def row_of_parts(total: Any) -> Node | None:
+    """The float32 row [1, k] of a product that is written in its parts, sum over k of [1, k, 1] * [1, k, n]."""
+    times: Any = total.args[0] if target_of(total) is SUM and total.args[1] == [1] else None
+    if target_of(times) is not aten.mul.Tensor:
+        return None
+    shape = times.meta["val"].shape
+    unsqueezed = times.args[0]
+    if len(shape) != 3 or shape[0] != 1 or target_of(unsqueezed) is not aten.unsqueeze.default:
+        return None
+    row = unsqueezed.args[0]
+    return row if target_of(row) is CONVERT and row.meta["val"].shape == shape[:2] else None
+
+
+def erase_unread(graph: Graph, node: Node) -> None:
+    """Erase what nobody reads, and what was made for it alone; all of it pure."""
+    if node.users or node.op != "call_function":
+        return
+    before = node.all_input_nodes
+    graph.erase_node(node)
+    for one in before:
+        erase_unread(graph, one)
 
 
 class Product(NamedTuple):

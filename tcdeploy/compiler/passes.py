@@ -5,6 +5,8 @@
 - Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says that this is
   faster than cuBLAS (candidates named "streamed"), and ends in the addition of the residual.
 - Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
+- Fusing (candidates named "fused"): a product of one row normalises its input itself (norms.py), a streamed one ends in
+  the gate that reads it (gates.py).
 - Choosing early: see early_rows.py.
 - Storing a long row. A product of one row may reach the pass in its parts, multiply and sum, because Inductor writes
   it itself under coordinate descent. It is then a reduction like any other, and Inductor moves what made its input
@@ -29,41 +31,45 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
-from tcdeploy.compiler import additions, early_rows, nodes
+from tcdeploy.compiler import additions, early_rows, gates, nodes, norms
 from tcdeploy.compiler.additions import add_in_place, add_residuals
 from tcdeploy.compiler.early_rows import choose_early
-from tcdeploy.compiler.nodes import ALIASES, VIEWS, behind_reshapes, call, product_of, target_of
+from tcdeploy.compiler.gates import end_in_gates
+from tcdeploy.compiler.nodes import ALIASES, CONVERT, SUM, VIEWS, behind_reshapes, call, product_of, row_of_parts
+from tcdeploy.compiler.norms import fold_norms
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
-CONVERT = torch.ops.prims.convert_element_type.default
-SUM = aten.sum.dim_IntList
 PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
 # All that decides what the pass does, but for the ops.
-SOURCES = (__file__, additions.__file__, early_rows.__file__, nodes.__file__)
+SOURCES = (__file__, additions.__file__, early_rows.__file__, gates.__file__, nodes.__file__, norms.__file__)
 
 
 class RewriteProducts(CustomGraphPass):
-    """All of the above; `streams` and `adds` ask for what is named so."""
+    """All of the above; `streams`, `adds` and `fuses` ask for what is named so."""
 
-    def __init__(self, streams: bool = False, adds: bool = False) -> None:
-        self.streams, self.adds = streams, adds
+    def __init__(self, streams: bool = False, adds: bool = False, fuses: bool = False) -> None:
+        self.streams, self.adds, self.fuses = streams, adds, fuses
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
         choose_early(graph)
         _cut_in_place(graph)
+        if self.fuses:
+            fold_norms(graph)
         _store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)
             add_residuals(graph)
+            if self.fuses:
+                end_in_gates(graph)
         if self.adds:
             add_in_place(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(SOURCES, f"{self.streams} {self.adds}")
+        return get_hash_for_files(SOURCES, f"{self.streams} {self.adds} {self.fuses}")
 
 
 def _merge_identical(graph: Graph) -> None:
@@ -104,27 +110,14 @@ def _store_long_rows(graph: Graph) -> None:
     A strided view is what makes Inductor store it.
     """
     for node in list(graph.nodes):
-        row = _wide_row(node)
-        if row is None or not _is_made_here(row.args[0]):
+        row = row_of_parts(node)
+        if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1] or not _is_made_here(row.args[0]):
             continue
         narrow: Any = row.args[0]
         value = narrow.meta["val"]
         with graph.inserting_before(row):
             stored = call(graph, aten.as_strided.default, narrow, list(value.shape), list(value.stride()), 0)
         row.replace_input_with(narrow, stored)
-
-
-def _wide_row(total: Any) -> Any:
-    """The float32 row [1, k] of a product in its parts, sum over k of [1, k, 1] * [1, k, n], where k > n."""
-    times: Any = total.args[0] if target_of(total) is SUM and total.args[1] == [1] else None
-    if target_of(times) is not aten.mul.Tensor:
-        return None
-    shape = times.meta["val"].shape
-    if len(shape) != 3 or shape[0] != 1 or shape[1] <= shape[2]:
-        return None
-    unsqueezed = times.args[0]
-    row = unsqueezed.args[0] if target_of(unsqueezed) is aten.unsqueeze.default else None
-    return row if target_of(row) is CONVERT else None
 
 
 def _is_made_here(node: Any) -> bool:

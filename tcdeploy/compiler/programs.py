@@ -94,7 +94,7 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
 def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
-    rewrite = rewrite_products(candidate.streams, candidate.adds)
+    rewrite = rewrite_products(candidate.streams, candidate.adds, candidate.fuses)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
 

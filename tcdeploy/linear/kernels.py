@@ -113,21 +113,23 @@ def _first(guess: int, *others: int) -> tuple[int, ...]:
     return (guess, *(other for other in others if other != guess))
 
 
-def multiply(x: Tensor, w: Tensor, addend: Tensor | None, tile: Tile) -> Tensor:
+def multiply(x: Tensor, w: Tensor, addend: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
     """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
 
-    w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64.
+    w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64. `gated` gives
+    silu of the product's first n/2 columns times the others, [rows, n/2]; then n is a multiple of 32, and no addend.
     """
     (rows, k), n = x.shape, w.shape[0]
     assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype
     assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1
     assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
     assert 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
-    out = x.new_empty(rows, n)
+    assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
+    out = x.new_empty(rows, n // 2 if gated else n)
     early = launches_early(x.device)
     _linear_kernel[(triton.cdiv(n, tile.columns),)](
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
-        _padded_rows(rows), tile.columns, _fitted_depth(tile, k), tile.slices, early,
+        _padded_rows(rows), tile.columns, _fitted_depth(tile, k), tile.slices, gated, early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -150,11 +152,20 @@ def _fitted_depth(tile: Tile, k: int) -> int:
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, EARLY: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.arange(0, ROWS)
-    w_rows = w + tl.minimum(column, n - 1).to(tl.int64) * k  # past the end: the last row once more, never stored
+    if GATED:  # half of the tile's rows of w are gates, the other half what they let through
+        HALF: tl.constexpr = COLUMNS // 2
+        n //= 2
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        part = tl.arange(0, COLUMNS)
+        w_row = tl.minimum(tl.program_id(0) * HALF + part % HALF, n - 1) + part // HALF * n
+    else:
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        w_row = tl.minimum(column, n - 1)  # past the end: the last row once more, never stored
+    w_rows = w + w_row.to(tl.int64) * k
     x_rows = x + row.to(tl.int64) * x_stride
     if SLICES == 1:
         depth = tl.arange(0, DEPTH)[None, :]
@@ -181,6 +192,9 @@ def _linear_kernel(
 
     if SLICES > 1:
         acc = tl.sum(acc, 0)
+    if GATED:
+        gate, passed = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (1, 2, 0)))
+        acc = gate * tl.sigmoid(gate) * passed
     y = tl.trans(acc)
     if addend is not None:
         y += added.to(tl.float32)

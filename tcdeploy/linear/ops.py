@@ -1,4 +1,6 @@
-"""`tcdeploy::linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood; and `add_product_`.
+"""`tcdeploy::linear` and `gated_linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood.
+
+And `add_product_`, for which cuBLAS has the kernel.
 
 The config (an index into `kernels.TILES`) is an argument, so the choice stands in the graph and in the cache's key; the
 body does not, so a cache that must notice a change of the kernel's source needs a tag of its own.
@@ -35,6 +37,28 @@ def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
 @linear.register_fake
 def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
+
+
+@torch.library.custom_op("tcdeploy::gated_linear", mutates_args=(), device_types="cuda")
+def gated_linear(x: Tensor, w: Tensor, config: int) -> Tensor:
+    """silu(x @ gates.T) * (x @ ups.T) of x [rows, k] and w [2n, k], the n gates first: [rows, n] in x's dtype.
+
+    As `linear`, and n is a multiple of 16; rounded once, at the end.
+    """
+    from tcdeploy.linear import kernels
+
+    return kernels.multiply(x, w, None, kernels.TILES[config], gated=True)
+
+
+@gated_linear.register_kernel("cpu")
+def _(x: Tensor, w: Tensor, config: int) -> Tensor:
+    gate, up = (x.float() @ w.float().T).chunk(2, dim=1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+@gated_linear.register_fake
+def _(x: Tensor, w: Tensor, config: int) -> Tensor:
+    return x.new_empty(x.shape[0], w.shape[0] // 2)
 
 
 @torch.library.custom_op("tcdeploy::add_product_", mutates_args=("total",))

@@ -11,12 +11,13 @@ import torch
 from tcdeploy.candidate import (
     DEFAULT,
     DESCENT_PDL_COMBO,
+    DESCENT_PDL_COMBO_FUSED,
     EARLY_ROWS,
     EARLY_ROWS_ADDS,
-    EARLY_ROWS_PDL,
     MAX_AUTOTUNE_PDL,
-    PDL_COMBO_ADDS,
+    PDL_COMBO,
     STREAMED_PDL_COMBO,
+    STREAMED_PDL_COMBO_FUSED,
     with_attention,
 )
 from tcdeploy.compiler.ledger import measured
@@ -119,7 +120,10 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
     for bucket in deployment.plan.decode_buckets:
         sequences = sequences_for(deployment, bucket.size)
         logits = {}
-        for candidate in (DEFAULT, PDL_COMBO_ADDS, STREAMED_PDL_COMBO, DESCENT_PDL_COMBO, MAX_AUTOTUNE_PDL):
+        for candidate in (
+            DEFAULT, PDL_COMBO, STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
+            DESCENT_PDL_COMBO_FUSED, MAX_AUTOTUNE_PDL,
+        ):  # fmt: skip
             runner.choose(bucket, candidate)
             for _ in range(3):
                 runner.seating.place(sequences)
@@ -137,7 +141,7 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
     runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
     chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
     logits = {}
-    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, EARLY_ROWS_PDL, with_attention("torch-flash")):
+    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, with_attention("torch-flash")):
         runner.choose(bucket, candidate)
         for _ in range(2):
             logits[candidate.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()

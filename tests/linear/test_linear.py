@@ -104,6 +104,23 @@ def test_a_residual_is_added_row_by_row(rows: int, tile: Tile, device: str, bloc
     assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
 
 
+def expected_gated(x: Tensor, w: Tensor) -> Tensor:
+    gate, up = (x.cpu().double() @ w.cpu().double().T).chunk(2, dim=1)
+    return (gate * gate.sigmoid() * up).to(x.dtype)
+
+
+@each_tile
+@pytest.mark.parametrize("rows", [1, 4, 9, 33])
+@pytest.mark.parametrize("half", [16, 96, 144])
+def test_a_gated_product_is_the_silu_of_its_first_half_times_the_second(
+    half: int, rows: int, tile: Tile, device: str, blocks: list[Tensor]
+) -> None:
+    x, w = rand(rows, 320, device=device) / 4, rand(2 * half, 320, device=device) / 4
+    assert_agrees(kernels.multiply(x, w, None, tile, gated=True), expected_gated(x, w))
+    assert blocks[0].shape[1] == half
+    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+
+
 @each_tile
 def test_rows_of_x_may_be_strided(tile: Tile, device: str) -> None:
     packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
@@ -146,7 +163,8 @@ def test_nothing_outside_the_inputs_is_read(tile: Tile, monkeypatch: pytest.Monk
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", checked)
     with interpreted(monkeypatch):
         assert_agrees(kernels.multiply(x, w, bias, tile), expected(x, w, bias))
-    assert sum(loads) > x.numel() + w.numel()
+        assert sum(loads) > x.numel() + w.numel()
+        assert_agrees(kernels.multiply(x, w[:96], None, tile, gated=True), expected_gated(x, w[:96]))
 
 
 # The op.
@@ -157,6 +175,8 @@ def test_opcheck_passes_with_and_without_bias() -> None:
     torch.library.opcheck(ops.linear, (x, w, None, 0))
     torch.library.opcheck(ops.linear, (x[:, :64], w[:, :64].contiguous(), bias, 3))
     torch.library.opcheck(ops.linear, (x, w, rand(4, 48), 3))
+    torch.library.opcheck(ops.gated_linear, (x, rand(96, 128), 3))
+    assert_agrees(ops.gated_linear(x, w[:32], 0), expected_gated(x, w[:32]))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -202,8 +222,9 @@ def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
     assert candidate.STREAMED_ROWS == kernels.MAX_ROWS
 
 
-def launch(rows: int, n: int, k: int, config: int, dtype: torch.dtype = torch.bfloat16) -> None:
-    kernels.multiply(torch.empty(rows, k, dtype=dtype), torch.empty(n, k, dtype=dtype), None, TILES[config])
+def launch(rows: int, n: int, k: int, config: int, gated: bool = False) -> None:
+    x, w = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
+    kernels.multiply(x, w, None, TILES[config], gated)
 
 
 def compiled_for_hopper(launched: Any) -> Any:
@@ -232,8 +253,9 @@ def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
         (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in candidates(rows, n, k)
     }
     for rows, config in sorted({(rows, config) for rows, config, _ in wanted}):
-        launch(rows, 2048, 1024, config)
-    assert len(launches) >= 12
+        for gated in (False, True):
+            launch(rows, 2048, 1024, config, gated)
+    assert len(launches) >= 24
     for launched in launches:
         compiled = compiled_for_hopper(launched)
         assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
@@ -277,6 +299,10 @@ def test_real_shapes_agree_with_float32_for_every_candidate(n: int, k: int) -> N
             y = ops.linear(x, w, bias, config)
             assert float((y.double() - wanted).norm() / wanted.norm()) < 3e-3
             assert torch.equal(ops.linear(x, w, bias, config), y)
+            gate, up = (x.double() @ w.double().T).chunk(2, dim=1)
+            wanted_gated = gate * gate.sigmoid() * up
+            gated = ops.gated_linear(x, w, config)
+            assert float((gated.double() - wanted_gated).norm() / wanted_gated.norm()) < 3e-3
 
 
 @pytest.mark.gpu
