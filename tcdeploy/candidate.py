@@ -45,10 +45,10 @@ Prefill, ms at the power limit, three runs apart by the lines:
     early-rows+adds          12.8   23.8   48.4
     early-rows+pdl    7.22          24.0                         no longer tried, nor max-autotune+pdl: 7.08 for 7.04
 
-The `fused` ones have not been timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for a
-reduction and writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not
-among the candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one
-run).
+The `fused` ones have not been timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for
+a reduction and writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not
+among the candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in
+one run).
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Candidate:
     `streams` gives products of few rows to our own kernel (linear/). `adds` has cuBLAS add a layer's last product to
     the residual in its place. `fuses` has a product of one row normalise its input, and one of our own kernel's end in
     the MLP's gate. `edges` makes programs of what a decode step runs before and after its layers too (final norm,
-    rotary factors, head): some 50 us less for 0.3 s more at every start. `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
-    program more (compiler/early_rows.py).
+    rotary factors, head): some 50 us less for 0.3 s more at every start. `early_rows` has the last layer
+    of a prefill step work, after its attention, on the sampled rows alone, for a program more (compiler/early_rows.py).
     """
 
     name: str
