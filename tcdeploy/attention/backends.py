@@ -156,13 +156,21 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rul
     return reference.paged_prefill(q, *pages[:5], *rules)
 
 
-def _triton_decode(q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int) -> Tensor:
+def _triton_decode(
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, cos: Tensor | None,
+    sin: Tensor | None,
+) -> Tensor:  # fmt: skip
     from tcdeploy.attention import decode
 
-    return decode.attend(q, k, v, *pages, *rules, splits)
+    return decode.attend(q, k, v, *pages, *rules, splits, cos, sin)
 
 
-def _reference_decode(q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int) -> Tensor:
+def _reference_decode(
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, cos: Tensor | None,
+    sin: Tensor | None,
+) -> Tensor:  # fmt: skip
+    if cos is not None and sin is not None:
+        q, k = reference.turned(q, cos, sin), reference.turned(k, cos, sin)
     return reference.paged_decode(q, k, v, *pages[:4], *rules)
 
 
@@ -185,7 +193,7 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int], Tensor]] = {
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int, Tensor | None, Tensor | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

@@ -65,14 +65,17 @@ MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 def attend(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     arrivals: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
+    cos: Tensor | None = None, sin: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.decode_attention`; arrivals [sequences, kv_heads] int32 is zero before and after.
 
-    A power of two >= 16 as block size; q, k and v may be strided but for the last dimension.
+    A power of two >= 16 as block size; q, k, v, cos and sin may be strided but for the last dimension.
     """
     (batch, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
+    if cos is not None and sin is not None:
+        assert cos.shape == sin.shape == (batch, head_dim) and cos.stride() == sin.stride() and cos.stride(-1) == 1
     group, dim, v_dim = heads // kv_heads, padded(head_dim), padded(v_head_dim)
     members = triton.next_power_of_2(group)
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
@@ -84,8 +87,9 @@ def attend(
         parts = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
         weights = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
     _decode_kernel[kv_heads, splits, batch](
-        out, parts, weights, arrivals, q, k, v, k_cache, v_cache, block_table, seq_lens, sinks,
+        out, parts, weights, arrivals, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
+        cos.stride(0) if cos is not None else 0,
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
         kv_heads, group, max(16, members), members, head_dim, v_head_dim, block_size, keys, dim, v_dim,
         max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0, early,
@@ -97,9 +101,9 @@ def attend(
 
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
-    out, parts, part_weights, arrivals, q, k, v, k_cache, v_cache, block_table, seq_lens, sinks,
+    out, parts, part_weights, arrivals, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
     q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
-    table_stride, table_width, splits, window, unit, inner,
+    rotary_stride, table_stride, table_width, splits, window, unit, inner,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MEMBERS: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
@@ -121,11 +125,24 @@ def _decode_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
-    queries = load_rows(q + sequence * q_stride_sequence, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
+    q += sequence * q_stride_sequence
+    k += sequence * k_stride_sequence + kv_head * k_stride_head
+    queries = load_rows(q, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
     k_inside, v_inside = (dims < HEAD_DIM) & (part == 0), (v_dims < V_HEAD_DIM) & (part == 0)
-    k_new = tl.load(k + sequence * k_stride_sequence + kv_head * k_stride_head + dims, mask=k_inside, other=0.0)
+    k_new = tl.load(k + dims, mask=k_inside, other=0.0)
     v_new = tl.load(v + sequence * v_stride_sequence + kv_head * v_stride_head + v_dims, mask=v_inside, other=0.0)
+
+    if cos is not None:
+        is_first, at = dims < HEAD_DIM // 2, sequence * rotary_stride + dims
+        partner = tl.where(is_first, dims + HEAD_DIM // 2, dims - HEAD_DIM // 2)
+        cosines = tl.load(cos + at, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        sines = tl.load(sin + at, mask=dims < HEAD_DIM, other=0.0).to(tl.float32)
+        sines = tl.where(is_first, -sines, sines)
+        inside = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
+        q_partner = tl.load(q + (heads * q_stride_head)[:, None] + partner[None, :], mask=inside, other=0.0)
+        queries = _turned(queries, q_partner, cosines[None, :], sines[None, :])
+        k_new = _turned(k_new, tl.load(k + partner, mask=k_inside, other=0.0), cosines, sines)
 
     cached = length - 1
     tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
@@ -178,6 +195,12 @@ def _decode_kernel(
                 out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
                 GROUP, MEMBERS, V_HEAD_DIM, V_DIM, PARTS,
             )  # fmt: skip
+
+
+@triton.jit
+def _turned(x, partner, cosines, sines):
+    """A rotation by halves of the head: `partner` is the other coordinate of each pair, `sines` have its sign."""
+    return (x.to(tl.float32) * cosines + partner.to(tl.float32) * sines).to(x.dtype)
 
 
 @triton.jit

@@ -100,6 +100,8 @@ def decode_attention(
     softcap: float,
     splits: int,
     backend: str,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     """Write each sequence's newest token into the caches, and attend: one query each.
 
@@ -107,9 +109,11 @@ def decode_attention(
     last slot of `seq_lens`, which counts them. A sequence of length 0 is padding: nothing is written, and zeros come
     back. arrivals [sequences, kv_heads] int32 is zero before and after; splits, a plain number that a bucket fixes,
     is the number of parts of a sequence: it changes the speed and the rounding. The reference needs neither.
+
+    cos and sin [sequences, head_dim]: q and k are yet to be turned by them, by halves of the head, before all else.
     """
     pages = backends.DecodePages(k_cache, v_cache, block_table, seq_lens, arrivals)
-    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits)
+    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits, cos, sin)
 
 
 @decode_attention.register_fake
@@ -128,6 +132,8 @@ def _(
     softcap: float,
     splits: int,
     backend: str,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
 ) -> Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 

@@ -74,6 +74,15 @@ def paged_prefill(
     return out
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [sequences, heads, head_dim], each pair (i, i + head_dim / 2) turned; cos and sin [sequences, head_dim].
+
+    As transformers' `apply_rotary_pos_emb` of Llama, rounded once.
+    """
+    first, second = x.float().chunk(2, dim=-1)
+    return (x.float() * cos[:, None].float() + torch.cat([-second, first], -1) * sin[:, None].float()).to(x.dtype)
+
+
 def paged_decode(
     q: Tensor,
     k: Tensor,

@@ -6,7 +6,7 @@
   faster than cuBLAS (candidates named "streamed"), and ends in the addition of the residual.
 - Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
 - Fusing (candidates named "fused"): a product of one row normalises its input itself (norms.py), a streamed one ends in
-  the gate that reads it (gates.py).
+  the gate that reads it (gates.py), and decode attention turns its queries and keys itself (rotary.py).
 - Choosing early: see early_rows.py.
 - Storing a long row. A product of one row may reach the pass in its parts, multiply and sum, because Inductor writes
   it itself under coordinate descent. It is then a reduction like any other, and Inductor moves what made its input
@@ -31,12 +31,13 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
-from tcdeploy.compiler import additions, early_rows, gates, nodes, norms
+from tcdeploy.compiler import additions, early_rows, gates, nodes, norms, rotary
 from tcdeploy.compiler.additions import add_in_place, add_residuals
 from tcdeploy.compiler.early_rows import choose_early
 from tcdeploy.compiler.gates import end_in_gates
 from tcdeploy.compiler.nodes import ALIASES, CONVERT, SUM, VIEWS, behind_reshapes, call, product_of, row_of_parts
 from tcdeploy.compiler.norms import fold_norms
+from tcdeploy.compiler.rotary import turn_in_attention
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
@@ -44,7 +45,8 @@ PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
 # All that decides what the pass does, but for the ops.
-SOURCES = (__file__, additions.__file__, early_rows.__file__, gates.__file__, nodes.__file__, norms.__file__)
+MODULES = (additions, early_rows, gates, nodes, norms, rotary)
+SOURCES = (__file__, *(module.__file__ for module in MODULES))
 
 
 class RewriteProducts(CustomGraphPass):
@@ -59,6 +61,7 @@ class RewriteProducts(CustomGraphPass):
         _cut_in_place(graph)
         if self.fuses:
             fold_norms(graph)
+            turn_in_attention(graph)
         _store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)

@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from tcdeploy.attention import decode, ops, reference
 from tests.attention.paged import (
     CUDA,
+    TOLERANCE,
     Case,
     Pages,
     assert_agrees,
@@ -115,6 +116,31 @@ def test_queries_keys_and_values_may_be_slices_of_one_row(splits, device):
     assert_done(step, step.run(splits), wanted)
 
 
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(group=3),
+        Case(head_dim=80, group=2, window=50),
+        Case(head_dim=128, group=4, kv_heads=1, dtype=torch.bfloat16),
+        Case(head_dim=96, v_head_dim=32, sinks=True),
+    ],
+    ids=["", "heads of 80", "bfloat16", "values smaller than keys"],
+)
+def test_queries_and_keys_that_are_yet_to_be_turned(case, splits, device):
+    """As if they had been turned before; the key that lands in the cache is the turned one."""
+    step = make_step(case, [40, 0, 150], device)
+    angles = torch.randn(3, case.head_dim // 2).repeat(1, 2) * 3
+    cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
+    turned = step._replace(**{name: reference.turned(getattr(step, name), cos, sin) for name in "qk"})
+    wanted = turned.expected()
+    out = decode.attend(step.q, step.k, step.v, *step.pages, step.arrivals, *step.options, splits, cos, sin)
+    assert_agrees(out, wanted[0])
+    for found, expected in zip(step.pages[:2], wanted[1:], strict=True):
+        tolerance = TOLERANCE[case.dtype]  # a product and a sum, in one order or fused
+        assert_close(found.cpu(), expected, equal_nan=True, atol=tolerance, rtol=tolerance)
+
+
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("splits", [1, 8])
 def test_a_captured_decode_replays_thousands_of_times_with_other_lengths(splits, device):
@@ -170,7 +196,7 @@ def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(split
 # What holds without running a kernel.
 
 
-def launch(case: Case, batch: int, splits: int) -> None:
+def launch(case: Case, batch: int, splits: int, turns: bool = False) -> None:
     """The op once, on zeros. An odd batch has its lengths and table at an odd address."""
     lengths = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch]
     table = torch.zeros(batch, 64 + batch, dtype=torch.int32)[:, batch % 2 :][:, :64]
@@ -179,26 +205,27 @@ def launch(case: Case, batch: int, splits: int) -> None:
     q = torch.zeros(batch, case.heads, case.head_dim, dtype=case.dtype)
     k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
     arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
-    decode.attend(q, k, v, *caches, table, lengths, arrivals, *case.options("cpu"), splits)
+    factors = [torch.zeros(batch, case.head_dim, dtype=case.dtype) for _ in range(2)] if turns else []
+    decode.attend(q, k, v, *caches, table, lengths, arrivals, *case.options("cpu"), splits, *factors)
 
 
 @some_models
-@pytest.mark.parametrize("splits", [1, 8])
-def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
+def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, turns, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
-    launch(case, 1, splits)
+    launch(case, 1, splits, turns)
     [launched] = launches
     assert shared_memory_on_hopper(launched) <= 227 * 1024
 
 
-@pytest.mark.parametrize("splits", [1, 8])
-def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
+def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, turns, monkeypatch, tmp_path):
     """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "launches_early", lambda _: True)
     launches = record_launches(monkeypatch)
-    launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits)
+    launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits, turns)
     compiled = compiled_for_hopper(launches[0])
     assert compiled.metadata.launch_pdl
     before, after = compiled.asm["ptx"].split("griddepcontrol.wait")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.attention import backends
 from tcdeploy.candidate import DEFAULT, EARLY_ROWS, Candidate, with_attention
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import Counts, Measured, measured
@@ -107,6 +108,26 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
             runner.rerun(bucket)
         counts.append(found.counts.programs)
     assert counts == [0, 1, 0, 0]
+
+
+def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model by the pass that GPUs' candidates ask for: attention turns queries and keys by itself."""
+    fused, calls = Candidate("fused", fuses=True), []
+    decode = backends.DECODE["reference"]
+
+    def noted(*args: Any) -> Any:
+        calls.append(args[-1] is not None)
+        return decode(*args)
+
+    deployment = auto(tune_seconds=0.0)
+    prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_new_tokens=12)
+    plain = deployment.engine.generate(prompts, params)
+    runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
+    runner.choose(bucket, fused)
+    runner.rerun(bucket)
+    monkeypatch.setitem(backends.DECODE, "reference", noted)
+    assert deployment.engine.generate(prompts, params) == plain
+    assert calls and all(calls)
 
 
 def test_a_candidate_that_failed_is_never_the_fastest() -> None:
