@@ -42,6 +42,7 @@ class Counts:
     cache_write_errors: int = 0
     graph_breaks: int = 0
     graph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
+    kernels_timed: int = 0  # variants of kernels that torch timed to choose one; a warm start should need none
 
     def __sub__(self, earlier: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
@@ -72,7 +73,13 @@ def read_counts() -> Counts:
         cache_write_errors=inductor["fxgraph_cache_write_error"],
         graph_skips=inductor["cudagraph_skips"],
         graph_breaks=sum(counters["graph_break"].values()),
+        kernels_timed=sum(count for name, count in inductor.items() if _is_timing(name)),
     )
+
+
+def _is_timing(name: str) -> bool:
+    """Of one kernel; what calls these is counted as well."""
+    return name.startswith("benchmarking.") and name.endswith((".benchmark_gpu", ".benchmark_cpu"))
 
 
 @dataclass

@@ -70,6 +70,7 @@ class BucketRecord:
     cold_seconds: float | None = None  # compile_seconds of the run that filled the cache
     eager_ms: float | None = None
     compiled_ms: float | None = None
+    kernels_timed: int = 0  # variants of kernels that torch timed in this run to choose one
     timed_context: int | None = None  # tokens that each sequence held while the step was timed
 
     @property

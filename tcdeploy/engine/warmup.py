@@ -146,6 +146,7 @@ class _BucketWarmer:
             cache_misses=counts.cache_misses + counts.cache_bypasses,
             graph_breaks=counts.graph_breaks,
             graph_skips=counts.graph_skips,
+            kernels_timed=counts.kernels_timed,
             captured=self.runner.is_captured(self.bucket),
             parity=settled.parity,
             peak_memory_bytes=settled.peak_memory_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,22 @@ def test_each_flash_attention_that_is_installed_serves_a_whole_model(
     deployment = deploy(folder, cache_dir, load_format="dummy", attention=backend)
     assert all(record.parity.passed for record in deployment.records)
     deployment.engine.generate([*PROMPTS, [5] * 129], SamplingParams(max_new_tokens=4))
+
+
+def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: Path) -> None:
+    """Each start in a process of its own. max-autotune descends by coordinates as well, over some hundred variants.
+
+    Torch may weigh what it found against one with smaller steps, at every start.
+    """
+    folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
+    flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
+    timed = []
+    for outcome in ("miss", "hit"):
+        result = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
+        records = json.loads(result.stdout)["buckets"]
+        assert [record["outcome"] for record in records] == [outcome] * 2
+        timed.append(sum(record["kernels_timed"] for record in records))
+    assert timed[0] > 100 and timed[1] < timed[0] / 10, timed
 
 
 def test_a_model_too_large_for_the_gpu_is_told_before_loading(run_cli: Any, tmp_path: Path) -> None:
