@@ -61,10 +61,11 @@ class Candidate:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
     `streams` gives products of few rows to our own kernel (linear/). `adds` has cuBLAS add a layer's last product to
-    the residual in its place. `fuses` has a product of one row normalise its input, and one of our own kernel's end in
-    the MLP's gate. `edges` makes programs of what a decode step runs before and after its layers too (final norm,
-    rotary factors, head): some 50 us less for 0.3 s more at every start. `early_rows` has the last layer
-    of a prefill step work, after its attention, on the sampled rows alone, for a program more (compiler/early_rows.py).
+    the residual in its place. `fuses` has a product of one row normalise its input, one of our own kernel's end in the
+    MLP's gate, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
+    and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
+    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
+    program more (compiler/early_rows.py).
     """
 
     name: str
@@ -106,14 +107,8 @@ MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
 # A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
 DECODE_ONE = (
-    DESCENT_PDL_COMBO,
-    DESCENT_PDL_COMBO_FUSED,
-    DESCENT_PDL,
-    MAX_AUTOTUNE_PDL,
-    DEFAULT,
-    WITH_PDL,
-    MAX_AUTOTUNE,
-)
+    DESCENT_PDL_COMBO, DESCENT_PDL_COMBO_FUSED, DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE,
+)  # fmt: skip
 DECODE_MORE = (
     STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL,
     MAX_AUTOTUNE,

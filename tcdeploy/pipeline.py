@@ -75,10 +75,14 @@ class Deployment:
 def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = False) -> Deployment:
     """Model id in, warmed deployment out. `measure` also times each bucket, eager and compiled.
 
-    Python's garbage collector spares from then on what this process holds at the end (`gc.freeze`).
+    Python's garbage collector spares from then on what this process holds at the end (`gc.freeze`). Whoever drops a
+    deployment and wants its memory back calls `gc.unfreeze()` and `gc.collect()`; the next `prepare` does so too.
     """
     progress = progress or Silent()
     stages = _Stages(progress)
+    if gc.get_freeze_count():  # an earlier deployment of this process may be garbage by now, and hold memory
+        gc.unfreeze()
+        gc.collect()
     decided = decide(recipe, progress, stages)
     plan, architecture = decided.plan, decided.architecture
     manifest_file = manifest_path(plan.cache_dir, plan.key)
@@ -104,7 +108,6 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
 def _spare_the_collector() -> None:
     """Python's full collection visits what torch made while it compiled, half a million objects: 0.3 s in which no
     token comes. What stands now is to stay, so it is never visited again."""
-    gc.unfreeze()  # an earlier deployment of this process may be garbage by now
     gc.collect()
     gc.freeze()
 

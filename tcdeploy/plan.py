@@ -416,7 +416,7 @@ def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
     log.append(Decision("region", recipe.region, region_reasons[recipe.region]))
     mode_reasons = {
         "max-autotune": "autotuned kernels",
-        "auto": f"each bucket keeps the fastest of several; {recipe.tune_seconds:.0f} s for trying",
+        "auto": f"each bucket keeps the fastest of several; {recipe.tune_seconds:.0f} s for those beyond the first",
     }
     log.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
 

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
-"""Decode over the paged KV cache in one launch: write the new token, attend, merge the parts.
+"""Decode over the paged KV cache in one launch: write the new token, attend, merge the parts; and, where it is left to
+us, first turn query and key by their position (compiler/rotary.py).
 
 Reading the cache is all the work there is; what else a launch costs is latency, one wait after another. Three ideas
 keep the chain of waits short:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.compiler.nodes import ALIASES, RESHAPES, behind_reshapes, call, product_of
+from tcdeploy.compiler.nodes import ALIASES, RESHAPES, behind_reshapes, call, erase_unread, product_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 
@@ -38,7 +38,7 @@ def add_residuals(graph: Graph) -> None:
             shaped = call(graph, aten.reshape.default, added, list(shape))
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
-        _erase_unread(graph, products[0])
+        erase_unread(graph, products[0])
 
 
 def add_in_place(graph: Graph) -> None:
@@ -61,7 +61,7 @@ def add_in_place(graph: Graph) -> None:
                 call(graph, ours.add_product_.default, rows, product.x, product.weight)
             node.replace_all_uses_with(total)
             graph.erase_node(node)
-            _erase_unread(graph, reshaped)
+            erase_unread(graph, reshaped)
             break
 
 
@@ -100,13 +100,3 @@ def _is_streamed_for(reader: Node, arg: Any) -> bool:
             return False
         reader, arg = arg, arg.args[0]
     return False
-
-
-def _erase_unread(graph: Graph, node: Node) -> None:
-    """A product that nobody reads, with the views behind which it stood."""
-    while not node.users:
-        before = node.args[0]
-        graph.erase_node(node)
-        if node.target not in RESHAPES:
-            return
-        node = before  # type: ignore[assignment]

@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.compiler.nodes import call
+from tcdeploy.compiler.nodes import CONVERT, RESHAPES, call
 
 aten = torch.ops.aten
-CONVERT = torch.ops.prims.convert_element_type.default
-VIEWS = {aten.view.default, aten.reshape.default}
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
 
 
@@ -59,7 +57,7 @@ def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -
             args: list[Any] = list(node.args)
             for number in carriers:
                 args[number] = choose(args[number])
-            if node.target in VIEWS:
+            if node.target in RESHAPES:
                 args[1] = list(node.meta["val"].shape)
                 args[1][_row_dim(node, tokens) or 0] = rows.meta["val"].shape[0]
             chosen[node] = call(graph, node.target, *args)
@@ -89,7 +87,7 @@ def _carriers(node: Node, tokens: int) -> tuple[int, ...] | None:
         return _if_rows_lie_at(0, node, 0, tokens)
     if node.target is aten.addmm.default:
         return _if_rows_lie_at(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
-    if node.target in VIEWS:
+    if node.target in RESHAPES:
         return None if _row_dim(node.args[0], tokens) is None else (0,)
     if node.target is aten.slice.Tensor:
         return _if_rows_lie_at(dim, node, 0, tokens) if node.args[1] != dim else None

@@ -14,7 +14,6 @@ import tcdeploy.linear.ops  # noqa: F401 - registers the ops
 from tcdeploy.compiler.nodes import CONVERT, behind_reshapes, call, erase_unread, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
-N_MULTIPLE = 16  # of a half, for the kernel
 
 
 def end_in_gates(graph: Graph) -> None:
@@ -36,6 +35,8 @@ def end_in_gates(graph: Graph) -> None:
 
 def _gated(node: Node, activated: Any, second: Any) -> Node | None:
     """The streamed product that `node` is the gate of, where it can be the kernel's to end in it."""
+    from tcdeploy.linear.kernels import N_MULTIPLE
+
     first = _behind_silu(activated)
     halves = [one for one in (first, second) if target_of(one) is aten.slice.Tensor]
     if len(halves) != 2:
@@ -59,7 +60,8 @@ def _behind_silu(node: Any) -> Any:
     if target_of(quotient) is not aten.div.Tensor:
         return None
     x, divisor = quotient.args
-    exponential: Any = divisor.args[0] if target_of(divisor) is aten.add.Tensor and divisor.args[1] == 1 else None
+    is_shifted = target_of(divisor) is aten.add.Tensor and divisor.args[1] == 1 and not divisor.kwargs
+    exponential: Any = divisor.args[0] if is_shifted else None
     negative: Any = exponential.args[0] if target_of(exponential) is aten.exp.default else None
     if target_of(negative) is not aten.neg.default or negative.args[0] is not x:
         return None

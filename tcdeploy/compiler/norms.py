@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.compiler.nodes import CONVERT, RESHAPES, call, erase_unread, row_of_parts, target_of
+from tcdeploy.compiler.nodes import CONVERT, RESHAPES, SUM, call, erase_unread, row_of_parts, target_of
 
 aten = torch.ops.aten
 MUL = aten.mul.Tensor
+ROUNDED = {torch.bfloat16, torch.float16, torch.float32}  # to which a row may be converted on the way
 
 
 class Norm(NamedTuple):
@@ -52,7 +53,7 @@ def _norm_of(row: Node) -> Norm | None:
     [inverse] = inverses
     shifted: Any = inverse.args[0]
     mean: Any = shifted.args[0] if target_of(shifted) is aten.add.Tensor and not shifted.kwargs else None
-    if target_of(mean) is not aten.mean.dim or list(mean.args[1]) != [-1] or not isinstance(shifted.args[1], float):
+    if target_of(mean) is not aten.mean.dim or mean.args[1] != [-1] or not isinstance(shifted.args[1], float):
         return None
     power: Any = mean.args[0]
     if target_of(power) is not aten.pow.Tensor_Scalar or power.args[1] != 2:
@@ -62,15 +63,15 @@ def _norm_of(row: Node) -> Norm | None:
     weights = tuple(factor for factor in rest if factor is not x)
     size = row.meta["val"].shape[1]
     is_whole = x.meta["val"].shape[-1] == size and all(one.meta["val"].numel() == size for one in rest)
-    is_float = all(one.meta["val"].dtype.is_floating_point for one in rest)
-    if len(rest) != len(weights) + 1 or not is_whole or not is_float:
+    if len(rest) != len(weights) + 1 or not is_whole:
         return None
     return Norm(x, inverse, shifted.args[1], weights)
 
 
 def _factors(node: Any, last: Node | None) -> list[Node]:
     """What is multiplied to give `node`, however rounded or reshaped on the way; `last` is not looked into."""
-    if node is not last and (target_of(node) is CONVERT or target_of(node) in RESHAPES):
+    is_rounded = target_of(node) is CONVERT and node.meta["val"].dtype in ROUNDED
+    if node is not last and (is_rounded or target_of(node) in RESHAPES):
         return _factors(node.args[0], last)
     if node is not last and target_of(node) is MUL and all(isinstance(arg, Node) for arg in node.args):
         return [factor for arg in node.args for factor in _factors(arg, last)]
@@ -92,7 +93,7 @@ def _fold(graph: Graph, total: Node, norm: Norm) -> None:
         return call(graph, CONVERT, call(graph, aten.reshape.default, node, [1, size]), torch.float32)
 
     def summed(node: Node) -> Node:
-        return call(graph, aten.sum.dim_IntList, node, [1])
+        return call(graph, SUM, node, [1])
 
     with graph.inserting_before(total):
         x = row(norm.x)

@@ -1,4 +1,4 @@
-"""A pass over Inductor's graphs that rewrites matrix products, and has the last layer choose its rows early.
+"""A pass over Inductor's graphs: matrix products and what stands beside them, and the last layer's choice of rows.
 
 - Merging: sibling projections trace as identical products (see models/siblings.py), and torch 2.11 to 2.13 keeps them
   all; one is left.
@@ -60,8 +60,8 @@ class RewriteProducts(CustomGraphPass):
         choose_early(graph)
         _cut_in_place(graph)
         if self.fuses:
-            fold_norms(graph)
             turn_in_attention(graph)
+            fold_norms(graph)
         _store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)

@@ -13,11 +13,11 @@ from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.compiler.nodes import ALIASES, CONVERT, call, erase_unread, target_of
+from tcdeploy.compiler.nodes import CONVERT, SUM, behind_aliases, call, erase_unread, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
-PRODUCTS = {aten.mm.default, aten.addmm.default, ours.linear.default, CONVERT}  # converted: a product in its parts
+PRODUCTS = {aten.mm.default, aten.addmm.default}
 VIEWS_OF_ONE = {aten.select.int, aten.permute.default}
 
 
@@ -35,12 +35,11 @@ def turn_in_attention(graph: Graph) -> None:
         if target_of(node) is not FUNCTIONALIZED or node.args[0] is not ours.decode_attention.default:
             continue
         q, k = (_turned(node.kwargs[name]) for name in ("q", "k"))
-        if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin) or node.kwargs.get("cos") is not None:
+        if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
             continue
-        shape = [q.cos.meta["val"].shape[1], q.cos.meta["val"].shape[2]]
-        if list(node.kwargs["q"].meta["val"].shape[::2]) != shape or not _are_alike(q.cos, q.sin):
+        before, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
+        if any(list(one.meta["val"].shape[::2]) != shape for one in before) or not _are_alike(q.cos, q.sin):
             continue
-        before = [node.kwargs["q"], node.kwargs["k"]]
         with graph.inserting_before(node):
             cos, sin = (call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
             given = {"q": _seen(graph, q), "k": _seen(graph, k), "cos": cos, "sin": sin}
@@ -84,9 +83,9 @@ def _turned(node: Any) -> Turned | None:
     x, cos = straight.args
     halves, sin = across.args
     factors = [_factor(cos), _factor(sin)]
-    if None in factors or not _is_halves_of(halves, x) or target_of(_behind_aliases(x)) not in PRODUCTS:
+    if None in factors or not _is_halves_of(halves, x) or not _is_product(behind_aliases(x)):
         return None
-    if node.meta["val"].dtype != x.meta["val"].dtype or node.meta["val"].shape != x.meta["val"].shape:
+    if node.meta["val"].shape != x.meta["val"].shape:
         return None
     return Turned(x, factors[0], factors[1], tuple(views))
 
@@ -115,7 +114,6 @@ def _cut(node: Any, x: Node) -> Any:
     return node.args[2] if 2 * node.meta["val"].shape[-1] == x.meta["val"].shape[-1] else None
 
 
-def _behind_aliases(node: Any) -> Any:
-    while target_of(node) in ALIASES:
-        node = node.args[0]
-    return node
+def _is_product(node: Any) -> bool:
+    """Whole, or in its parts."""
+    return target_of(node) in PRODUCTS or (target_of(node) is CONVERT and target_of(node.args[0]) is SUM)

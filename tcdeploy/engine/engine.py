@@ -138,6 +138,8 @@ class Engine:
                 self._start_over(before)
                 raise
             self._hand_out(self._collect(before) if before else [])
+            if self._launched is None and not self.scheduler.running:
+                self.runner.seating.seat([])  # idle: rows are emptied now rather than before the next prompt
 
     def _start_over(self, before: _Launched | None) -> None:
         """A step was scheduled and did not run: what the scheduler believes to be in the cache is not there."""
@@ -148,10 +150,10 @@ class Engine:
             self.runner.seating.clear()
 
     def _launch(self) -> _Launched | None:
-        step, running = self.scheduler.schedule(), self.scheduler.running
+        step = self.scheduler.schedule()
         if step is None:
-            self.runner.seating.seat(running)  # idle: rows are emptied now rather than before the next prompt
             return None
+        running = self.scheduler.running
         output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
         return self._send_home(output, _sampled(step))
 

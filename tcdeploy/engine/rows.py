@@ -51,8 +51,10 @@ class RowSeating:
         self._upload(self.state.seq_lens, lengths)
 
     def clear(self) -> None:
-        """Empty every row."""
-        self._reseat([])
+        """Empty every row, also one that a failed seating left half filled."""
+        self._seated, self._blocks_up = [], []
+        rows = self.state.nobody
+        self._move([rows] * (rows + 1), with_counts=False)  # whoever penalises brings counts of its own
 
     def features(self, sequences: ListLike[Sequence]) -> Features | None:
         """What sampling these takes beyond the greedy choice that every step makes; None: nothing."""

@@ -198,7 +198,7 @@ class _BucketWarmer:
     ) -> tuple[Trial, ...]:
         """Make and time one candidate after another until the seconds are over; fills `self.made`.
 
-        The first that can be timed, where one must, does not count: with no seconds at all it is made too.
+        What it takes to have one that can be timed, where there must be, does not count: it is made in any case.
         A setting that this torch or this GPU cannot compile with is passed over, and shown. Where one must succeed and
         none does, the last one's error is raised.
         """

@@ -1,4 +1,5 @@
-"""y = x @ w.T for the few rows of a decode batch (2 to 64): one Triton kernel that does nothing but stream the weight.
+"""y = x @ w.T for the few rows of a decode batch (2 to 64): one Triton kernel that does nothing but stream the weight,
+and may end in what comes next: a bias or residual, or the gate of an MLP (not measured yet).
 
 Every weight is read once and used `rows` times, so the time is the weight's bytes over the memory's bandwidth, and
 what cuBLAS leaves on the table is in how the bytes are asked for. The one idea: w stands on the left (y.T = w @ x.T),

@@ -191,6 +191,8 @@ def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(split
         cache.nan_to_num_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(ops.decode_attention, step.arguments(splits), test_utils=checks)
+    factors = torch.randn(2, 2, 128, dtype=torch.bfloat16).to(device).unbind()
+    torch.library.opcheck(ops.decode_attention, (*step.arguments(splits), *factors), test_utils=checks)
 
 
 # What holds without running a kernel.

@@ -73,6 +73,10 @@ def test_opcheck_passes_on_every_op() -> None:
     for sinks in (False, True):
         torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
     torch.library.opcheck(ops.decode_attention, case.decode_arguments())
+    factors = torch.randn(2, 3, case.q.shape[-1]).unbind()
+    torch.library.opcheck(ops.decode_attention, (*case.decode_arguments(), *factors))
+    with pytest.raises(AssertionError):
+        ops.decode_attention(*case.decode_arguments(), factors[0])
 
 
 def test_keys_land_in_their_slots_and_nowhere_else() -> None:

@@ -86,10 +86,23 @@ def uneven(x: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def shifted_twice(x: Tensor) -> Tensor:
+    gate, up = halves(x)
+    return (gate.float() / torch.add(torch.exp(-gate.float()), 1, alpha=2)).bfloat16() * up
+
+
+def left_in_float32(x: Tensor) -> Tensor:
+    gate, up = halves(x)
+    return silu(gate.float()) * up
+
+
 @pytest.mark.parametrize(
     "function",
-    [read_elsewhere, other_halves, other_activation, two_products, with_a_bias, overlapping, every_second, uneven],
-)
+    [
+        read_elsewhere, other_halves, other_activation, two_products, with_a_bias, overlapping, every_second, uneven,
+        shifted_twice, left_in_float32,
+    ],
+)  # fmt: skip
 def test_whatever_is_something_else_stays(function: Callable[[Tensor], Tensor]) -> None:
     found = rewritten(function, rows(4), streams=True, fuses=True)
     assert found[GATED] == 0 and found[STREAMED] > 0

@@ -6,6 +6,7 @@ A CPU never writes a product in its parts, so these functions do, as Inductor do
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ MEAN, SUM, RSQRT = torch.ops.aten.mean.dim, torch.ops.aten.sum.dim_IntList, torc
 K, N = 256, 96
 torch.manual_seed(8)
 WEIGHTS = [torch.randn(N, K).bfloat16() / 16 for _ in range(2)]
+TWENTIES = torch.full((K,), 20.0)
 LLAMA, GEMMA = LlamaRMSNorm(K, eps=1e-3).bfloat16(), GemmaRMSNorm(K, eps=1e-3).bfloat16()
 for norm in (LLAMA, GEMMA):
     norm.weight = torch.nn.Parameter(torch.randn(K).bfloat16(), requires_grad=False)
@@ -88,12 +90,53 @@ def of_fourth_powers(x: Tensor) -> Tensor:
     return product(x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-3))
 
 
+def over_all_dims(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(dim=None, keepdim=True) + 1e-3))
+
+
+def cut_to_whole_numbers(x: Tensor) -> Tensor:
+    wide = x.float()  # exact enough for the cut to be the same
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3) * TWENTIES
+    return product(normed.to(torch.int8).to(x.dtype))
+
+
+def summed(x: Tensor, dim: int, **options: Any) -> Tensor:
+    square = torch.eye(K)[None] + 1
+    return (LLAMA(x).view(1, K).float().unsqueeze(dim) * square).sum(1, **options)
+
+
+def of_other_rows(x: Tensor) -> Tensor:
+    return summed(x, 1)
+
+
+def of_one_row_more(x: Tensor) -> Tensor:
+    return summed(x, 0)
+
+
+def keeping_its_dim(x: Tensor) -> Tensor:
+    return summed(x, 2, keepdim=True)
+
+
+def in_float64(x: Tensor) -> Tensor:
+    return summed(x, 2, dtype=torch.float64)
+
+
+def in_bfloat16(x: Tensor) -> Tensor:
+    return (LLAMA(x).float().view(1, K).bfloat16().unsqueeze(2) * WEIGHTS[0].t().unsqueeze(0)).sum(1)
+
+
 def twice(x: Tensor) -> Tensor:
     inverse = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3)
     return product(x * inverse * inverse)
 
 
-@pytest.mark.parametrize("function", [read_by_another, layer_norm, of_heads, of_another_row, of_fourth_powers, twice])
+@pytest.mark.parametrize(
+    "function",
+    [
+        read_by_another, layer_norm, of_heads, of_another_row, of_fourth_powers, twice, over_all_dims,
+        cut_to_whole_numbers, of_other_rows, of_one_row_more, keeping_its_dim, in_float64, in_bfloat16,
+    ],
+)  # fmt: skip
 def test_whatever_is_no_such_norm_stays(function: Callable[[Tensor], Tensor]) -> None:
     before, after = (rewritten(function, row(torch.bfloat16), fuses=fuses) for fuses in (False, True))
     assert before == after

@@ -29,7 +29,7 @@ def attention(turn: Rotation) -> Callable[..., Tensor]:
     """As a layer of transformers' calls it: q, k and v [1, heads, tokens, dim], of one product."""
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        packed = linear(x, WEIGHT)
+        packed = linear(x, WEIGHT.to(x.dtype))
         parts = [packed[..., begin:end] for begin, end in zip((0, *ENDS), ENDS, strict=False)]
         q, k, v = (part.view(1, BATCH, -1, DIM).transpose(1, 2) for part in parts)
         q, k = turn(q, k, cos, sin)
@@ -52,26 +52,38 @@ class Looking(RewriteProducts):
         [self.turns] = [node.kwargs.get("cos") is not None for node in graph.nodes if "q" in node.kwargs]
 
 
-def turns_in_attention(turn: Rotation, fuses: bool = True) -> bool:
+def turns_in_attention(
+    turn: Rotation, fuses: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
+) -> bool:
     """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
     looking, function = Looking(fuses=fuses), attention(turn)
-    caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM) for _ in range(2)]
-    x = torch.randn(1, BATCH, WIDTH)
+    caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
+    x = torch.randn(1, BATCH, WIDTH, dtype=dtype)
+    cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
     wanted_caches = [cache.clone() for cache in caches]
-    wanted = function(x, ANGLES.cos(), ANGLES.sin(), *wanted_caches)
+    wanted = function(x, cos, sin, *wanted_caches)
     forget_programs()
     compiled = torch.compile(function, fullgraph=True, dynamic=False)
     settings = inductor_config.patch(post_grad_custom_pre_pass=looking)
     with torch.no_grad(), torch._inductor.utils.fresh_cache(), settings:
-        found = compiled(x, ANGLES.cos(), ANGLES.sin(), *caches)
-    torch.testing.assert_close(found, wanted)
-    torch.testing.assert_close(caches, wanted_caches)
+        found = compiled(x, cos, sin, *caches)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches, wanted_caches, rtol=tolerance, atol=tolerance)
     return looking.turns
 
 
 def test_what_transformers_turns_by_halves_is_turned_in_attention() -> None:
     assert turns_in_attention(apply_rotary_pos_emb)
+    assert turns_in_attention(apply_rotary_pos_emb, dtype=torch.bfloat16)
     assert not turns_in_attention(apply_rotary_pos_emb, fuses=False), "nobody asked"
+
+
+def test_angles_of_another_kind_are_not_for_the_kernel() -> None:
+    one_for_all = ANGLES[:, :1]
+    assert not turns_in_attention(apply_rotary_pos_emb, cos=one_for_all.cos(), sin=one_for_all.sin())
+    column_first = ANGLES.sin().transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turns_in_attention(apply_rotary_pos_emb, sin=column_first), "strides differ"
 
 
 def halves(x: Tensor) -> Tensor:
@@ -121,10 +133,24 @@ def a_part_of_the_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return partly(q), partly(k)
 
 
+def turned_in_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return tuple(turned(x.float(), cos, sin).to(x.dtype) for x in (q, k))
+
+
+@pytest.mark.parametrize("turn", [normalised_before, turned_in_float32])
+def test_in_bfloat16_too_only_a_product_is_turned(turn: Rotation) -> None:
+    """What was converted to bfloat16 is not always a product."""
+    assert not turns_in_attention(turn, dtype=torch.bfloat16)
+
+
+def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return turned(q[:, :, :1], cos, sin), turned(k[:, :, :1], cos, sin)
+
+
 @pytest.mark.parametrize(
     "turn",
     [
-        normalised_before, keys_alone, each_by_its_own, the_other_way, with_the_sign_on_the_other_half, by_quarters,
+        one_token_for_all_positions, normalised_before, keys_alone, each_by_its_own, the_other_way, with_the_sign_on_the_other_half, by_quarters,
         a_part_of_the_head,
     ],
 )  # fmt: skip

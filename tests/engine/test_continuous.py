@@ -203,6 +203,7 @@ def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None
         ([5, 10**9], {}, UsageError, "no token id"),
         ([-1], {}, UsageError, "no token id"),
         (["a"], {}, UsageError, "no token id"),
+        ([5, True], {}, UsageError, "no token id"),
         ([5] * 2048, {"max_new_tokens": 1}, UsageError, "exceed the context"),
         ([5], {"max_new_tokens": 10**6}, UsageError, "exceed the context"),
         ([5], {"temperature": float("nan")}, UsageError, "temperature"),

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.bench.session import free_memory
+from tcdeploy.engine import rows
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.runner import ModelRunner
@@ -91,13 +92,30 @@ def test_a_prompt_that_only_joins_moves_no_row(tiny_deployment: Any, monkeypatch
         moves.clear()
 
 
+def test_rows_are_empty_again_after_a_seating_that_failed(
+    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny_deployment.engine
+    state = engine.runner.state
+    monkeypatch.setattr(rows, "set_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    harsh = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
+    request = engine.submit([5, 6, 7], harsh)
+    with pytest.raises(MemoryError):
+        engine.step()
+    engine.abort(request)
+    assert not state.sampling.temperature.any() and (state.sampling.repetition == 1).all()
+
+
 def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wanted_back(cache_dir: str) -> None:
     forget_programs()
     deployment = tiny_with(cache_dir)
     assert gc.get_freeze_count() > 100_000, "what torch compiled with"
     assert not any(one is deployment.engine.runner for one in gc.get_objects())
+    deployment.engine.runner.itself = deployment.engine.runner  # for the collector to find
     runner = weakref.ref(deployment.engine.runner)
     del deployment
+    gc.collect()
+    assert runner() is not None, "or nothing is shown"
     forget_programs()
     free_memory()
     assert runner() is None
