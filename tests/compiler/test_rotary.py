@@ -150,8 +150,8 @@ def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
 @pytest.mark.parametrize(
     "turn",
     [
-        one_token_for_all_positions, normalised_before, keys_alone, each_by_its_own, the_other_way, with_the_sign_on_the_other_half, by_quarters,
-        a_part_of_the_head,
+        one_token_for_all_positions, normalised_before, keys_alone, each_by_its_own, the_other_way,
+        with_the_sign_on_the_other_half, by_quarters, a_part_of_the_head,
     ],
 )  # fmt: skip
 def test_whatever_is_turned_otherwise_stays(turn: Rotation) -> None:
