@@ -38,20 +38,6 @@ def behind_reshapes(node: Any) -> Any:
     return node
 
 
-def row_of_parts(total: Any) -> Node | None:
-    """The float32 row [1, k] of a product that is written in its parts, sum over k of [1, k, 1] * [1, k, n]."""
-    times: Any = total.args[0] if target_of(total) is SUM and list(total.args[1:]) == [[1]] else None
-    if target_of(times) is not aten.mul.Tensor or total.kwargs:
-        return None
-    unsqueezed, shape = times.args[0], times.meta["val"].shape
-    if len(shape) != 3 or shape[0] != 1 or target_of(unsqueezed) is not aten.unsqueeze.default:
-        return None
-    row: Any = unsqueezed.args[0] if unsqueezed.args[1] == 2 else None
-    if target_of(row) is not CONVERT or row.meta["val"].shape != shape[:2]:
-        return None
-    return row if row.meta["val"].dtype == total.meta["val"].dtype == torch.float32 else None
-
-
 def erase_unread(graph: Graph, node: Node) -> None:
     """Erase `node` if nobody reads it, and what was made for it alone; all of it is pure."""
     made = {node}

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.compiler.nodes import CONVERT, RESHAPES, SUM, call, erase_unread, row_of_parts, target_of
+from tcdeploy.compiler.nodes import CONVERT, RESHAPES, SUM, call, erase_unread, target_of
+from tcdeploy.compiler.one_row import row_of_parts
 
 aten = torch.ops.aten
 MUL = aten.mul.Tensor

@@ -13,7 +13,8 @@ from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.compiler.nodes import CONVERT, SUM, behind_aliases, call, erase_unread, target_of
+from tcdeploy.compiler.nodes import behind_aliases, call, erase_unread, target_of
+from tcdeploy.compiler.one_row import is_in_parts
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
@@ -116,4 +117,4 @@ def _cut(node: Any, x: Node) -> Any:
 
 def _is_product(node: Any) -> bool:
     """Whole, or in its parts."""
-    return target_of(node) in PRODUCTS or (target_of(node) is CONVERT and target_of(node.args[0]) is SUM)
+    return target_of(node) in PRODUCTS or is_in_parts(node)
