@@ -16,7 +16,7 @@ so compare down a column only. In decode all had programs for the edges, which `
     streamed+pdl         -   5.80   6.24   6.68
     max-autotune      5.71      -      -      -
     max-autotune+pdl  5.57   6.26      -      -                  it times products on weights in the L2 cache, and errs
-    later, with decode attention launched early and, at batch 1, the long row stored (compiler/passes.py):
+    later, with decode attention launched early and, at batch 1, the long row stored (compiler/one_row.py):
     pdl                  -      -      -      -   9.80  13.64
     descent+pdl       5.42      -      -      -
     streamed+pdl         -   5.76   6.15   6.58
@@ -89,8 +89,9 @@ class Candidate:
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
-# What the descent finds is read again only by kernels that are not launched statically (torch 2.11; later ones all read
-# it). The others began anew at every start: 7 s, and another kernel than was timed (5.50 ms for 5.39, 5.46 for 5.42).
+# At every start the descent began anew, for 7 s, and ended in other kernels than were timed (5.50 ms for 5.39, 5.46 for
+# 5.42). By torch 2.11's source, kernels that are launched statically do not all read again what it found, as they do in
+# 2.13, and others do; that this ends it was not seen on a GPU yet.
 DESCENT = (("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False))
 AUTOTUNE = (("max_autotune", True), *DESCENT)
 DEFAULT = Candidate("default", edges=False)

@@ -60,6 +60,13 @@ class DecodePages(NamedTuple):
     arrivals: Tensor
 
 
+class Turning(NamedTuple):
+    """What decode has yet to turn queries and keys by: see `reference.turned`."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Packed(NamedTuple):
     """Where each sequence's queries and keys start; the lengths are the longest of any sequence."""
 
@@ -157,20 +164,18 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rul
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, cos: Tensor | None,
-    sin: Tensor | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, turning: Turning | None
+) -> Tensor:
     from tcdeploy.attention import decode
 
-    return decode.attend(q, k, v, *pages, *rules, splits, cos, sin)
+    return decode.attend(q, k, v, *pages, *rules, splits, *(turning or ()))
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, cos: Tensor | None,
-    sin: Tensor | None,
-) -> Tensor:  # fmt: skip
-    if cos is not None and sin is not None:
-        q, k = reference.turned(q, cos, sin), reference.turned(k, cos, sin)
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, turning: Turning | None
+) -> Tensor:
+    if turning:
+        q, k = reference.turned(q, *turning), reference.turned(k, *turning)
     return reference.paged_decode(q, k, v, *pages[:4], *rules)
 
 
@@ -193,7 +198,7 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int, Tensor | None, Tensor | None], Tensor]] = {
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int, Turning | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

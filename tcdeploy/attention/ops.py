@@ -113,8 +113,9 @@ def decode_attention(
     cos and sin [sequences, head_dim]: q and k are yet to be turned by them, by halves of the head, before all else.
     """
     assert (cos is None) == (sin is None)
+    turning = None if cos is None or sin is None else backends.Turning(cos, sin)
     pages = backends.DecodePages(k_cache, v_cache, block_table, seq_lens, arrivals)
-    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits, cos, sin)
+    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits, turning)
 
 
 @decode_attention.register_fake

@@ -3,8 +3,8 @@
 An RMS norm scales a row x by weights g and by one number, 1 / sqrt(mean(x^2) + eps). That number can as well scale the
 product's result. Under coordinate descent Inductor writes a product of one row as a reduction over k for each of n
 outputs; the sum of squares, written as a reduction of the same shape, runs in the same loop over the same x. So each
-program finds the mean again, which is arithmetic that waits for memory anyway, and a kernel of one program, for which
-the whole GPU would wait, is gone before each product that reads a norm: two of nine in a Llama layer.
+program finds the mean again, while it reads its weights, and a kernel of one program, for which the whole GPU would
+wait, is gone before each product that reads a norm: two of nine in a Llama layer. What that brings is not timed yet.
 
 The row is rounded less often than in the eager model: x * g stays float32.
 """

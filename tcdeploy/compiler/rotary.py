@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, Node
 
-import tcdeploy.attention.ops
-import tcdeploy.linear.ops  # noqa: F401 - registers the ops
+import tcdeploy.attention.ops  # noqa: F401 - registers the op
 from tcdeploy.compiler.nodes import behind_aliases, call, erase_unread, target_of
 from tcdeploy.compiler.one_row import is_in_parts
 
