@@ -31,6 +31,20 @@ by the streamed product (compiler/additions.py), two runs on two cards:
     pdl+combo            -      -      -      -   9.82  13.77
     pdl+combo+adds       -      -      -      -   9.87  13.76    no longer tried
 
+With a kernel for one row (linear/vector.py), and `fused`: products of our kernels end in the MLP's gate and, of one
+row, normalise their input; decode attention turns q and k (compiler/norms.py, gates.py, rotary.py). One run; then what
+each part brought in another, n norms (in Inductor's own product), r rotary, g gates:
+
+    streamed+pdl               -   5.76   6.16   6.56
+    streamed+pdl+combo      5.44   5.73   6.09   6.49
+    ... +fused              5.37   5.60   5.95   6.47                  Qwen2.5 7B 5.10, 5.32, 5.56, 5.75; without 5.20,
+    descent+pdl+combo       5.42                                       5.32, 5.70, 5.87; Llama 3.2 1B at 16 and 32
+    ... n                   5.62                no longer there        1.25 and 1.46, without 1.28 and 1.50
+    ... r                   5.47
+    streamed+pdl+combo         -   5.72   6.09   6.46
+    ... r                      -   5.67   5.97   6.55
+    ... g                      -   5.66   6.02   6.51
+
 Prefill, ms at the power limit, three runs apart by the lines:
 
     tokens             128    512   1024   2048   8192 (one prompt)
@@ -45,10 +59,12 @@ Prefill, ms at the power limit, three runs apart by the lines:
     early-rows+adds          12.8   23.8   48.4
     early-rows+pdl    7.22          24.0                         no longer tried, nor max-autotune+pdl: 7.08 for 7.04
 
-The `fused` ones have not been timed yet. Coordinate descent helps at batch 1 alone: there Inductor takes a product for
-a reduction and writes it itself, and the tuning is of that reduction; from two rows on products stay with cuBLAS. Not
-among the candidates: fewer parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in
-one run).
+Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and writes it itself, and the
+tuning is of that reduction; from two rows on products stay with cuBLAS. It times kernels of tens of microseconds one by
+one, and where noise decides, the same program is 5.39 ms on one start and 5.51 or 5.89 on another, which is why it
+helped on one machine and not on the next; our kernel for one row is tuned once, here. Not among the candidates: fewer
+parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run); max-autotune from 128
+rows on, which took 93 s of a start to end at 9.72 for 9.80 and 14.06 for 13.63.
 """
 
 from __future__ import annotations
@@ -60,9 +76,9 @@ from dataclasses import dataclass
 class Candidate:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `streams` gives products of few rows to our own kernel (linear/). `adds` has cuBLAS add a layer's last product to
-    the residual in its place. `fuses` has a product of one row normalise its input, one of our own kernel's end in the
-    MLP's gate, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
+    `streams` gives products of few rows to our own kernels (linear/). `adds` has cuBLAS add a layer's last product to
+    the residual in its place. `fuses` has a product of our kernels end in the MLP's gate and, of one row, normalise its
+    input, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
     `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
     program more (compiler/early_rows.py).
@@ -89,32 +105,25 @@ class Candidate:
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
-# At every start the descent began anew, for 7 s, and ended in other kernels than were timed (5.50 ms for 5.39, 5.46 for
-# 5.42). By torch 2.11's source, kernels that are launched statically do not all read again what it found, as they do in
-# 2.13, and others do; that this ends it was not seen on a GPU yet.
-DESCENT = (("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False))
+DESCENT = (("coordinate_descent_tuning", True),)
 AUTOTUNE = (("max_autotune", True), *DESCENT)
 DEFAULT = Candidate("default", edges=False)
 WITH_PDL = Candidate("pdl", (PDL,))
 PDL_COMBO = Candidate("pdl+combo", (PDL, COMBO))
-DESCENT_PDL = Candidate("descent+pdl", (*DESCENT, PDL))
 DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (*DESCENT, PDL, COMBO))
-DESCENT_PDL_COMBO_FUSED = Candidate("descent+pdl+combo+fused", (*DESCENT, PDL, COMBO), fuses=True)
-STREAMED = Candidate("streamed", streams=True)
 STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
 STREAMED_PDL_COMBO = Candidate("streamed+pdl+combo", (PDL, COMBO), streams=True)
 STREAMED_PDL_COMBO_FUSED = Candidate("streamed+pdl+combo+fused", (PDL, COMBO), streams=True, fuses=True)
 MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
-# A matrix times one vector is Inductor's own to write; a few rows are for our kernel; many are for cuBLAS.
+# One row and a few are for our kernels; many are for cuBLAS.
 DECODE_ONE = (
-    DESCENT_PDL_COMBO, DESCENT_PDL_COMBO_FUSED, DESCENT_PDL, MAX_AUTOTUNE_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE,
+    STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
-DECODE_MORE = (
-    STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, STREAMED_PDL, DEFAULT, WITH_PDL, STREAMED, MAX_AUTOTUNE_PDL,
-    MAX_AUTOTUNE,
+DECODE_FEW = (
+    STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
-DECODE_MANY = (PDL_COMBO, WITH_PDL, MAX_AUTOTUNE_PDL, DEFAULT)
+DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Candidate("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
 EARLY_ROWS_ADDS = Candidate("early-rows+adds", adds=True, edges=False, early_rows=True)
@@ -147,4 +156,4 @@ def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: 
         return PREFILL_ELSEWHERE if not is_hopper else PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
     if not is_hopper:
         return DECODE_ELSEWHERE
-    return DECODE_ONE if size == 1 else DECODE_MORE if size <= STREAMED_ROWS else DECODE_MANY
+    return DECODE_ONE if size == 1 else DECODE_FEW if size <= STREAMED_ROWS else DECODE_MANY

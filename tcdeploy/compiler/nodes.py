@@ -53,6 +53,15 @@ def behind_aliases(node: Any) -> Any:
     return node
 
 
+def is_weight(node: Any, dims: int) -> bool:
+    """Whether the tensor is, or views, an input of the graph of so many dimensions: what no kernel of a step writes.
+
+    Of one and two these are the parameters: what flows between layers has three ([1, tokens, hidden]), a cache more.
+    """
+    given = behind_aliases(node)
+    return given.op == "placeholder" and given.meta["val"].ndim == dims
+
+
 class Product(NamedTuple):
     """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
 

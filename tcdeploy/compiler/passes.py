@@ -5,18 +5,22 @@
 - Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says that this is
   faster than cuBLAS (candidates named "streamed"), and ends in the addition of the residual.
 - Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
-- Fusing (candidates named "fused"): a product of one row normalises its input itself (norms.py), a streamed one ends in
-  the gate that reads it (gates.py), and decode attention turns its queries and keys itself (rotary.py).
+- Fusing (candidates named "fused"): a streamed product ends in the gate that reads it (gates.py) and, of one row,
+  normalises its input itself (norms.py); decode attention turns its queries and keys itself (rotary.py).
 - Choosing early: see early_rows.py.
 - Products of one row that Inductor writes itself: see one_row.py.
 
-The pass has a uuid, so programs that went through it are still cached: a hash of its sources. Those of the ops that
-it puts in are in the cache's key by programs.py.
+The pass has a uuid, so programs that went through it are still cached: a hash of its sources, and of those of our ops,
+whose Python bodies are in no other key of torch's. They stand here and not in torch's `cache_key_tag`, because that is
+part of the key under which torch keeps what it tuned as well, and the processes in which it compiles kernels do not see
+it: what one had tuned, another looked for under another name, and every start tuned again.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,7 +33,7 @@ from tcdeploy.compiler import additions, early_rows, gates, nodes, norms, one_ro
 from tcdeploy.compiler.additions import add_in_place, add_residuals
 from tcdeploy.compiler.early_rows import choose_early
 from tcdeploy.compiler.gates import end_in_gates
-from tcdeploy.compiler.nodes import CONVERT, SUM, VIEWS, call, product_of
+from tcdeploy.compiler.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
 from tcdeploy.compiler.norms import fold_norms
 from tcdeploy.compiler.one_row import cut_in_place, store_long_rows, write_biased_in_parts
 from tcdeploy.compiler.rotary import turn_in_attention
@@ -39,9 +43,8 @@ aten = torch.ops.aten
 PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
-# All that decides what the pass does, but for the ops.
 MODULES = (additions, early_rows, gates, nodes, norms, one_row, rotary)
-SOURCES = (__file__, *(module.__file__ for module in MODULES))
+OP_FOLDERS = ("attention", "linear")
 
 
 class RewriteProducts(CustomGraphPass):
@@ -57,18 +60,26 @@ class RewriteProducts(CustomGraphPass):
         cut_in_place(graph)
         if self.fuses:
             turn_in_attention(graph)
-            fold_norms(graph)
         store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)
             add_residuals(graph)
             if self.fuses:
                 end_in_gates(graph)
+                fold_norms(graph)
         if self.adds:
             add_in_place(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(SOURCES, f"{self.streams} {self.adds} {self.fuses}")
+        return get_hash_for_files(sources(), f"{self.streams} {self.adds} {self.fuses}")
+
+
+@functools.cache
+def sources() -> tuple[str, ...]:
+    """The files that decide what a program with our ops in it does, beside those that torch hashes."""
+    root = Path(__file__).parent.parent
+    ops = [path for folder in OP_FOLDERS for path in sorted((root / folder).glob("*.py"))]
+    return (__file__, *(str(module.__file__) for module in MODULES), *(str(path) for path in ops))
 
 
 def _merge_identical(graph: Graph) -> None:
@@ -83,20 +94,26 @@ def _merge_identical(graph: Graph) -> None:
 
 
 def _stream(graph: Graph) -> None:
-    from tcdeploy.linear.kernels import candidates
-
     for node in list(graph.nodes):
         product = product_of(node)
-        if product is None:
-            continue
-        x, weight = product.x.meta["val"], product.weight.meta["val"]
-        configs = candidates(x.shape[0], *weight.shape) if _is_streamable(x, weight) else ()
-        if not configs:
+        configs = _configs(product) if product is not None else ()
+        if product is None or not configs:
             continue
         with graph.inserting_before(node):
             streamed = call(graph, torch.ops.tcdeploy.linear.default, *product, configs[0])
         node.replace_all_uses_with(streamed)
         graph.erase_node(node)
+
+
+def _configs(product: Product) -> tuple[int, ...]:
+    from tcdeploy.linear import kernels, vector
+
+    x, weight = product.x.meta["val"], product.weight.meta["val"]
+    if not _is_streamable(x, weight):
+        return ()
+    if x.shape[0] != 1:
+        return kernels.candidates(x.shape[0], *weight.shape)
+    return vector.candidates(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
 
 
 def _is_streamable(x: Tensor, weight: Tensor) -> bool:

@@ -13,16 +13,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
 import shutil
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
-import torch.compiler.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
@@ -32,7 +29,6 @@ from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
 rewrite_products = functools.cache(RewriteProducts)  # torch compares options by identity
-OP_FOLDERS = ("attention", "linear")
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
 NEARLY_FULL_BYTES = 1 << 20
 
@@ -43,7 +39,6 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
     `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
     and after the layers) are compiled in decode only, where their few microseconds count, and if the candidate says so.
     """
-    _tag_cache_key()
     tried = sum(len(plan.candidates(bucket)) for bucket in plan.buckets)
     limit = PROGRAMS_PER_BUCKET_LIMIT * (tried + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
@@ -93,29 +88,10 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
 
 def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
-    """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache."""
+    """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
     rewrite = rewrite_products(candidate.streams, candidate.adds, candidate.fuses)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
-
-
-def hash_of_ops() -> str:
-    """Of every source file of the folders that hold our ops: their Python bodies are in no key of torch's."""
-    digest = hashlib.sha256()
-    for folder in OP_FOLDERS:
-        for path in sorted((Path(__file__).parent.parent / folder).glob("*.py")):
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
-
-
-def _tag_cache_key() -> None:
-    """Put the sources of our ops into torch's cache key, which knows only their names; a tag of the user's stays in.
-
-    The variable TORCH_COMPILE_CACHE_KEY_TAG would come too late: torch reads it when it is imported.
-    """
-    own = f"tcdeploy-{hash_of_ops()}"
-    config = torch.compiler.config
-    config.cache_key_tag = "-".join(filter(None, [config.cache_key_tag.partition("tcdeploy-")[0].rstrip("-"), own]))
 
 
 def _mark_lengths_dynamic(region: nn.Module, step: StepInputs, bucket: Bucket) -> None:

@@ -1,5 +1,5 @@
 """y = x @ w.T for the few rows of a decode batch (2 to 64): one Triton kernel that does nothing but stream the weight,
-and may end in what comes next: a bias or residual, or the gate of an MLP (not measured yet).
+and may end in what comes next: a bias or residual, or the gate of an MLP.
 
 Every weight is read once and used `rows` times, so the time is the weight's bytes over the memory's bandwidth, and
 what cuBLAS leaves on the table is in how the bytes are asked for. The one idea: w stands on the left (y.T = w @ x.T),
@@ -72,7 +72,7 @@ TILES = (
     Tile("broad", 128, 128, 1, 4, 4),
 )
 THIN, LONG, DEEP, SQUARE, WIDE_4, WIDE_7, BROAD = range(len(TILES))
-MIN_ROWS, MAX_ROWS = 2, 64  # one row: Inductor's own reduction is faster (146 for the four products)
+MIN_ROWS, MAX_ROWS = 2, 64  # one row: vector.py
 MIN_SIZE = 1024  # of n and k: nothing smaller was measured
 N_MULTIPLE, K_MULTIPLE = 16, 64
 
@@ -114,7 +114,7 @@ def _first(guess: int, *others: int) -> tuple[int, ...]:
     return (guess, *(other for other in others if other != guess))
 
 
-def multiply(x: Tensor, w: Tensor, addend: Tensor | None, tile: Tile, gated: bool = False) -> Tensor:
+def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
     """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
 
     w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64. `gated` gives

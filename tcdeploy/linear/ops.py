@@ -1,9 +1,10 @@
-"""`tcdeploy::linear` and `gated_linear`: what torch.compile sees of the kernel, an opaque node where `aten.mm` stood.
+"""What torch.compile sees of our products: opaque nodes where `aten.mm` stood.
 
-And `add_product_`, for which cuBLAS has the kernel.
+`tcdeploy::linear` and `gated_linear` are of the kernel for a few rows (kernels.py) or of that for one row (vector.py),
+`normed_linear` of the latter alone; for `add_product_` cuBLAS has the kernel.
 
-The config (an index into `kernels.TILES`) is an argument, so the choice stands in the graph and in the cache's key; the
-body does not, so a cache that must notice a change of the kernel's source needs a tag of its own.
+The config (an index into `TILES` of either) is an argument, so the choice stands in the graph and in the cache's key;
+the body does not, so a cache that must notice a change of the kernel's source needs to hash it (compiler/passes.py).
 
 A custom_op, not a triton_op: torch 2.11 and 2.13 pass no `launch_pdl` through wrap_triton, and Inductor has nothing to
 fuse into the kernel. The price is host time per call, which the replay of a CUDA graph does not pay. On a CPU the same
@@ -11,6 +12,8 @@ formula in plain torch answers, so that programs with the op in them run, and ca
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,17 +24,14 @@ def linear(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], summed in float32: [rows, n] in x's dtype.
 
     bfloat16 or float16; rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x and the addend may have
-    strided rows.
+    strided rows. One row: w may be read before the kernel before this one has ended, so that must not write it.
     """
-    from tcdeploy.linear import kernels  # imports triton, which a CPU needs not have
-
-    return kernels.multiply(x, w, addend, kernels.TILES[config])
+    return _multiply(x, w, config, addend=addend)
 
 
 @linear.register_kernel("cpu")
 def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
-    y = x.float() @ w.float().T
-    return (y if addend is None else y + addend.float()).to(x.dtype)
+    return _formula(x, w, addend)
 
 
 @linear.register_fake
@@ -45,20 +45,55 @@ def gated_linear(x: Tensor, w: Tensor, config: int) -> Tensor:
 
     As `linear`, and n is a multiple of 16; rounded once, at the end.
     """
-    from tcdeploy.linear import kernels
-
-    return kernels.multiply(x, w, None, kernels.TILES[config], gated=True)
+    return _multiply(x, w, config, gated=True)
 
 
 @gated_linear.register_kernel("cpu")
 def _(x: Tensor, w: Tensor, config: int) -> Tensor:
-    gate, up = (x.float() @ w.float().T).chunk(2, dim=1)
-    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    return _formula(x, w, gated=True)
 
 
 @gated_linear.register_fake
 def _(x: Tensor, w: Tensor, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0] // 2)
+
+
+@torch.library.custom_op("tcdeploy::normed_linear", mutates_args=(), device_types="cuda")
+def normed_linear(
+    x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int
+) -> Tensor:
+    """`linear`, or `gated_linear` without an addend, of the one row x [1, k] / sqrt(mean(x^2) + eps) * norm [k].
+
+    The row is not rounded between; `norm` is contiguous and, like w, may be read early.
+    """
+    return _multiply(x, w, config, addend=addend, gated=gated, norm=norm, eps=eps)
+
+
+@normed_linear.register_kernel("cpu")
+def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int) -> Tensor:
+    row = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * norm.float()
+    return _formula(row, w, addend, gated)
+
+
+@normed_linear.register_fake
+def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int) -> Tensor:
+    return x.new_empty(1, w.shape[0] // 2 if gated else w.shape[0])
+
+
+def _multiply(x: Tensor, w: Tensor, config: int, **asked: Any) -> Tensor:
+    from tcdeploy.linear import kernels, vector  # import triton, which a CPU needs not have
+
+    if x.shape[0] == 1:
+        return vector.multiply(x, w, vector.TILES[config], **asked)
+    return kernels.multiply(x, w, kernels.TILES[config], **asked)
+
+
+def _formula(x: Tensor, w: Tensor, addend: Tensor | None = None, gated: bool = False) -> Tensor:
+    y = x.float() @ w.float().T
+    if gated:
+        gate, passed = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * passed
+    return (y if addend is None else y + addend.float()).to(w.dtype)
 
 
 @torch.library.custom_op("tcdeploy::add_product_", mutates_args=("total",))

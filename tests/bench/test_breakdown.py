@@ -21,6 +21,7 @@ from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_ker
         ("triton_red_fused_argmax_0", "sampling"),
         ("_advance_kernel", "sampling"),
         ("triton_red_fused_add_mean_mul_pow_rsqrt_2", "other"),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<int>>", "other"),
         ("triton_poi_fused_comm_0", "other"),
         ("triton_poi_fused_add_cat_mm_mul_neg_1", "other"),
         ("Memcpy DtoD (Device -> Device)", "other"),
@@ -37,6 +38,7 @@ def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
         ("attention.kernels", "attention"),
         ("attention.decode", "attention"),
         ("linear.kernels", "gemm"),
+        ("linear.vector", "gemm"),
         ("engine.advance", "sampling"),
     ],
 )

@@ -159,9 +159,13 @@ def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -
     assert after.returncode == 0, after.stderr
 
 
+def files_in(folder: Path) -> set[Path]:
+    return {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
+
+
 @pytest.mark.parametrize("finished_buckets", [0, 1, 3])
 def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, finished_buckets: int) -> None:
-    """kill -9 a moment into the bucket after `finished_buckets`: what was done is kept, the rest is done again."""
+    """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
     cache = tmp_path / "cache"
     environment = {**cli_environment(tmp_path), "PYTHONUNBUFFERED": "1"}
     run = subprocess.Popen(
@@ -173,7 +177,9 @@ def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, 
     for line in run.stderr:
         if line.startswith(awaited):
             break
-    time.sleep(1.5)
+    before = files_in(cache)
+    while run.poll() is None and files_in(cache) == before:
+        time.sleep(0.01)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     assert run.returncode == -signal.SIGKILL, "it finished before it was killed"

@@ -40,7 +40,7 @@ def gated_from_the_right(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("function", [gated, gated_from_the_right])
 def test_the_product_ends_in_its_gate(function: Callable[[Tensor], Tensor]) -> None:
-    for shape in ((4,), (1, 4), (1, 16)):
+    for shape in ((1,), (4,), (1, 1), (1, 4), (1, 16)):
         found = rewritten(function, rows(*shape), streams=True, fuses=True)
         assert (found[GATED], found[STREAMED]) == (1, 0)
         assert found[torch.ops.aten.exp.default] == 0

@@ -12,7 +12,6 @@ import torch
 from tcdeploy.candidate import (
     DEFAULT,
     DESCENT_PDL_COMBO,
-    DESCENT_PDL_COMBO_FUSED,
     EARLY_ROWS,
     EARLY_ROWS_ADDS,
     MAX_AUTOTUNE_PDL,
@@ -123,7 +122,7 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
         logits = {}
         for candidate in (
             DEFAULT, PDL_COMBO, STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
-            DESCENT_PDL_COMBO_FUSED, MAX_AUTOTUNE_PDL,
+            MAX_AUTOTUNE_PDL,
         ):  # fmt: skip
             runner.choose(bucket, candidate)
             for _ in range(3):

@@ -1,7 +1,8 @@
-"""The device that the kernels' tests run on: a GPU, or the CPU with Triton's interpreter."""
+"""What the linear kernels' tests run on (a GPU, or the CPU with Triton's interpreter), and where they write."""
 
 from __future__ import annotations
 
 from tests.attention.paged import device
+from tests.linear.products import blocks
 
-__all__ = ["device"]
+__all__ = ["blocks", "device"]

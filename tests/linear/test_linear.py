@@ -1,8 +1,7 @@
-"""The linear kernel says what a matrix product in float64 says, for every tile, on a GPU or in Triton's interpreter.
+"""The kernel for a few rows says what a matrix product in float64 says, for every tile, on a GPU or in an interpreter.
 
-Without a GPU the same source runs in numpy (`interpreted`, from the attention kernels' tests). The output is poisoned
-with NaN and lies in a larger block of NaN, so that a column left out or a row too many shows in every test. The last
-tests need neither: they ask Triton's compiler about Hopper.
+Without a GPU the same source runs in numpy (`interpreted`, from the attention kernels' tests). The last tests need
+neither: they ask Triton's compiler about Hopper.
 """
 
 from __future__ import annotations
@@ -13,63 +12,27 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, make_backend
-from triton.compiler import compile as triton_compile
-from triton.runtime import interpreter
-from triton.runtime.jit import create_function_from_signature, mangle_type
+from triton.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
 
 from tcdeploy import candidate
 from tcdeploy.linear import kernels, ops
 from tcdeploy.linear.kernels import TILES, Tile, candidates
 from tests.attention.paged import interpreted, record_launches
+from tests.linear.products import (
+    HOPPER,
+    HOPPER_SHARED_BYTES,
+    REAL_SHAPES,
+    assert_agrees,
+    compiled_for_hopper,
+    expected,
+    expected_gated,
+    rand,
+    reading_only,
+    relative_error,
+)
 
-HOPPER = GPUTarget("cuda", 90, 32)
-HOPPER_SHARED_BYTES = 227 * 1024
-# One rounding of the output (8 and 11 bits), and sums in another order.
-TOLERANCE = {torch.bfloat16: 4.1e-3, torch.float16: 6e-4}
-GUARD_ROWS = 64
-SHAPES = {  # n, k of qkv, o, gate and up, down, head
-    "llama 8b": ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096)),
-    "qwen 7b": ((4608, 3584), (3584, 3584), (37888, 3584), (3584, 18944), (152064, 3584)),
-    "llama 1b": ((3072, 2048), (2048, 2048), (16384, 2048), (2048, 8192), (128256, 2048)),
-}
-REAL_SHAPES = sorted({shape for shapes in SHAPES.values() for shape in shapes})
 each_tile = pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
-
-
-@pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
-    """The blocks of NaN that outputs are the first rows of, in the order they were asked for."""
-    made: list[Tensor] = []
-    plain = Tensor.new_empty
-
-    def new_empty(self: Tensor, *shape: int, **options: Any) -> Tensor:
-        if options:  # the interpreter's own
-            return plain(self, *shape, **options)
-        rows, columns = shape
-        made.append(torch.full((rows + GUARD_ROWS, columns), float("nan"), dtype=self.dtype, device=self.device))
-        return made[-1][:rows]
-
-    monkeypatch.setattr(Tensor, "new_empty", new_empty)
-    return made
-
-
-def rand(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cpu") -> Tensor:
-    return torch.randn(*shape).to(device, dtype)
-
-
-def expected(x: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product in float64, always computed on the CPU, rounded once."""
-    y = x.cpu().double() @ w.cpu().double().T
-    return (y if bias is None else y + bias.cpu().double()).to(x.dtype)
-
-
-def assert_agrees(actual: Tensor, wanted: Tensor) -> None:
-    """Within one rounding of the numbers' own size, with room for sums that nearly cancel."""
-    tolerance = TOLERANCE[wanted.dtype]
-    assert not actual.isnan().any()
-    assert_close(actual.cpu(), wanted, rtol=2 * tolerance, atol=tolerance * float(wanted.float().std()))
 
 
 @each_tile
@@ -78,7 +41,7 @@ def test_every_batch_means_the_product_and_writes_its_rows_only(
     rows: int, tile: Tile, device: str, blocks: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device), rand(176, 320, device=device)  # 176 is no multiple of 64, nor 320 of 128
-    assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+    assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
     assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
 
 
@@ -90,8 +53,8 @@ def test_any_n_of_16_and_any_k_of_64(
 ) -> None:
     x, w, bias = rand(5, k, dtype=dtype, device=device), rand(n, k, dtype=dtype, device=device), rand(n, dtype=dtype)
     bias = (bias * 10).to(device)
-    assert_agrees(kernels.multiply(x, w, bias, tile), expected(x, w, bias))
-    assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+    assert_agrees(kernels.multiply(x, w, tile, bias), expected(x, w, bias))
+    assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
 
 
 @each_tile
@@ -100,13 +63,8 @@ def test_a_residual_is_added_row_by_row(rows: int, tile: Tile, device: str, bloc
     x, w = rand(rows, 256, device=device), rand(176, 256, device=device)
     residual = (rand(rows, 3 * 176) * 10).to(device)[:, 176:352]
     assert not residual.is_contiguous()
-    assert_agrees(kernels.multiply(x, w, residual, tile), expected(x, w, residual))
+    assert_agrees(kernels.multiply(x, w, tile, residual), expected(x, w, residual))
     assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
-
-
-def expected_gated(x: Tensor, w: Tensor) -> Tensor:
-    gate, up = (x.cpu().double() @ w.cpu().double().T).chunk(2, dim=1)
-    return (gate * gate.sigmoid() * up).to(x.dtype)
 
 
 @each_tile
@@ -116,7 +74,7 @@ def test_a_gated_product_is_the_silu_of_its_first_half_times_the_second(
     half: int, rows: int, tile: Tile, device: str, blocks: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device) / 4, rand(2 * half, 320, device=device) / 4
-    assert_agrees(kernels.multiply(x, w, None, tile, gated=True), expected_gated(x, w))
+    assert_agrees(kernels.multiply(x, w, tile, gated=True), expected_gated(x, w))
     assert blocks[0].shape[1] == half
     assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
 
@@ -126,16 +84,16 @@ def test_rows_of_x_may_be_strided(tile: Tile, device: str) -> None:
     packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
     for x in (packed[:, 256:512], packed[:, 8:264], packed[:, 3:259], packed[::2, :256]):
         assert not x.is_contiguous()
-        assert_agrees(kernels.multiply(x, w, None, tile), expected(x, w))
+        assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
 
 
 @each_tile
 def test_same_inputs_same_bits_whatever_the_other_rows_hold(tile: Tile, device: str) -> None:
     x, w = rand(8, 256, device=device), rand(80, 256, device=device)
-    first = kernels.multiply(x, w, None, tile)
-    assert torch.equal(kernels.multiply(x, w, None, tile), first)
+    first = kernels.multiply(x, w, tile)
+    assert torch.equal(kernels.multiply(x, w, tile), first)
     x[3:] = float("nan")
-    assert torch.equal(kernels.multiply(x, w, None, tile)[:3], first[:3])
+    assert torch.equal(kernels.multiply(x, w, tile)[:3], first[:3])
 
 
 def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
@@ -143,28 +101,17 @@ def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
     for tile in TILES:
         x, w = torch.zeros(2, 1024, dtype=torch.bfloat16), torch.ones(16, 1024, dtype=torch.bfloat16)
         x[:, [0, 65, 1023]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
-        assert (kernels.multiply(x.to(device), w.to(device), None, tile) == 0.25).all()
+        assert (kernels.multiply(x.to(device), w.to(device), tile) == 0.25).all()
 
 
 @each_tile
 def test_nothing_outside_the_inputs_is_read(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies past the last row of x or of w never reaches the output, but it may lie on another's page."""
     x, w, bias = rand(5, 128), rand(144, 128), rand(5, 144)
-    spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in (x, w, bias)]
-    load = interpreter.InterpreterBuilder.create_masked_load
-    loads = []
-
-    def checked(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        addresses = pointers.data[mask.data]
-        loads.append(len(addresses))
-        assert sum(((addresses >= start) & (addresses < end)).sum() for start, end in spans) == len(addresses)
-        return load(self, pointers, mask, *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_load", checked)
-    with interpreted(monkeypatch):
-        assert_agrees(kernels.multiply(x, w, bias, tile), expected(x, w, bias))
+    with interpreted(monkeypatch), reading_only(monkeypatch, x, w, bias) as loads:
+        assert_agrees(kernels.multiply(x, w, tile, bias), expected(x, w, bias))
         assert sum(loads) > x.numel() + w.numel()
-        assert_agrees(kernels.multiply(x, w[:96], None, tile, gated=True), expected_gated(x, w[:96]))
+        assert_agrees(kernels.multiply(x, w[:96], tile, gated=True), expected_gated(x, w[:96]))
 
 
 # The op.
@@ -224,23 +171,7 @@ def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
 
 def launch(rows: int, n: int, k: int, config: int, gated: bool = False) -> None:
     x, w = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
-    kernels.multiply(x, w, None, TILES[config], gated)
-
-
-def compiled_for_hopper(launched: Any) -> Any:
-    """The compiled kernel of a recorded launch: Triton's compiler needs no GPU."""
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int], Any] = {}
-    hints: dict[tuple[int], Any] = {}
-    for i, (param, arg) in enumerate(zip(launched.kernel.params, launched.args, strict=True)):
-        if param.is_constexpr or arg is None:
-            signature[param.name], constants[i,] = "constexpr", arg
-        else:
-            signature[param.name] = mangle_type(arg)
-            if param.name != "rows":
-                hints[i,] = [["tt.divisibility", 16]]
-    options = {name: value for name, value in launched.options.items() if name != "grid"}
-    return triton_compile(ASTSource(launched.kernel, signature, constants, hints), target=HOPPER, options=options)
+    kernels.multiply(x, w, TILES[config], gated=gated)
 
 
 def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
@@ -294,15 +225,12 @@ def test_real_shapes_agree_with_float32_for_every_candidate(n: int, k: int) -> N
     w, bias = torch.randn(n, k, device="cuda", dtype=torch.bfloat16), torch.randn(n, device="cuda").bfloat16()
     for rows in (2, 4, 8, 11, 16, 32, 64):
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
-        wanted = x.double() @ w.double().T + bias.double()
+        wanted, wanted_gated = expected(x, w, bias), expected_gated(x, w)
         for config in candidates(rows, n, k):
             y = ops.linear(x, w, bias, config)
-            assert float((y.double() - wanted).norm() / wanted.norm()) < 3e-3
+            assert relative_error(y, wanted) < 3e-3
             assert torch.equal(ops.linear(x, w, bias, config), y)
-            gate, up = (x.double() @ w.double().T).chunk(2, dim=1)
-            wanted_gated = gate * gate.sigmoid() * up
-            gated = ops.gated_linear(x, w, config)
-            assert float((gated.double() - wanted_gated).norm() / wanted_gated.norm()) < 3e-3
+            assert relative_error(ops.gated_linear(x, w, config), wanted_gated) < 3e-3
 
 
 @pytest.mark.gpu
