@@ -1,8 +1,8 @@
 """Products of one row that Inductor writes itself, as it does under coordinate descent: multiply, and sum.
 
-They are reductions like any other, and fuse with what stands around them; what that spoils is mended here.
+They are reductions like any other, and fuse with what stands around them; what that spoils is mended here. (Those of
+candidates named "streamed" are our own kernel's, linear/vector.py.)
 
-- A product with a bias is no such one to torch, which leaves it to cuBLAS: it is written in its parts here.
 - Slices of such a product are cut out of what is stored.
 - Inductor moves what made a product's input into the product. For the long row before a flat weight (silu of gate times
   up, before the down projection) each program would make the whole row again, which cost 3.5 of 42.7 us (H100, 8B
@@ -17,14 +17,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch.fx import Graph, Node
 
-from tcdeploy.compiler.nodes import ALIASES, CONVERT, SUM, behind_reshapes, call, product_of, target_of
+from tcdeploy.compiler.nodes import ALIASES, CONVERT, SUM, behind_reshapes, call, target_of
 
 aten = torch.ops.aten
-DEVICES = {"cuda", "xpu"}  # where torch writes such products in their parts
-HALF = {torch.bfloat16, torch.float16}
 
 
 def row_of_parts(total: Any) -> Node | None:
@@ -41,32 +38,6 @@ def row_of_parts(total: Any) -> Node | None:
     return row if row.meta["val"].dtype == total.meta["val"].dtype == torch.float32 else None
 
 
-def is_in_parts(node: Any) -> bool:
-    """Whether `node` is such a product, rounded, with its bias if it has one."""
-    total: Any = node.args[0] if target_of(node) is CONVERT else None
-    return SUM in (target_of(total), target_of(total.args[0]) if target_of(total) is aten.add.Tensor else None)
-
-
-def write_biased_in_parts(graph: Graph) -> None:
-    """Under coordinate descent alone. Such products were 28 of Qwen2.5 7B's 112."""
-    for node in list(graph.nodes):
-        product = product_of(node) if inductor_config.coordinate_descent_tuning else None
-        if product is None or product.bias is None:
-            continue
-        x, bias, transposed = product.x.meta["val"], product.bias.meta["val"], node.args[2]
-        is_one = isinstance(x.shape[0], int) and x.shape[0] == 1
-        if not is_one or x.dtype not in HALF or bias.ndim != 1 or x.device.type not in DEVICES:
-            continue
-        with graph.inserting_before(node):
-            row, weight = (call(graph, CONVERT, one, torch.float32) for one in (product.x, transposed))
-            row, weight = (call(graph, aten.unsqueeze.default, *one) for one in ((row, 2), (weight, 0)))
-            total = call(graph, SUM, call(graph, aten.mul.Tensor, row, weight), [1])
-            wide = call(graph, aten.add.Tensor, total, call(graph, CONVERT, product.bias, torch.float32))
-            written = call(graph, CONVERT, wide, x.dtype)
-        node.replace_all_uses_with(written)
-        graph.erase_node(node)
-
-
 def cut_in_place(graph: Graph) -> None:
     """Let the slices of a product that is written in its parts be views of one tensor in its own dtype.
 
@@ -77,7 +48,7 @@ def cut_in_place(graph: Graph) -> None:
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
             continue
         product = behind_reshapes(node.args[0])
-        if not is_in_parts(product):
+        if target_of(product) is not CONVERT or target_of(product.args[0]) is not SUM:
             continue
         cut = node.meta["val"]
         with graph.inserting_before(node):

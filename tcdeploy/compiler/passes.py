@@ -35,7 +35,7 @@ from tcdeploy.compiler.early_rows import choose_early
 from tcdeploy.compiler.gates import end_in_gates
 from tcdeploy.compiler.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
 from tcdeploy.compiler.norms import fold_norms
-from tcdeploy.compiler.one_row import cut_in_place, store_long_rows, write_biased_in_parts
+from tcdeploy.compiler.one_row import cut_in_place, store_long_rows
 from tcdeploy.compiler.rotary import turn_in_attention
 
 aten = torch.ops.aten
@@ -56,7 +56,6 @@ class RewriteProducts(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
         choose_early(graph)
-        write_biased_in_parts(graph)
         cut_in_place(graph)
         if self.fuses:
             turn_in_attention(graph)

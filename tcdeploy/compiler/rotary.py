@@ -13,7 +13,6 @@ from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops  # noqa: F401 - registers the op
 from tcdeploy.compiler.nodes import behind_aliases, call, erase_unread, target_of
-from tcdeploy.compiler.one_row import is_in_parts
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
@@ -83,7 +82,7 @@ def _turned(node: Any) -> Turned | None:
     x, cos = straight.args
     halves, sin = across.args
     factors = [_factor(cos), _factor(sin)]
-    if None in factors or not _is_halves_of(halves, x) or not _is_product(behind_aliases(x)):
+    if None in factors or not _is_halves_of(halves, x) or target_of(behind_aliases(x)) not in PRODUCTS:
         return None
     if node.meta["val"].shape != x.meta["val"].shape:
         return None
@@ -112,8 +111,3 @@ def _cut(node: Any, x: Node) -> Any:
     if target_of(node) is not aten.slice.Tensor or node.args[0] is not x or node.args[1] != 3 or len(node.args) > 4:
         return None
     return node.args[2] if 2 * node.meta["val"].shape[-1] == x.meta["val"].shape[-1] else None
-
-
-def _is_product(node: Any) -> bool:
-    """Whole, or in its parts."""
-    return target_of(node) in PRODUCTS or is_in_parts(node)

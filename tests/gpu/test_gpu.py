@@ -36,12 +36,14 @@ PROMPTS = [
 
 
 def deploy(model: str, cache_dir: str, **flags: Any) -> Deployment:
+    """With few blocks, so that several of these tests may run at once on one GPU (`pytest -n 4`)."""
     forget_programs()
     asked = {
         "model": model,
         "buckets": (32, 128),
         "batch_sizes": (1, 4),
         "context": 512,
+        "kv_blocks": 256,
         "cache_dir": cache_dir,
         **flags,
     }
@@ -196,19 +198,17 @@ def test_each_flash_attention_that_is_installed_serves_a_whole_model(
 
 
 def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: Path) -> None:
-    """Each start in a process of its own. max-autotune descends by coordinates as well, over some hundred variants.
-
-    Torch may weigh what it found against one with smaller steps, at every start.
-    """
+    """Each start in a process of its own. max-autotune descends by coordinates as well, over some hundred variants."""
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
+    flags += ("--context", "512", "--kv-blocks", "256")
     timed = []
     for outcome in ("miss", "hit"):
         result = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
         records = json.loads(result.stdout)["buckets"]
         assert [record["outcome"] for record in records] == [outcome] * 2
         timed.append(sum(record["kernels_timed"] for record in records))
-    assert timed[0] > 100 and timed[1] < timed[0] / 10, timed
+    assert timed[0] > 100 and timed[1] == 0, timed
 
 
 def test_a_model_too_large_for_the_gpu_is_told_before_loading(run_cli: Any, tmp_path: Path) -> None:
