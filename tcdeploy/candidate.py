@@ -32,18 +32,26 @@ by the streamed product (compiler/additions.py), two runs on two cards:
     pdl+combo+adds       -      -      -      -   9.87  13.76    no longer tried
 
 With a kernel for one row (linear/vector.py), and `fused`: products of our kernels end in the MLP's gate and, of one
-row, normalise their input; decode attention turns q and k (compiler/norms.py, gates.py, rotary.py). One run; then what
-each part brought in another, n norms (in Inductor's own product), r rotary, g gates:
+row, normalise their input; decode attention turns q and k (compiler/norms.py, gates.py, rotary.py). Before the line the
+8B shape, Qwen2.5 7B's and Llama 3.2 1B's, a run each; after it what each part brought in another run, the norms in
+Inductor's own product:
 
+    batch                      1      4     16     32
     streamed+pdl               -   5.76   6.16   6.56
     streamed+pdl+combo      5.44   5.73   6.09   6.49
-    ... +fused              5.37   5.60   5.95   6.47                  Qwen2.5 7B 5.10, 5.32, 5.56, 5.75; without 5.20,
-    descent+pdl+combo       5.42                                       5.32, 5.70, 5.87; Llama 3.2 1B at 16 and 32
-    ... n                   5.62                no longer there        1.25 and 1.46, without 1.28 and 1.50
-    ... r                   5.47
+    +fused                  5.37   5.60   5.95   6.47
+    Qwen: streamed+pdl         -   5.39   5.72   5.92
+    streamed+pdl+combo      5.20   5.32   5.70   5.87
+    +fused                  5.10   5.32   5.56   5.75
+    1B: streamed+pdl+combo     -      -   1.28   1.50
+    +fused                  1.07   1.15   1.25   1.46
+    --
+    descent+pdl+combo       5.42
+    +norms                  5.62                                 no longer there
+    +rotary                 5.47
     streamed+pdl+combo         -   5.72   6.09   6.46
-    ... r                      -   5.67   5.97   6.55
-    ... g                      -   5.66   6.02   6.51
+    +rotary                    -   5.67   5.97   6.55
+    +gates                     -   5.66   6.02   6.51
 
 Prefill, ms at the power limit, three runs apart by the lines:
 
@@ -63,8 +71,8 @@ Coordinate descent helps at batch 1 alone: there Inductor takes a product for a 
 tuning is of that reduction; from two rows on products stay with cuBLAS. It times kernels of tens of microseconds one by
 one, and where noise decides, the same program is 5.39 ms on one start and 5.51 or 5.89 on another, which is why it
 helped on one machine and not on the next; our kernel for one row is tuned once, here. Not among the candidates: fewer
-parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run); max-autotune from 128
-rows on, which took 93 s of a start to end at 9.72 for 9.80 and 14.06 for 13.63.
+parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run); max-autotune at 256
+rows, which in a later run took 93 s of the start to end at 14.06 where pdl had 13.63, nor at 128, for 1%.
 """
 
 from __future__ import annotations

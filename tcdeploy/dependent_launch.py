@@ -4,8 +4,9 @@ Launched with `launch_pdl`, a kernel's programs start once every program of the 
 (`gdc_launch_dependents`) or has left. Its `gdc_wait` returns when all that the earlier kernel wrote can be read. What
 keeps this safe:
 
-- A kernel of ours waits before it touches anything that a kernel of the same step writes or reads. Before the wait it
-  may read what an earlier step left: no early launch reaches across a step's end, whose last kernels do not launch so.
+- A kernel of ours waits before it touches anything that a kernel of the same step writes, and before it writes. Before
+  the wait it may read weights (compiler/nodes.py, `is_weight`), and what an earlier step left: no early launch reaches
+  across a step's end, whose last kernels do not launch so.
 - It lets the next kernel launch only after its own wait, as Inductor's kernels do (config `triton.enable_pdl`): when a
   kernel starts, all that came before its neighbour is complete.
 """

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.compiler.nodes import CONVERT, behind_reshapes, call, erase_unread, target_of
+from tcdeploy.compiler.nodes import behind_reshapes, call, erase_unread, is_rounding, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 
@@ -56,7 +56,7 @@ def _gated(node: Node, activated: Any, second: Any) -> Node | None:
 
 def _behind_silu(node: Any) -> Any:
     """x of x / (1 + exp(-x)), as Inductor writes silu in float32; None of anything else."""
-    quotient = _behind_convert(node)
+    quotient = _behind_rounding(node)
     if target_of(quotient) is not aten.div.Tensor:
         return None
     x, divisor = quotient.args
@@ -65,11 +65,11 @@ def _behind_silu(node: Any) -> Any:
     negative: Any = exponential.args[0] if target_of(exponential) is aten.exp.default else None
     if target_of(negative) is not aten.neg.default or negative.args[0] is not x:
         return None
-    return _behind_convert(x)
+    return _behind_rounding(x)
 
 
-def _behind_convert(node: Any) -> Any:
-    return node.args[0] if target_of(node) is CONVERT else node
+def _behind_rounding(node: Any) -> Any:
+    return node.args[0] if is_rounding(node) else node
 
 
 def _beginning(cut: Node, half: int) -> Any:

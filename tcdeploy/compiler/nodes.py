@@ -13,6 +13,7 @@ RESHAPES = {aten.view.default, aten.reshape.default}
 VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
 CONVERT = torch.ops.prims.convert_element_type.default
 SUM = aten.sum.dim_IntList
+ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.default, aten.select.int}
 
 
@@ -26,6 +27,11 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
     with next(value for value in values if isinstance(value, torch.Tensor)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*values)
     return node
+
+
+def is_rounding(node: Any) -> bool:
+    """Whether `node` is its argument in another floating type: the same number, more or less exactly."""
+    return target_of(node) is CONVERT and node.meta["val"].dtype in ROUNDED
 
 
 def target_of(node: Any) -> Any:

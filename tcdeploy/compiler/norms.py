@@ -5,8 +5,7 @@ product's result, and the kernel of one row (linear/vector.py) sums the squares 
 for its weights. Two launches of a Llama layer, for which the whole GPU would wait, are gone.
 
 The row is rounded less often than in the eager model: x * g stays float32. Rejected: the same in the products that
-Inductor writes itself under coordinate descent, 5.62 ms a step for 5.42 (H100, 8B shape, batch 1): each of its programs
-has one column, and reads the row's weights again for it.
+Inductor writes itself under coordinate descent, 5.62 ms a step for 5.42 (H100, 8B shape, batch 1).
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.compiler.nodes import CONVERT, RESHAPES, call, erase_unread, is_weight, target_of
+from tcdeploy.compiler.nodes import CONVERT, RESHAPES, call, erase_unread, is_rounding, is_weight, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
-ROUNDED = {torch.bfloat16, torch.float16, torch.float32}  # to which a row may be converted on the way
+SHIFTS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of torch.nn.functional.rms_norm
 PRODUCTS = {ours.linear.default, ours.gated_linear.default}
 
 
@@ -54,11 +53,13 @@ def _norm_of(row: Node) -> Norm | None:
         return None
     [inverse] = inverses
     shifted: Any = inverse.args[0]
-    mean: Any = shifted.args[0] if target_of(shifted) is aten.add.Tensor and not shifted.kwargs else None
-    if target_of(mean) is not aten.mean.dim or mean.args[1] != [-1] or not isinstance(shifted.args[1], float):
+    mean: Any = shifted.args[0] if target_of(shifted) in SHIFTS and not shifted.kwargs else None
+    if target_of(mean) is not aten.mean.dim or mean.kwargs or not isinstance(shifted.args[1], (float, int)):
         return None
     power: Any = mean.args[0]
     if target_of(power) is not aten.pow.Tensor_Scalar or power.args[1] != 2:
+        return None
+    if mean.args[1] not in ([-1], [power.meta["val"].ndim - 1]):
         return None
     x: Any = power.args[0].args[0] if target_of(power.args[0]) is CONVERT else power.args[0]
     rest = [factor for factor in _factors(row, x) if factor is not inverse]
@@ -70,13 +71,12 @@ def _norm_of(row: Node) -> Norm | None:
     weight = weights[0].meta["val"]
     if not is_whole or value.numel() != size or weight.numel() != size or not weight.is_contiguous():
         return None
-    return Norm(x, inverse, shifted.args[1], weights[0])
+    return Norm(x, inverse, float(shifted.args[1]), weights[0])
 
 
 def _factors(node: Any, last: Node | None) -> list[Node]:
     """What is multiplied to give `node`, however rounded or reshaped on the way; `last` is not looked into."""
-    is_rounded = target_of(node) is CONVERT and node.meta["val"].dtype in ROUNDED
-    if node is not last and (is_rounded or target_of(node) in RESHAPES):
+    if node is not last and (is_rounding(node) or target_of(node) in RESHAPES):
         return _factors(node.args[0], last)
     if node is not last and target_of(node) is MUL and all(isinstance(arg, Node) for arg in node.args):
         return [factor for arg in node.args for factor in _factors(arg, last)]
@@ -88,7 +88,7 @@ def _feeds_only(node: Node, products: Collection[Node]) -> bool:
     passes = {MUL, CONVERT, *RESHAPES}
     for user in node.users:
         if user in products:
-            if user.args[0] is not node or user.args.count(node) > 1:
+            if user.args[0] is not node:
                 return False
         elif target_of(user) not in passes or not _feeds_only(user, products):
             return False

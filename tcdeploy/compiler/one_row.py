@@ -24,7 +24,7 @@ from tcdeploy.compiler.nodes import ALIASES, CONVERT, SUM, behind_reshapes, call
 aten = torch.ops.aten
 
 
-def row_of_parts(total: Any) -> Node | None:
+def _row_of_parts(total: Any) -> Node | None:
     """The float32 row [1, k] of a product that is written in its parts, sum over k of [1, k, 1] * [1, k, n]."""
     times: Any = total.args[0] if target_of(total) is SUM and list(total.args[1:]) == [[1]] else None
     if target_of(times) is not aten.mul.Tensor or total.kwargs:
@@ -65,7 +65,7 @@ def store_long_rows(graph: Graph) -> None:
     A strided view is what makes Inductor store it.
     """
     for node in list(graph.nodes):
-        row = row_of_parts(node)
+        row = _row_of_parts(node)
         if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1] or not _is_made_here(row.args[0]):
             continue
         narrow: Any = row.args[0]

@@ -124,13 +124,13 @@ def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gat
     assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype
     assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1
     assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
-    assert 1 <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
+    assert MIN_ROWS <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     out = x.new_empty(rows, n // 2 if gated else n)
     early = launches_early(x.device)
     _linear_kernel[(triton.cdiv(n, tile.columns),)](
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
-        _padded_rows(rows), tile.columns, _fitted_depth(tile, k), tile.slices, gated, early,
+        _padded_rows(rows), tile.columns, fitted_depth(tile.depth, k), tile.slices, gated, early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
@@ -141,15 +141,14 @@ def _padded_rows(rows: int) -> int:
     return max(8, triton.next_power_of_2(rows))
 
 
-def _fitted_depth(tile: Tile, k: int) -> int:
-    """The tile's depth, halved until it divides k, so that no step needs a mask."""
-    depth = tile.depth
+def fitted_depth(depth: int, k: int) -> int:
+    """The depth, halved until it divides k, so that no step needs a mask."""
     while k % depth:
         depth //= 2
     return depth
 
 
-# `rows` is not specialised: else a batch of 1 or 16 would compile the kernel again.
+# `rows` is not specialised: else a batch of 16 would compile the kernel again.
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,

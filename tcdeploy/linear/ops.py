@@ -13,8 +13,6 @@ formula in plain torch answers, so that programs with the op in them run, and ca
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ def linear(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     bfloat16 or float16; rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x and the addend may have
     strided rows. One row: w may be read before the kernel before this one has ended, so that must not write it.
     """
-    return _multiply(x, w, config, addend=addend)
+    return _multiply(x, w, config, addend, gated=False)
 
 
 @linear.register_kernel("cpu")
@@ -45,7 +43,7 @@ def gated_linear(x: Tensor, w: Tensor, config: int) -> Tensor:
 
     As `linear`, and n is a multiple of 16; rounded once, at the end.
     """
-    return _multiply(x, w, config, gated=True)
+    return _multiply(x, w, config, None, gated=True)
 
 
 @gated_linear.register_kernel("cpu")
@@ -66,11 +64,14 @@ def normed_linear(
 
     The row is not rounded between; `norm` is contiguous and, like w, may be read early.
     """
-    return _multiply(x, w, config, addend=addend, gated=gated, norm=norm, eps=eps)
+    from tcdeploy.linear import vector
+
+    return vector.multiply(x, w, vector.TILES[config], addend, gated, norm, eps)
 
 
 @normed_linear.register_kernel("cpu")
 def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int) -> Tensor:
+    assert x.shape[0] == 1, "one row"
     row = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * norm.float()
     return _formula(row, w, addend, gated)
 
@@ -80,12 +81,12 @@ def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gat
     return x.new_empty(1, w.shape[0] // 2 if gated else w.shape[0])
 
 
-def _multiply(x: Tensor, w: Tensor, config: int, **asked: Any) -> Tensor:
+def _multiply(x: Tensor, w: Tensor, config: int, addend: Tensor | None, gated: bool) -> Tensor:
     from tcdeploy.linear import kernels, vector  # import triton, which a CPU needs not have
 
     if x.shape[0] == 1:
-        return vector.multiply(x, w, vector.TILES[config], **asked)
-    return kernels.multiply(x, w, kernels.TILES[config], **asked)
+        return vector.multiply(x, w, vector.TILES[config], addend, gated)
+    return kernels.multiply(x, w, kernels.TILES[config], addend, gated)
 
 
 def _formula(x: Tensor, w: Tensor, addend: Tensor | None = None, gated: bool = False) -> Tensor:

@@ -15,7 +15,8 @@ it waits for the kernel before it: what the pipeline of a launch costs is spent 
 Microseconds on one H100 80GB (torch 2.11, Triton 3.6, November 2026), bfloat16, in CUDA graphs over weights that the L2
 cannot hold: the best tile as it serves (qkv normalised, o and down with the residual, gate and up normalised and
 gated), the best plain one, what Inductor writes under coordinate descent (plain, early launch, one run of its search),
-cuBLAS, and the weight's bytes at 3.13 TB/s. The layer is the four as they serve, in a row.
+cuBLAS, and the weight's bytes at 3.13 TB/s. The layer is the four as they serve, in a row. scripts/bench-linear measures
+all of it but Inductor's, and what stands below the table, which are from experiments.
 
                                 qkv      o   gate, up   down    head   layer
     Llama 3.1 8B   serving     17.9   11.8       75.6   39.4           143.9
@@ -49,6 +50,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcdeploy.dependent_launch import launches_early
+from tcdeploy.linear.kernels import K_MULTIPLE, MIN_SIZE, N_MULTIPLE, fitted_depth
 
 
 class Tile(NamedTuple):
@@ -76,8 +78,6 @@ TILES = (
     Tile("broad", 8, 1024, 8, 3),
 )
 SINGLE, WHOLE, PAIR, FLAT, NARROW, SQUARE, PIPED, BROAD = range(len(TILES))
-MIN_SIZE = 1024  # of n and k: nothing smaller was measured
-N_MULTIPLE, K_MULTIPLE = 16, 64
 MANY = 65536  # columns: the head
 SHORT = 2048  # k
 
@@ -91,7 +91,7 @@ def candidates(n: int, k: int) -> tuple[int, ...]:
 
 
 def _guess(n: int, k: int) -> int:
-    """The edges lie between the measured shapes; no guess was more than 3% slower than the best tile."""
+    """The edges lie between the measured shapes; as it serves, no guess was more than 3% slower than the best tile."""
     is_even = k % TILES[WHOLE].depth == 0
     if n >= MANY:
         return WHOLE
@@ -128,20 +128,13 @@ def multiply(
     assert norm is None or (norm.shape == (k,) and norm.is_contiguous())
     out = x.new_empty(1, n // 2 if gated else n)
     columns = max(tile.columns, 2) if gated else tile.columns
+    assert N_MULTIPLE % columns == 0, "no program may have a part of its columns"
     early = launches_early(x.device)
-    _vector_kernel[(triton.cdiv(n, columns),)](
-        out, x, w, addend, norm, n, k, eps, columns, _fitted_depth(tile, k), tile.stages, gated, early,
+    _vector_kernel[(n // columns,)](
+        out, x, w, addend, norm, n, k, eps, columns, fitted_depth(tile.depth, k), tile.stages, gated, early,
         num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
     )  # fmt: skip
     return out
-
-
-def _fitted_depth(tile: Tile, k: int) -> int:
-    """The tile's depth, halved until it divides k, so that no step needs a mask."""
-    depth = tile.depth
-    while k % depth:
-        depth //= 2
-    return depth
 
 
 @triton.jit
@@ -151,13 +144,12 @@ def _vector_kernel(
 ):  # fmt: skip
     if GATED:  # half of the tile's rows of w are gates, the other half what they let through
         HALF: tl.constexpr = COLUMNS // 2
-        n //= 2
         column = tl.program_id(0) * HALF + tl.arange(0, HALF)
         part = tl.arange(0, COLUMNS)
-        w_row = tl.minimum(tl.program_id(0) * HALF + part % HALF, n - 1) + part // HALF * n
+        w_row = tl.program_id(0) * HALF + part % HALF + part // HALF * (n // 2)
     else:
         column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-        w_row = tl.minimum(column, n - 1)  # past the end: the last row once more, never stored
+        w_row = column
     depth = tl.arange(0, DEPTH)
     w_tile = w + w_row.to(tl.int64)[:, None] * k + depth[None, :]
     weights = tl.load(w_tile, eviction_policy="evict_first")
@@ -167,7 +159,7 @@ def _vector_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if addend is not None:
-        added = tl.load(addend + column, mask=column < n, other=0.0)
+        added = tl.load(addend + column)
 
     inputs = tl.load(x + depth).to(tl.float32)
     if norm is not None:
@@ -190,4 +182,4 @@ def _vector_kernel(
         y = gate * tl.sigmoid(gate) * passed
     if addend is not None:
         y += added.to(tl.float32)
-    tl.store(out + column, y.to(out.dtype.element_ty), mask=column < n)
+    tl.store(out + column, y.to(out.dtype.element_ty))

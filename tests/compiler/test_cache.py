@@ -116,14 +116,15 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     assert outcomes(result) == ["hit", "hit", "hit", "hit", "miss"], result.stderr
 
 
+@pytest.mark.parametrize("file", ["attention/reference.py", "linear/vector.py"])
 def test_other_sources_of_our_ops_make_every_bucket_a_miss(
-    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path, file: str
 ) -> None:
-    """The package copied, a comment added to a file of attention/: torch alone would not have noticed."""
+    """The package copied, a comment added: torch alone would not have noticed."""
     package = tmp_path / "changed"
     shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
-    with open(package / "tcdeploy" / "attention" / "reference.py", "a") as file:
-        file.write("# changed\n")
+    with open(package / "tcdeploy" / file, "a") as source:
+        source.write("# changed\n")
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
     result = run_cli(*warm(model, cache, "--require-hit"), PYTHONPATH=str(package), cwd=str(package))

@@ -91,6 +91,12 @@ def shifted_twice(x: Tensor) -> Tensor:
     return (gate.float() / torch.add(torch.exp(-gate.float()), 1, alpha=2)).bfloat16() * up
 
 
+def cut_to_whole_numbers(x: Tensor) -> Tensor:
+    gate, up = halves(x)
+    wide = gate.float()
+    return (wide / (1 + torch.exp(-wide))).to(torch.int8) * up
+
+
 def left_in_float32(x: Tensor) -> Tensor:
     gate, up = halves(x)
     return silu(gate.float()) * up
@@ -100,7 +106,7 @@ def left_in_float32(x: Tensor) -> Tensor:
     "function",
     [
         read_elsewhere, other_halves, other_activation, two_products, with_a_bias, overlapping, every_second, uneven,
-        shifted_twice, left_in_float32,
+        shifted_twice, left_in_float32, cut_to_whole_numbers,
     ],
 )  # fmt: skip
 def test_whatever_is_something_else_stays(function: Callable[[Tensor], Tensor]) -> None:

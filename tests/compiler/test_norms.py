@@ -21,6 +21,7 @@ torch.manual_seed(8)
 WEIGHTS = [torch.randn(N, K).bfloat16() / 32 for _ in range(2)]
 HALVES = torch.randn(2 * N, K).bfloat16() / 32
 BIAS = torch.randn(N).bfloat16()
+STRIDED = torch.randn(2 * K).bfloat16()
 FLOWING = torch.randn(1, 1, K).bfloat16()  # as a layer's other inputs
 TWENTIES = torch.full((K,), 20.0)
 LLAMA, GEMMA = LlamaRMSNorm(K, eps=1e-3).bfloat16(), GemmaRMSNorm(K, eps=1e-3).bfloat16()
@@ -55,14 +56,26 @@ def of_a_sum_that_is_read_again(x: Tensor) -> Tensor:
     return product(LLAMA(total)) + total
 
 
+def of_torch(x: Tensor) -> Tensor:
+    return product(torch.nn.functional.rms_norm(x, (K,), LLAMA.weight, 1e-3))
+
+
+def with_a_whole_eps(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) * LLAMA.weight)
+
+
 def gated(x: Tensor) -> Tensor:
     both = product(LLAMA(x), HALVES)
     return silu(both[..., :N]) * both[..., N:]
 
 
 @pytest.mark.parametrize(
-    ("function", "products"), [(one, 1), (biased, 1), (several, 2), (of_a_sum_that_is_read_again, 1), (gated, 1)]
-)
+    ("function", "products"),
+    [
+        (one, 1), (biased, 1), (several, 2), (of_a_sum_that_is_read_again, 1), (gated, 1), (of_torch, 1),
+        (with_a_whole_eps, 1),
+    ],
+)  # fmt: skip
 def test_the_product_normalises_and_no_mean_is_left(function: Callable[[Tensor], Tensor], products: int) -> None:
     found = rewritten(function, row(), streams=True, fuses=True)
     assert (found[MEAN], found[RSQRT], found[PLAIN], found[GATED], found[NORMED]) == (0, 0, 0, 0, products)
@@ -110,6 +123,23 @@ def scaled_by_what_flows(x: Tensor) -> Tensor:
     return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * FLOWING)
 
 
+def with_an_eps_that_flows(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + FLOWING[..., :1].abs()) * LLAMA.weight)
+
+
+def with_eps_twice(x: Tensor) -> Tensor:
+    mean = x.pow(2).mean(-1, keepdim=True)
+    return product(x * torch.rsqrt(torch.add(mean, 1e-3, alpha=2)) * LLAMA.weight)
+
+
+def of_every_second(x: Tensor) -> Tensor:
+    return product(LLAMA(torch.cat([x, x], dim=-1)[..., ::2]))
+
+
+def with_a_strided_weight(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * STRIDED[::2])
+
+
 def with_two_weights(x: Tensor) -> Tensor:
     return product(LLAMA(x) * LLAMA.weight)
 
@@ -139,7 +169,7 @@ def twice(x: Tensor) -> Tensor:
     [
         read_by_another, layer_norm, of_heads, of_another_row, of_fourth_powers, twice, over_all_dims,
         cut_to_whole_numbers, added_to_itself, of_a_weight_made_here, with_two_weights, in_float32,
-        scaled_by_what_flows,
+        scaled_by_what_flows, with_an_eps_that_flows, with_eps_twice, of_every_second, with_a_strided_weight,
     ],
 )  # fmt: skip
 def test_whatever_is_no_such_norm_stays(function: Callable[[Tensor], Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -170,6 +171,17 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
 def test_only_a_row_that_is_longer_than_the_output_is_stored_before_its_product() -> None:
     assert stored_rows(LongRow(256, 32).eval(), torch.randn(1, 1, 256).bfloat16()) == 1
     assert stored_rows(LongRow(32, 256).eval(), torch.randn(1, 1, 32).bfloat16()) == 0
+
+
+@pytest.mark.parametrize("options", [{"keepdim": True}, {"dtype": torch.float64}, {"dim": 2}])
+def test_another_sum_of_such_parts_stores_nothing(options: dict[str, Any]) -> None:
+    class Other(LongRow):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            row = torch.nn.functional.silu(x).view(1, -1)
+            parts = row.float().unsqueeze(2) * self.weight.t().float().unsqueeze(0)
+            return parts.sum(**{"dim": 1, **options}).bfloat16() + 1
+
+    assert stored_rows(Other(256, 32).eval(), torch.randn(1, 1, 256).bfloat16()) == 0
 
 
 def test_a_row_that_is_an_input_or_a_part_of_something_is_left_alone() -> None:
