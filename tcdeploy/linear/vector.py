@@ -15,8 +15,8 @@ it waits for the kernel before it: what the pipeline of a launch costs is spent 
 Microseconds on one H100 80GB (torch 2.11, Triton 3.6, November 2026), bfloat16, in CUDA graphs over weights that the L2
 cannot hold: the best tile as it serves (qkv normalised, o and down with the residual, gate and up normalised and
 gated), the best plain one, what Inductor writes under coordinate descent (plain, early launch, one run of its search),
-cuBLAS, and the weight's bytes at 3.13 TB/s. The layer is the four as they serve, in a row. scripts/bench-linear measures
-all of it but Inductor's, and what stands below the table, which are from experiments.
+cuBLAS, and the weight's bytes at 3.13 TB/s. The layer is the four as they serve, in a row. scripts/bench-linear
+measures all of it but Inductor's, and what stands below the table, which are from experiments.
 
                                 qkv      o   gate, up   down    head   layer
     Llama 3.1 8B   serving     17.9   11.8       75.6   39.4           143.9

@@ -164,7 +164,7 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=Listing(streams=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)
-        torch.testing.assert_close(found, module(x), rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(found, module(x), rtol=2e-2, atol=0.2)  # 256 terms, rounded or not
     return len(stored)
 
 
