@@ -69,8 +69,8 @@ Prefill, ms at the power limit, three runs apart by the lines:
 
 Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and writes it itself, and the
 tuning is of that reduction; from two rows on products stay with cuBLAS. It times kernels of tens of microseconds one by
-one, and where noise decides, the same program is 5.39 ms on one start and 5.51 or 5.89 on another, which is why it
-helped on one machine and not on the next; our kernel for one row is tuned once, here. Not among the candidates: fewer
+one, and noise may decide: two descents on the same program took 5.51 and 5.89 ms a step, which is why it helped on one
+machine and not on the next; our kernel for one row is tuned once, in its file. Not among the candidates: fewer
 parts for decode attention at batch 1 (16, 8 and 4 parts took 5.46, 5.47 and 5.50 ms in one run); max-autotune at 256
 rows, which in a later run took 93 s of the start to end at 14.06 where pdl had 13.63, nor at 128, for 1%.
 """

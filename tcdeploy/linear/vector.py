@@ -16,7 +16,8 @@ Microseconds on one H100 80GB (torch 2.11, Triton 3.6, November 2026), bfloat16,
 cannot hold: the best tile as it serves (qkv normalised, o and down with the residual, gate and up normalised and
 gated), the best plain one, what Inductor writes under coordinate descent (plain, early launch, one run of its search),
 cuBLAS, and the weight's bytes at 3.13 TB/s. The layer is the four as they serve, in a row. scripts/bench-linear
-measures all of it but Inductor's, and what stands below the table, which are from experiments.
+measures all of it but Inductor's, and what stands below the table; all are from experiments before it did, in which the
+kernel still had masks for columns past the end, which no tile can have.
 
                                 qkv      o   gate, up   down    head   layer
     Llama 3.1 8B   serving     17.9   11.8       75.6   39.4           143.9

@@ -143,7 +143,7 @@ class LongRow(nn.Module):
 
     def __init__(self, k: int, n: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(n, k).bfloat16(), requires_grad=False)
+        self.weight = nn.Parameter(torch.randn(n, k).bfloat16() / k**0.5, requires_grad=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         row = torch.nn.functional.silu(x).view(1, -1)
@@ -164,7 +164,7 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=Listing(streams=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)
-        torch.testing.assert_close(found, module(x), rtol=2e-2, atol=0.2)  # 256 terms, rounded or not
+        torch.testing.assert_close(found, module(x), rtol=2e-2, atol=2e-2)
     return len(stored)
 
 

@@ -6,7 +6,7 @@ every test that takes `blocks`. `compiled_for_hopper` needs no GPU: Triton's com
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,6 +96,28 @@ def assert_agrees(actual: Tensor, wanted: Tensor) -> None:
     tolerance = TOLERANCE[wanted.dtype]
     assert not actual.isnan().any()
     assert_close(actual, wanted, rtol=2 * tolerance, atol=tolerance * float(wanted.float().std()))
+
+
+def assert_replays_repeat(chain: Callable[[], Tensor], x: Tensor) -> None:
+    """4,000 replays of a graph of `chain`, on four values of its x in turn, give the bits of the first launches."""
+    batches = [torch.randn_like(x) for _ in range(4)]
+
+    def answer(batch: Tensor) -> Tensor:
+        x.copy_(batch)
+        torch.cuda.synchronize()
+        return chain()
+
+    wanted = [answer(batch).clone() for batch in batches]
+    assert not torch.equal(wanted[0], wanted[1])
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain()
+    wrong = torch.zeros((), dtype=torch.int64, device=x.device)
+    for replay in range(4000):
+        x.copy_(batches[replay % 4])
+        graph.replay()
+        wrong += (out != wanted[replay % 4]).sum()
+    assert int(wrong) == 0
 
 
 def relative_error(actual: Tensor, wanted: Tensor) -> float:

@@ -24,6 +24,7 @@ from tests.linear.products import (
     HOPPER_SHARED_BYTES,
     REAL_SHAPES,
     assert_agrees,
+    assert_replays_repeat,
     compiled_for_hopper,
     expected,
     expected_gated,
@@ -246,8 +247,7 @@ def test_thousands_of_replays_of_a_chain_give_the_bits_of_the_first(rows: int) -
     """A layer's four products, each on what the one before it wrote, with and without a kernel of torch's between."""
     shapes = ((6144, 4096), (4096, 6144), (28672, 4096), (4096, 28672))
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for n, k in shapes]
-    batches = [torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16) for _ in range(4)]
-    x = batches[0].clone()
+    x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain() -> Tensor:
         y = x
@@ -256,22 +256,7 @@ def test_thousands_of_replays_of_a_chain_give_the_bits_of_the_first(rows: int) -
             y = y * 2 if i % 2 else y
         return y
 
-    def answer(batch: Tensor) -> Tensor:
-        x.copy_(batch)
-        torch.cuda.synchronize()
-        return chain()
-
-    wanted = [answer(batch).clone() for batch in batches]
-    assert not torch.equal(wanted[0], wanted[1])
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = chain()
-    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    for replay in range(4000):
-        x.copy_(batches[replay % 4])
-        graph.replay()
-        wrong += (out != wanted[replay % 4]).sum()
-    assert int(wrong) == 0
+    assert_replays_repeat(chain, x)
 
 
 @pytest.mark.gpu
