@@ -40,6 +40,8 @@ Inductor's own product:
     streamed+pdl               -   5.76   6.16   6.56
     streamed+pdl+combo      5.44   5.73   6.09   6.49
     +fused                  5.37   5.60   5.95   6.47
+    another card               -   5.71   6.16   6.57
+    +fused                  5.38   5.61   6.37   6.87
     Qwen: streamed+pdl         -   5.39   5.72   5.92
     streamed+pdl+combo      5.20   5.32   5.70   5.87
     +fused                  5.10   5.32   5.56   5.75
@@ -113,7 +115,11 @@ class Candidate:
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
-DESCENT = (("coordinate_descent_tuning", True),)
+# The next start reads again what a descent found only for kernels that are not launched statically (torch 2.11; with
+# PDL none are), and whose blocks torch does not halve afterwards: it saves the half as if there had been no descent.
+DESCENT = (
+    ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
+)  # fmt: skip
 AUTOTUNE = (("max_autotune", True), *DESCENT)
 DEFAULT = Candidate("default", edges=False)
 WITH_PDL = Candidate("pdl", (PDL,))

@@ -31,10 +31,14 @@ class RowSeating:
         """Make row i hold running[i]. Launches work only for what changed."""
         if len(running) != len(self._seated) or any(a is not b for a, b in zip(running, self._seated, strict=True)):
             self._reseat(running)
+        grown: list[tuple[int, int, int]] = []  # row, column, block
         for row, sequence in enumerate(running):
-            if len(sequence.blocks) != self._blocks_up[row]:
-                self._upload(self.state.block_table[row], sequence.blocks)
-                self._blocks_up[row] = len(sequence.blocks)
+            known, blocks = self._blocks_up[row], sequence.blocks
+            if len(blocks) != known:
+                grown += [(row, column, blocks[column]) for column in range(known, len(blocks))]
+                self._blocks_up[row] = len(blocks)
+        if grown:
+            self._upload_blocks(grown)
 
     def rows_of(self, chunks: ListLike[Chunk]) -> list[int | None]:
         """The decode row of each chunk that ends its sequence's prompt and is seated; None for the others."""
@@ -70,7 +74,7 @@ class RowSeating:
         source += [rows] * (rows + 1 - len(running))
         if source[: len(before)] != list(range(len(before))):
             self._move(source, any(sequence.params.has_penalties for sequence in self._seated))
-        blocks_up = [self._blocks_up[row] if row < rows else -1 for row in source[: len(running)]]
+        blocks_up = [self._blocks_up[row] if row < rows else 0 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
             if id(sequence) not in before:
                 self._seat_new(row, sequence)
@@ -110,11 +114,19 @@ class RowSeating:
             prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
             set_history(sampling, row, prompt, output)
 
+    def _upload_blocks(self, grown: ListLike[tuple[int, int, int]]) -> None:
+        """All in one copy: 256 rows that grow at once, a copy each, kept the device waiting for 3.4 ms (H100)."""
+        table = self.state.block_table
+        rows, columns, blocks = _device_tensor(grown, torch.int64, table.device).T
+        table.index_put_((rows, columns), blocks.to(table.dtype))
+
     def _upload(self, target: Tensor, values: ListLike[float]) -> None:
         target[: len(values)].copy_(_device_tensor(values, target.dtype, target.device), non_blocking=True)
 
 
-def _device_tensor(values: ListLike[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+def _device_tensor(
+    values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype)

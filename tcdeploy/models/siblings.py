@@ -45,13 +45,18 @@ class PackedSlice(nn.Module):
 def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> None:
     """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place.
 
-    A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones).
+    A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones). Smaller
+    groups go first: a packed matrix in the place of a larger part would keep the rest of it, unused, for good.
     """
-    for paths in siblings:
+    for paths in sorted(siblings, key=lambda paths: _values(model, paths)):
         layers = [model.get_submodule(path) for path in paths]
         if _are_alike(layers):
             _pack(layers, model, paths)
             _return_freed_memory()
+
+
+def _values(model: nn.Module, paths: tuple[str, ...]) -> int:
+    return sum(parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters())
 
 
 def _are_alike(layers: list[Any]) -> bool:

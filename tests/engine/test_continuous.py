@@ -10,7 +10,7 @@ import torch
 
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.engine.engine import Engine, NewToken
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.sequence import SamplingParams, Sequence
 from tcdeploy.errors import SpaceError, UsageError
 from tests.conftest import tiny_with
 
@@ -45,6 +45,29 @@ def drain(engine: Engine, answers: dict[int, list[int]]) -> None:
     while engine.has_work:
         for token in engine.step():
             answers[token.request_id].append(token.token_id)
+
+
+def test_the_device_knows_every_block_of_every_row_by_one_copy_a_step(
+    cache_dir: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With blocks that run out: rows come, move, lose what was taken ahead, and come back."""
+    engine = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    seating, copies = engine.runner.seating, []
+    seat, upload = seating.seat, seating._upload_blocks
+
+    def checked(running: list[Sequence]) -> None:
+        before = len(copies)
+        seat(running)
+        assert len(copies) - before <= 1
+        for row, sequence in enumerate(running):
+            assert seating.state.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
+
+    monkeypatch.setattr(seating, "seat", checked)
+    monkeypatch.setattr(seating, "_upload_blocks", lambda grown: (copies.append(grown), upload(grown))[1])
+    preempted = engine.scheduler.preemptions
+    engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
+    assert engine.scheduler.preemptions > preempted and len(copies) > TOKENS // 16
+    idle(engine)
 
 
 def idle(engine: Engine) -> None:

@@ -67,3 +67,33 @@ def test_a_slice_is_the_layer_it_replaced() -> None:
     for name in ("a", "b"):
         torch.testing.assert_close(holder[name](x), wanted[name], rtol=0, atol=1e-6)
         assert torch.equal(holder[name].weight, weights[name])
+
+
+def test_smaller_groups_are_packed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in (("a", 30), ("b", 50), ("c", 3), ("d", 5))})
+    packed = []
+    concatenate = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts: (packed.append(sum(map(len, parts))), concatenate(parts))[1])
+    pack_siblings(holder, (("a", "b"), ("c", "d")))
+    assert packed == [8, 8, 80, 80]  # weights and biases
+
+
+@pytest.mark.gpu
+def test_packing_leaves_no_part_of_a_block_unused() -> None:
+    """Shapes of an 8B model: what is reserved beyond what is allocated cannot be had by anybody else."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    sizes = {"q": 4096, "k": 1024, "v": 1024, "gate": 14336, "up": 14336}
+    layers = {
+        f"{name}{layer}": nn.Linear(4096, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+        for layer in range(8)
+        for name, rows in sizes.items()
+    }
+    groups = [(f"q{layer}", f"k{layer}", f"v{layer}") for layer in range(8)]
+    groups += [(f"gate{layer}", f"up{layer}") for layer in range(8)]
+    model = nn.ModuleDict(layers)
+    del layers
+    pack_siblings(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer, as a probe finds them
+    torch.cuda.empty_cache()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
+    assert unused < 64 << 20, f"{unused >> 20} MiB"
