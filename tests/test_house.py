@@ -10,9 +10,9 @@ import ast
 import functools
 import os
 import re
+import resource
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -254,12 +254,14 @@ def test_answers_that_need_no_model_import_neither_torch_nor_transformers_nor_ri
 
 
 def test_help_answers_in_a_blink() -> None:
-    """The one assertion about time here, because it is a promise; the best of five, so a busy machine can keep it."""
+    """The one assertion about time here, because it is a promise: in seconds of the processor, so that a busy machine
+    can keep it, and the best of five."""
     seconds = []
     for _ in range(5):
-        start = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = run("-m", PACKAGE, "--help")
-        seconds.append(time.perf_counter() - start)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0
         assert "compile" in done.stdout
     assert min(seconds) < HELP_SECONDS
