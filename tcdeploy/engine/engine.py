@@ -3,6 +3,10 @@
 `step` launches the next step and then reads the tokens of the one before, so the device never waits for the host. The
 host decides (scheduler.py, no torch) from what it knows: lengths, blocks, limits. Which token was sampled it learns one
 step late; a sequence that turns out to have stopped has run one step for nothing, whose token is dropped here.
+
+A constraint has to see a token before it can say what may follow. Where such a row decodes, the model's part of the
+next step is launched first, the tokens are read while the device works on it, and sampling follows with the masks. The
+device waits only if reading and masks take longer than the model. Without constraints that order is never taken.
 """
 
 from __future__ import annotations
@@ -20,33 +24,39 @@ from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
 from tcdeploy.engine.scheduler import Limits, Scheduler, Step
-from tcdeploy.engine.sequence import SamplingParams, Sequence
+from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence, TokenLogprobs
 from tcdeploy.errors import SpaceError, UsageError
 
 
-class TokenLogprobs(NamedTuple):
-    """Of the model's own distribution, in nats: the chosen token's, and the most likely tokens with theirs."""
+class _Scored(NamedTuple):
+    """Log-probabilities of a prompt's tokens after the one at `start`, in host memory."""
 
-    chosen: float
-    top: tuple[tuple[int, float], ...]
+    sequence: Sequence
+    start: int
+    logprobs: Logprobs
 
 
-class NewToken(NamedTuple):
-    """A token of request `request_id`; `finish_reason` is "" until its last one."""
+class _Begun(NamedTuple):
+    """A step whose model was launched, and whose tokens are still the greedy ones."""
 
-    request_id: int
-    token_id: int
-    finish_reason: str
-    logprobs: TokenLogprobs | None = None
+    output: StepOutput
+    sequences: tuple[Sequence | None, ...]  # None: a chunk that does not end its prompt
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def masks_need_tokens(self) -> bool:
+        """Of a step before this one, that the host has not read."""
+        return any(one is not None and one.matcher is not None and one.in_flight > 1 for one in self.sequences)
 
 
 class _Launched(NamedTuple):
     """A step on its way: whose tokens it makes, and where the host will find them."""
 
-    sequences: tuple[Sequence | None, ...]  # None: a chunk that does not end its prompt
+    sequences: tuple[Sequence | None, ...]
     tokens: Tensor  # [outputs] int64, in host memory
     logprobs: Logprobs | None  # in host memory
     arrived: torch.cuda.Event | None
+    scored: tuple[_Scored, ...] = ()
 
 
 class Engine:
@@ -129,11 +139,15 @@ class Engine:
         return results
 
     def _advance(self) -> None:
-        """Launch the next step, then read the tokens of the one before."""
+        """Launch the next step, then read the tokens of the one before; or in between, where masks need them."""
         before, self._launched = self._launched, None
         with sealed():
             try:
-                self._launched = self._launch()
+                begun = self._begin()
+                if begun and before and begun.masks_need_tokens:
+                    unread, before = before, None
+                    self._hand_out(self._collect(unread))
+                self._launched = self._choose(begun) if begun else None
             except BaseException:
                 self._start_over(before)
                 raise
@@ -149,35 +163,51 @@ class Engine:
             self.scheduler.start_over()
             self.runner.seating.clear()
 
-    def _launch(self) -> _Launched | None:
+    def _begin(self) -> _Begun | None:
         step = self.scheduler.schedule()
         if step is None:
             return None
         running = self.scheduler.running
         output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
-        return self._send_home(output, _sampled(step))
+        return _Begun(output, _sampled(step), step.chunks)
+
+    def _choose(self, begun: _Begun) -> _Launched:
+        launched = self._send_home(begun.output, begun.sequences)
+        scored = self._score(begun.chunks)  # writes the step's buffers, which sampling read
+        return launched._replace(scored=scored, arrived=_event(begun.output.tokens)) if scored else launched
+
+    def _score(self, chunks: tuple[Chunk, ...]) -> tuple[_Scored, ...]:
+        """The prompts' own tokens, where a request asks for them."""
+        return tuple(
+            _Scored(chunk.sequence, start, Logprobs(*map(_to_host, found)))
+            for chunk in chunks
+            if (wanted := chunk.sequence.params.prompt_logprobs) is not None
+            for start, found in self.runner.score(chunk, wanted)
+        )
 
     def _send_home(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> _Launched:
         """Sample where greedy is not enough, and start the copy of the tokens to the host."""
-        live = [sequence for sequence in sequences if sequence is not None]
+        live = [sequence for sequence in sequences if sequence is not None and not sequence.finish_reason]
         features = self.runner.seating.features(live)
         if features:
-            output = self.runner.sample(output, features)
+            masks = self.runner.seating.masks(sequences, len(output.logits)) if features.masks else None
+            output = self.runner.sample(output, features, masks)
         wanted = max((-1 if one.params.logprobs is None else one.params.logprobs for one in live), default=-1)
         found = logprobs(output.logits, output.tokens, wanted) if wanted >= 0 else None
         tokens = _to_host(output.tokens)
         found = Logprobs(*map(_to_host, found)) if found else None
-        arrived = None
-        if output.tokens.is_cuda:
-            arrived = torch.cuda.Event()
-            arrived.record()
-        return _Launched(sequences, tokens, found, arrived)
+        return _Launched(sequences, tokens, found, _event(output.tokens))
 
     def _collect(self, launched: _Launched) -> list[NewToken]:
         if launched.arrived:  # the one place where the host waits for the device
             start = time.perf_counter()
             launched.arrived.synchronize()
             self.waited_seconds += time.perf_counter() - start
+        for scored in launched.scored:
+            scored.sequence.prompt_logprobs[scored.start : scored.start + len(scored.logprobs.chosen)] = [
+                _token_logprobs(scored.logprobs, row, scored.sequence.params.prompt_logprobs)
+                for row in range(len(scored.logprobs.chosen))
+            ]
         made = []
         for row, (sequence, token_id) in enumerate(zip(launched.sequences, launched.tokens.tolist(), strict=False)):
             if sequence is None or sequence.finish_reason:  # it stopped, or was aborted, after this was launched
@@ -187,7 +217,8 @@ class Engine:
                 self.scheduler.finish(sequence)
                 del self._requests[sequence.request_id]
             found = _token_logprobs(launched.logprobs, row, sequence.params.logprobs)
-            made.append(NewToken(sequence.request_id, token_id, sequence.finish_reason, found))
+            token = NewToken(sequence.request_id, token_id, sequence.finish_reason, found)
+            made.append(_with_beginning(token, sequence) if sequence.generated == 1 else token)
         return made
 
     def _admissible(self, prompt: list[int], params: SamplingParams) -> Sequence:
@@ -204,6 +235,9 @@ class Engine:
             )
         if self.allocator.needed(longest) > self.allocator.capacity:
             raise SpaceError(f"{longest} tokens need more KV blocks than the {self.allocator.capacity} there are")
+        named = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
+        if named and max(named) >= self.vocab_size and (params.logit_bias or params.min_new_tokens):
+            raise UsageError(f"token id {max(named)} is named, and the vocabulary ends at {self.vocab_size - 1}")
         self._next_id += 1
         return Sequence(self._next_id, prompt, len(prompt), params)
 
@@ -241,11 +275,29 @@ class Engine:
         return taken
 
 
+def _with_beginning(token: NewToken, sequence: Sequence) -> NewToken:
+    """The first token brings what there is to say of the prompt."""
+    wanted = sequence.params.prompt_logprobs is not None
+    return token._replace(
+        prompt_logprobs=tuple(sequence.prompt_logprobs) if wanted else None,
+        queue_seconds=sequence.admitted - sequence.submitted,
+    )
+
+
 def _sampled(step: Step) -> tuple[Sequence | None, ...]:
     """Whose next token each output of the step is."""
     if step.decode:
         return step.decode
     return tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
+
+
+def _event(tensor: Tensor) -> torch.cuda.Event | None:
+    """When all that was launched so far is done."""
+    if not tensor.is_cuda:
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
 
 
 def _to_host(tensor: Tensor) -> Tensor:

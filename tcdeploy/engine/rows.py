@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
+import numpy
 import torch
 from torch import Tensor
 
 from tcdeploy.engine.batch import DecodeRows
-from tcdeploy.engine.sampling import Features, row_seed, set_history
+from tcdeploy.engine.sampling import Features, row_seed, set_biases, set_history
 from tcdeploy.engine.sequence import Chunk, Sequence
 
 
@@ -58,14 +59,34 @@ class RowSeating:
         """Empty every row, also one that a failed seating left half filled."""
         self._seated, self._blocks_up = [], []
         rows = self.state.nobody
-        self._move([rows] * (rows + 1), with_counts=False)  # whoever penalises brings counts of its own
+        self._move([rows] * (rows + 1), ())  # whoever penalises brings counts of its own
+        self.state.sampling.bias_ends.zero_()  # and a row of no biases must have none
 
     def features(self, sequences: ListLike[Sequence]) -> Features | None:
         """What sampling these takes beyond the greedy choice that every step makes; None: nothing."""
-        params = [sequence.params for sequence in sequences]
-        if all(one.is_greedy and not one.has_penalties for one in params):
+        if all(sequence.params.is_plain for sequence in sequences):
             return None
-        return Features(any(one.has_penalties for one in params), any(one.has_filters for one in params))
+        return _features(sequences)
+
+    def masks(self, sequences: ListLike[Sequence | None], outputs: int) -> Tensor:
+        """What each of a step's outputs may become, [outputs, words] int32; anything, for a row without a constraint.
+
+        The tokens of all steps before must have been read: a matcher is asked what comes after them.
+        """
+        rows, found = [], []
+        for row, sequence in enumerate(sequences):
+            if sequence is None or sequence.matcher is None or sequence.finish_reason:  # a token that nobody reads
+                continue
+            assert sequence.in_flight == 1, "only this step's"
+            rows.append(row)
+            found.append(sequence.matcher.mask())
+        device, words = self.state.token_ids.device, -(-self.state.sampling.in_prompt.shape[1] // 32)
+        packed = numpy.zeros((len(found), words * 4), dtype=numpy.uint8)
+        for line, mask in zip(packed, found, strict=True):
+            line[: len(mask)] = numpy.frombuffer(mask, dtype=numpy.uint8)[: len(line)]
+        masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
+        index = _device_tensor(rows, torch.int64, device)
+        return masks.index_copy_(0, index, _device_tensor(packed.view(numpy.int32), torch.int32, device))
 
     def _reseat(self, running: ListLike[Sequence]) -> None:
         before = {id(sequence): row for row, sequence in enumerate(self._seated)}
@@ -73,21 +94,21 @@ class RowSeating:
         source = [before.get(id(sequence), rows) for sequence in running]
         source += [rows] * (rows + 1 - len(running))
         if source[: len(before)] != list(range(len(before))):
-            self._move(source, any(sequence.params.has_penalties for sequence in self._seated))
+            self._move(source, self._seated)
         blocks_up = [self._blocks_up[row] if row < rows else 0 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
             if id(sequence) not in before:
                 self._seat_new(row, sequence)
         self._seated, self._blocks_up = list(running), blocks_up
 
-    def _move(self, source: list[int], with_counts: bool) -> None:
+    def _move(self, source: list[int], seated: ListLike[Sequence]) -> None:
         """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others.
 
-        What penalties count is the size of the vocabulary in every row: it moves only where some row has it.
+        What penalties count is the size of the vocabulary in every row: it moves only where one of `seated` has it.
         """
         state = self.state
         moved = [state.token_ids, state.positions, state.seq_lens, state.block_table]
-        moved += [one for one in vars(state.sampling).values() if one.ndim == 1 or with_counts]
+        moved += state.sampling.moving(_features(seated))
         index = _device_tensor(source, torch.int64, state.token_ids.device)
         for tensor in moved:
             tensor.copy_(tensor.index_select(0, index))
@@ -95,7 +116,7 @@ class RowSeating:
     def _seat_new(self, row: int, sequence: Sequence) -> None:
         """The row came from nobody's, so it is greedy and penalises nothing until told otherwise."""
         params = sequence.params
-        if params.is_greedy and not params.has_penalties:
+        if params.is_plain:
             return
         sampling = self.state.sampling
         values: dict[str, float] = {
@@ -113,6 +134,8 @@ class RowSeating:
         if params.has_penalties:
             prompt, output = sequence.token_ids[: sequence.prompt_length], sequence.token_ids[sequence.prompt_length :]
             set_history(sampling, row, prompt, output)
+        if params.has_biases:
+            set_biases(sampling, row, params.biases(sequence.prompt_length))
 
     def _upload_blocks(self, grown: ListLike[tuple[int, int, int]]) -> None:
         """All in one copy: 256 rows that grow at once, a copy each, kept the device waiting for 3.4 ms (H100)."""
@@ -124,8 +147,18 @@ class RowSeating:
         target[: len(values)].copy_(_device_tensor(values, target.dtype, target.device), non_blocking=True)
 
 
+def _features(sequences: ListLike[Sequence]) -> Features:
+    params = [sequence.params for sequence in sequences]
+    return Features(
+        penalties=any(one.has_penalties for one in params),
+        filters=any(one.has_filters for one in params),
+        biases=any(one.has_biases for one in params),
+        masks=any(one.constraint is not None for one in params),
+    )
+
+
 def _device_tensor(
-    values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device
+    values: ListLike[float] | ListLike[tuple[int, ...]] | numpy.ndarray, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
     if device.type != "cuda":

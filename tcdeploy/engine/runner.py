@@ -8,6 +8,7 @@ the device, with the greedy choice and the advance of the decode rows; any other
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
@@ -24,6 +25,8 @@ from tcdeploy.engine.graphs import StepGraph, StepOutput, record
 from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.plan import Bucket, Plan
+
+SCORED_ROWS = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
 
 
 class ModelRunner:
@@ -42,6 +45,9 @@ class ModelRunner:
         self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
+        self.hits: Counter[Bucket] = Counter()  # steps of each bucket since the start
+        self.padding: Counter[Bucket] = Counter()  # tokens or rows that they computed for nobody
+        self.graphless_passes = 0  # of a bucket that has a graph: what scoring prompts takes
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
@@ -57,23 +63,54 @@ class ModelRunner:
         self.seating.seat(running)
         prefill = self._prefill_for(bucket, tokens)
         prefill.fill(chunks, self.seating.rows_of(chunks))
+        self._count(bucket, tokens)
         return self._run(prefill.buffers)
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; row i of the output belongs to sequence i."""
         self.seating.seat(running)
-        return self._run(self._decode[smallest(self.plan.decode_buckets, len(running))])
+        bucket = smallest(self.plan.decode_buckets, len(running))
+        self._count(bucket, len(running))
+        return self._run(self._decode[bucket])
+
+    def _count(self, bucket: Bucket, used: int) -> None:
+        self.hits[bucket] += 1
+        self.padding[bucket] += bucket.size - used if not bucket.min_size else 0
 
     @torch.no_grad()
-    def sample(self, output: StepOutput, features: sampling.Features) -> StepOutput:
-        """Replace the greedy choice of a step by what the rows' sampling parameters ask; the next step feeds that."""
+    def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
+        """Replace the greedy choice of a step by what the rows' sampling parameters ask; the next step feeds that.
+
+        `masks` goes with `features.masks`: one row of it for each output.
+        """
         state = self.state
         positions = state.positions[output.rows]
-        tokens = sampling.sample(output.logits, state.sampling, positions, features, output.rows)
+        tokens = sampling.sample(output.logits, state.sampling, positions, features, output.rows, masks)
         state.token_ids.index_copy_(0, output.rows, tokens)
         if features.penalties:
             sampling.count_tokens(state.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
+
+    def score(self, chunk: Chunk, wanted: int) -> list[tuple[int, sampling.Logprobs]]:
+        """Log-probabilities of the tokens that follow those of a chunk within its prompt, and of `wanted` others each.
+
+        Each piece comes with the position of the first token that its tokens follow.
+
+        Not from a graph, whose steps keep the last row of each prompt alone; by the same programs. In pieces of
+        SCORED_ROWS tokens, each a pass of the model: the logits of a whole prompt may be larger than the weights.
+        """
+        sequence, start, stop = chunk
+        last = min(stop, sequence.prompt_length - 1)
+        prefill = self._prefill_for(smallest(self.plan.prefill_buckets, stop - start), stop - start)
+        prefill.fill([chunk], [None])
+        found: list[tuple[int, sampling.Logprobs]] = []
+        for begin in range(start, last, SCORED_ROWS):
+            end = min(begin + SCORED_ROWS, last)
+            rows = torch.arange(begin - start, end - start, device=self.plan.device)
+            next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
+            found.append((begin, sampling.logprobs(self._scored(prefill.buffers, rows), next_ids, wanted)))
+            self.graphless_passes += self.is_captured(prefill.buffers.bucket)
+        return found
 
     def choose(self, bucket: Bucket, candidate: Candidate) -> None:
         """How the bucket's step is to be made from now on; a graph made otherwise is dropped."""
@@ -112,21 +149,31 @@ class ModelRunner:
 
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
-        self.step.show(buffers.step)
-        self.step.candidate = candidate = self._candidates[buffers.bucket]
-        self.step.prefill_backend = candidate.attention or self.plan.prefill_attention
-        if self.plan.graphs == "region":
-            torch.compiler.cudagraph_mark_step_begin()
-        logits = self._logits(buffers, buffers.logit_rows if candidate.early_rows else None)
+        candidate = self._show(buffers)
+        early_rows = buffers.logit_rows if candidate.early_rows else None
+        logits = self._logits(buffers, early_rows, None if candidate.early_rows else buffers.logit_rows)
         state = self.state
         tokens = advance(
             logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
         )
         return StepOutput(logits, tokens, buffers.rows)
 
-    def _logits(self, buffers: StepBuffers, early_rows: Tensor | None) -> Tensor:
+    @torch.no_grad()
+    def _scored(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
+        self._show(buffers)
+        return self._logits(buffers, None, rows)
+
+    def _show(self, buffers: StepBuffers) -> Candidate:
+        """What the layers are to see from now on; how the bucket's step is made."""
+        self.step.show(buffers.step)
+        self.step.candidate = candidate = self._candidates[buffers.bucket]
+        self.step.prefill_backend = candidate.attention or self.plan.prefill_attention
+        if self.plan.graphs == "region":
+            torch.compiler.cudagraph_mark_step_begin()
+        return candidate
+
+    def _logits(self, buffers: StepBuffers, early_rows: Tensor | None, late_rows: Tensor | None) -> Tensor:
         """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""
-        late_rows = buffers.logit_rows if early_rows is None else None
         keep: dict[str, Any] = {}
         if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
             keep["logits_to_keep"] = 0 if late_rows is None else late_rows

@@ -14,11 +14,13 @@ Smaller weights than a unit count as 0: all of them together less than 2^-28 of 
 
 Order of operations, all on the raw logits of the model:
 
-1. penalties: repetition over prompt and output (positive logits divided, others multiplied), then frequency * count
+1. biases: what a request adds to single tokens' logits, -inf for a stop token that comes too soon
+2. penalties: repetition over prompt and output (positive logits divided, others multiplied), then frequency * count
    and presence * (count > 0) over the output alone (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API, "frequency and
    presence penalties")
-2. temperature 0 ends here: the most likely token, the lowest id of equals
-3. temperature, top-k, top-p of what top-k left, min-p as a share of the largest probability (transformers,
+3. masks: -inf for a token that the row's constraint forbids
+4. temperature 0 ends here: the most likely token, the lowest id of equals
+5. temperature, top-k, top-p of what top-k left, min-p as a share of the largest probability (transformers,
    `GenerationMixin._get_logits_processor`; vLLM has min-p before top-p, which then counts a little less)
 
 Equal logits at the edge of top-k or top-p stay in by lowest id, so top-k keeps k tokens and never more; transformers
@@ -41,6 +43,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tcdeploy.engine.sequence import MOST_BIASES
+
 ROWS_AT_ONCE = 64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
 CHUNK = 256  # tokens of the second level of the cumulative distribution
 COUNT_LIMIT = 2**15 - 1
@@ -52,6 +56,8 @@ class Features(NamedTuple):
 
     penalties: bool  # repetition, presence or frequency
     filters: bool  # top-k, top-p or min-p
+    biases: bool = False
+    masks: bool = False  # which tokens may come at all
 
 
 @dataclass(frozen=True)
@@ -68,6 +74,15 @@ class SamplingRows:
     frequency: Tensor  # [rows] float32
     output_counts: Tensor  # [rows, vocab] int16: how often each token was generated, at most COUNT_LIMIT
     in_prompt: Tensor  # [rows, vocab] bool
+    bias_ids: Tensor  # [rows, MOST_BIASES] int64
+    bias_values: Tensor  # [rows, MOST_BIASES] float32: added to that token's logit
+    bias_ends: Tensor  # [rows, MOST_BIASES] int64: the first position at which it no longer is
+
+    def moving(self, features: Features) -> list[Tensor]:
+        """What a row takes along when it moves: one number of each kind, and the wide ones that some row uses."""
+        history, biases = (self.output_counts, self.in_prompt), (self.bias_ids, self.bias_values, self.bias_ends)
+        numbers = [one for one in vars(self).values() if one.ndim == 1]
+        return numbers + list(history if features.penalties else ()) + list(biases if features.biases else ())
 
 
 class Logprobs(NamedTuple):
@@ -93,6 +108,9 @@ def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -
         frequency=full(0, torch.float32),
         output_counts=full(0, torch.int16, vocab_size),
         in_prompt=full(False, torch.bool, vocab_size),
+        bias_ids=full(0, torch.int64, MOST_BIASES),
+        bias_values=full(0, torch.float32, MOST_BIASES),
+        bias_ends=full(0, torch.int64, MOST_BIASES),
     )
 
 
@@ -120,6 +138,16 @@ def set_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_
     sampling.output_counts[row].copy_(counts.clamp(max=COUNT_LIMIT))
 
 
+def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, int]]) -> None:
+    """What is added to the logits of a row: (token id, value, first position without it), MOST_BIASES at most."""
+    is_cuda = sampling.bias_ids.is_cuda
+    padded = biases + [(0, 0.0, 0)] * (MOST_BIASES - len(biases))
+    for target, values in zip(
+        (sampling.bias_ids, sampling.bias_values, sampling.bias_ends), zip(*padded, strict=True), strict=True
+    ):
+        target[row].copy_(torch.tensor(values, dtype=target.dtype, pin_memory=is_cuda), non_blocking=True)
+
+
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
     """Count a generated token in each of `rows` [n]; exact for distinct rows.
 
@@ -130,25 +158,31 @@ def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
 
 
 def sample(
-    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features, rows: Tensor | None = None
-) -> Tensor:
+    logits: Tensor, sampling: SamplingRows, positions: Tensor, features: Features,
+    rows: Tensor | None = None, masks: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The next token of each row of logits [n, vocab], as [n] int64. No host synchronisation.
 
     `rows` [n] int64 says which entry of `sampling` each row follows; None: the first n, in order, without a copy.
-    `positions` [n] int64 is where the token will stand in its sequence.
+    `positions` [n] int64 is where the token will stand in its sequence. `masks` [n, ceil(vocab / 32)] int32, where
+    `features` has them: token t of a row may come where bit t % 32 of its word t // 32 is set.
     """
     size, drawn = logits.shape[0], []
     for start in range(0, size, ROWS_AT_ONCE):
         part = slice(start, start + ROWS_AT_ONCE)
         chosen = slice(start, min(part.stop, size)) if rows is None else rows[part]
-        drawn.append(_sample(logits[part], sampling, chosen, positions[part], features))
+        allowed = masks[part] if masks is not None else None
+        drawn.append(_sample(logits[part], sampling, chosen, positions[part], features, allowed))
     return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
 
 
 def _sample(
-    logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor, features: Features
-) -> Tensor:
-    scores = _penalised(logits, sampling, rows) if features.penalties else logits
+    logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor, features: Features,
+    masks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    scores = _biased(logits, sampling, rows, positions) if features.biases else logits
+    scores = _penalised(scores, sampling, rows) if features.penalties else scores
+    scores = _masked(scores, masks) if masks is not None else scores
     best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]; a NaN counts as the largest, as everywhere in torch
     top = scores.gather(1, best).double()
     temperature = sampling.temperature[rows, None].double()
@@ -161,6 +195,13 @@ def _sample(
     return torch.where(is_drawn, drawn, best)[:, 0]
 
 
+def _biased(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor) -> Tensor:
+    """The logits in float32 with what was asked added; where nothing was, they are as they were, to the bit."""
+    holds = positions[:, None] < sampling.bias_ends[rows]
+    added = torch.where(holds, sampling.bias_values[rows], 0.0)
+    return logits.float().scatter_add(1, sampling.bias_ids[rows], added)
+
+
 def _penalised(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> Tensor:
     """The logits in float32 less their penalties; neutral penalties leave them as they are, to the bit."""
     counts = sampling.output_counts[rows]
@@ -171,6 +212,13 @@ def _penalised(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> 
     scores -= sampling.frequency[rows, None] * counts
     scores -= sampling.presence[rows, None] * is_generated
     return scores
+
+
+def _masked(scores: Tensor, masks: Tensor) -> Tensor:
+    """-inf where a bit is not set; a NaN is forbidden like any other. Bytes, so the scratch is one for each token."""
+    bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
+    allowed = (masks.view(torch.uint8)[:, :, None] >> bits) & 1  # little-endian words, as on every GPU's host
+    return scores.where(allowed.flatten(1)[:, : scores.shape[1]].bool(), -torch.inf)
 
 
 def _weights(scores: Tensor, top: Tensor, heat: Tensor) -> Tensor:

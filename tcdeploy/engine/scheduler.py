@@ -19,6 +19,7 @@ Prefill and decode stay separate steps: they are separate compiled programs.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from typing import NamedTuple
 
@@ -146,7 +147,8 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.in_flight:  # pre-empted with tokens unread: the host cannot feed what it does not know
             return None
-        shared = self.allocator.match(sequence.token_ids)
+        wants_all = sequence.params.prompt_logprobs is not None  # also of tokens whose keys are there
+        shared = [] if wants_all else self.allocator.match(sequence.token_ids)
         missing = self.allocator.needed(len(sequence.token_ids)) - len(shared)
         watermark = len(self._admitted)  # each of them may want a block at the next step, and would send us back
         if missing + watermark > self.allocator.free:
@@ -155,6 +157,7 @@ class Scheduler:
         sequence.blocks = shared + self.allocator.take(missing)
         sequence.cached = (len(sequence.blocks) - missing) * self.allocator.block_size
         sequence.prefix_hits += sequence.cached
+        sequence.admitted = sequence.admitted or time.perf_counter()
         self.prefilling.append(self.waiting.popleft())
         self._admitted[sequence] = None
         return sequence

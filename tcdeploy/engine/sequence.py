@@ -8,16 +8,21 @@ would leave the GPU idle while Python thinks.
 
 from __future__ import annotations
 
+import math
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from tcdeploy.engine.constraint import Constraint, Matcher
 from tcdeploy.errors import UsageError
 
 LARGEST = sys.float_info.max  # a comparison with it refuses inf and NaN, and whole numbers that no float can hold
 LARGEST_TOP_K = 2**31 - 1  # it goes into an int32 tensor
 MOST_LOGPROBS = 20
+MOST_BIASES = 512  # tokens of one request, or decode row; OpenAI's API takes 300
+FOREVER = 2**62  # a position that no sequence reaches
 
 
 class Accepted(NamedTuple):
@@ -38,6 +43,7 @@ class Accepted(NamedTuple):
 
 WHOLE, NUMBER = "a whole number", "a number"
 STOP_TOKEN_ID = Accepted("a stop token id", int, lambda i: i >= 0, f"{WHOLE}, 0 or more", "ids, not words")
+BIASED_TOKEN_ID = Accepted("a biased token id", int, lambda i: i >= 0, f"{WHOLE}, 0 or more", "ids, not words")
 ACCEPTED = {
     "max_new_tokens": Accepted("max new tokens", int, lambda n: n >= 1, f"{WHOLE}, 1 or more", "--max-new-tokens 128"),
     "temperature": Accepted("temperature", float, lambda t: 0 <= t <= LARGEST, f"{NUMBER}, 0 or more", "0 is greedy"),
@@ -53,19 +59,27 @@ ACCEPTED = {
     "frequency_penalty": Accepted(
         "frequency penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
     ),
+    "min_new_tokens": Accepted("min new tokens", int, lambda n: n >= 0, f"{WHOLE}, 0 or more", "0 asks none"),
     "seed": Accepted("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{WHOLE} of 64 bits", "--seed 0"),
     "logprobs": Accepted(
         "logprobs", int, lambda n: 0 <= n <= MOST_LOGPROBS, f"{WHOLE} from 0 to {MOST_LOGPROBS}", "None reports none"
     ),
+    "prompt_logprobs": Accepted(
+        "prompt logprobs", int, lambda n: 0 <= n <= MOST_LOGPROBS, f"{WHOLE} from 0 to {MOST_LOGPROBS}", "None: none"
+    ),
 }
-MAY_BE_NONE = ("seed", "logprobs")
+MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs")
+BIAS = Accepted("a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How the next token is chosen. temperature 0 is greedy; the other defaults leave the distribution as it is.
 
-    `logprobs` is how many alternatives are reported beside the chosen token; None reports nothing.
+    `logprobs` is how many alternatives are reported beside the chosen token; None reports nothing. `prompt_logprobs`
+    is the same of the prompt's tokens after the first. A stop token is not chosen before `min_new_tokens` others.
+    `logit_bias` is (token id, what is added to its logit) of some tokens. `constraint` is the form of the answer; two
+    are equal when they are one.
     """
 
     max_new_tokens: int = 128
@@ -79,6 +93,10 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    prompt_logprobs: int | None = None
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         for name, accepted in ACCEPTED.items():
@@ -89,6 +107,17 @@ class SamplingParams:
             raise UsageError(f"stop token ids are {self.stop_token_ids!r}, and must be a tuple", "() stops at none")
         for token_id in self.stop_token_ids:
             STOP_TOKEN_ID.check(token_id)
+        if len(self.logit_bias) + len(self.stop_token_ids) > MOST_BIASES:
+            raise UsageError(f"logit biases and stop token ids are more than {MOST_BIASES} together")
+        for token_id, value in self.logit_bias:
+            BIASED_TOKEN_ID.check(token_id)
+            BIAS.check(value)
+
+    def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
+        """(token id, value, first position without it): what is added to logits."""
+        held = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
+        asked = [(token_id, value, FOREVER) for token_id, value in self.logit_bias]
+        return asked + (held if self.min_new_tokens else [])
 
     @property
     def is_greedy(self) -> bool:
@@ -97,6 +126,15 @@ class SamplingParams:
     @property
     def has_filters(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+
+    @property
+    def is_plain(self) -> bool:
+        """The most likely token of the model itself."""
+        return self.is_greedy and not self.has_penalties and not self.has_biases and self.constraint is None
+
+    @property
+    def has_biases(self) -> bool:
+        return bool(self.logit_bias or (self.min_new_tokens and self.stop_token_ids))
 
     @property
     def has_penalties(self) -> bool:
@@ -120,7 +158,14 @@ class Sequence:
     in_flight: int = 0  # sampled on the device, not read by the host
     preemptions: int = 0
     prefix_hits: int = 0  # tokens taken from the prefix cache, over all admissions
-    finish_reason: str = ""  # "stop", "length" or "abort" once finished
+    submitted: float = field(default_factory=time.perf_counter)
+    admitted: float = 0.0  # the first time; 0: not yet
+    prompt_logprobs: list[Any] = field(default_factory=list)  # where the request asks for them, as they arrive
+    finish_reason: str = ""  # "stop", "length", "abort" or "error" (of its constraint) once finished
+    matcher: Matcher | None = field(init=False)  # knows the new tokens of `token_ids`, and no others
+
+    def __post_init__(self) -> None:
+        self.matcher = self.params.constraint.start() if self.params.constraint else None
 
     @property
     def generated(self) -> int:
@@ -139,7 +184,9 @@ class Sequence:
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
-        if token_id in self.params.stop_token_ids:
+        if self.matcher and (verdict := self.matcher.accept(token_id)):
+            self.finish_reason = verdict
+        elif token_id in self.params.stop_token_ids:
             self.finish_reason = "stop"
         elif self.generated >= self.params.max_new_tokens:
             self.finish_reason = "length"
@@ -157,3 +204,21 @@ class Chunk(NamedTuple):
     sequence: Sequence
     start: int
     stop: int
+
+
+class TokenLogprobs(NamedTuple):
+    """Of the model's own distribution, in nats: the chosen token's, and the most likely tokens with theirs."""
+
+    chosen: float
+    top: tuple[tuple[int, float], ...]
+
+
+class NewToken(NamedTuple):
+    """A token of request `request_id`; `finish_reason` is "" until its last one."""
+
+    request_id: int
+    token_id: int
+    finish_reason: str
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt after its first token, with the first one
+    queue_seconds: float | None = None  # until some of the prompt was taken, with the first one

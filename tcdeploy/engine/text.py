@@ -10,13 +10,14 @@ from tcdeploy.errors import ModelError
 
 
 class TextStream:
-    """The text of one sequence, piece by piece; special tokens give none. Needs a tokenizer of tokenizers' making."""
+    """The text of one sequence, piece by piece. Needs a tokenizer of tokenizers' making."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         if not getattr(tokenizer, "is_fast", False):
             raise ModelError(f"{type(tokenizer).__name__} cannot stream text", "use a model with a fast tokenizer")
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(skip_special_tokens=True)
+        self._skip = skip_special_tokens
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
         self._sent = 0  # characters
 
@@ -29,7 +30,7 @@ class TextStream:
 
     def finish(self) -> str:
         """What was held back: the replacement character of one that the last token left open."""
-        return self._tokenizer.decode(self._ids, skip_special_tokens=True)[self._sent :]
+        return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
 
 
 def stop_token_ids(generation_config: Any) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from tcdeploy.engine.sampling import (
     row_seed,
     sample,
     sampling_bytes,
+    set_biases,
     set_history,
     uniforms,
 )
@@ -529,7 +530,11 @@ def test_logprobs_of_unusable_logits_have_ids_in_range(unusable: float) -> None:
 
 def test_bytes_are_what_the_tensors_take() -> None:
     fields = vars(make_sampling_rows(7, 90, "cpu")).values()
-    assert sampling_bytes(7, 90) == sum(field.numel() * field.element_size() for field in fields) == 7 * (40 + 3 * 90)
+    assert (
+        sampling_bytes(7, 90)
+        == sum(field.numel() * field.element_size() for field in fields)
+        == 7 * (40 + 3 * 90 + 512 * 20)
+    )
     assert sampling_bytes(10**6, 10**6) > 3 * 10**12  # and nobody took them
 
 
@@ -596,3 +601,43 @@ def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
         sampling.output_counts.copy_(counts)
         for mine, wanted in zip(captured, everything(logits, sampling, rows, positions), strict=True):
             assert torch.equal(mine, wanted)
+
+
+# Masks
+
+
+@pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.8}], ids=str)
+def test_masked_rows_draw_as_if_the_forbidden_logits_were_not_there(vocab_size: int, asked: dict[str, Any]) -> None:
+    """More rows than are sampled at once; a mask in each second row, given back bit by bit in a plain loop."""
+    count = ROWS_AT_ONCE + 7
+    logits = random_logits(count, vocab_size)
+    allowed = torch.rand(count, vocab_size, generator=torch.Generator().manual_seed(8)) < 0.3
+    allowed[:, 0] |= ~allowed.any(dim=-1)
+    allowed[::2] = True
+    words = torch.full((count, -(-vocab_size // 32)), -1, dtype=torch.int32)
+    expected = logits.clone()
+    for row in range(1, count, 2):
+        for word in range(words.shape[1]):
+            bits = 0
+            for bit in range(32):
+                token = word * 32 + bit
+                if token < vocab_size and allowed[row, token]:
+                    bits |= 1 << bit
+                elif token < vocab_size:
+                    expected[row, token] = -INF
+            words[row, word] = bits - 2**32 if bits >= 2**31 else bits
+    features = Features(penalties=False, filters="top_k" in asked)
+    sampling, positions = make_rows(count, vocab_size, **asked), torch.arange(count)
+    found = sample(logits, sampling, positions, features._replace(masks=True), masks=words)
+    assert found.tolist() == sample(expected, sampling, positions, features).tolist()
+    assert allowed[torch.arange(count), found].all()
+
+
+def test_a_mask_comes_after_biases_and_forbids_a_nan() -> None:
+    logits = torch.tensor([[1.0, NAN, 3.0, 2.0]]).bfloat16()
+    sampling = make_rows(1, 4, temperature=0.0)
+    set_biases(sampling, 0, [(2, 100.0, 10**6)])
+    masks = torch.tensor([[0b1001]], dtype=torch.int32)
+    features = Features(penalties=False, filters=False, biases=True, masks=True)
+    assert sample(logits, sampling, torch.tensor([5]), features, masks=masks).tolist() == [3]

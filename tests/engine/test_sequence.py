@@ -61,7 +61,8 @@ def test_what_cannot_be_sampled_is_a_usage_error_that_names_it(asked: dict[str, 
     assert "must be" in caught.value.message and caught.value.hint
 
 
-WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs")
+WHOLE = ("max_new_tokens", "top_k", "seed", "logprobs", "prompt_logprobs", "min_new_tokens")
+STRUCTURED = ("stop_token_ids", "logit_bias", "constraint")
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
@@ -86,7 +87,7 @@ def test_none_is_a_value_only_of_the_seed_and_of_logprobs(name: str) -> None:
 
 
 def test_every_parameter_is_checked() -> None:
-    assert {field.name for field in fields(SamplingParams)} == {*WHOLE, *NUMBERS, "stop_token_ids"}
+    assert {field.name for field in fields(SamplingParams)} == {*WHOLE, *NUMBERS, *STRUCTURED}
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.recipe import build_recipe
 from tests.conftest import forget_programs
+from tests.engine.constraints import Chain
 from tests.families import KINDS_OF_LAYERS, SERVED, save_config
 
 pytestmark = pytest.mark.gpu
@@ -66,6 +67,34 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
         )
         assert answer == out[0, len(prompt) :].tolist()
+
+
+@pytest.mark.parametrize("graphs", ["step", "none"])
+def test_a_constrained_answer_is_the_most_likely_that_obeys_beside_free_ones(
+    cache_dir: str, reference_tiny: Any, graphs: str
+) -> None:
+    """Its mask hangs on the token of the step before, which is read while the graph of the next one runs."""
+    engine, length = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs).engine, 24
+    free = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    chain, found = Chain(length, 2000), {}
+    with measured() as serving, sealed():
+        for prompt in PROMPTS:
+            for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=chain)):
+                found[engine.submit(prompt, params)] = []
+        while engine.has_work:
+            for token in engine.step():
+                found[token.request_id].append(token.token_id)
+    assert serving.counts.compiles == 0
+    answers = list(found.values())
+    assert answers[::2] == free
+    for prompt, answer in zip(PROMPTS, answers[1::2], strict=True):
+        tokens: list[int] = []
+        for _ in range(length):
+            with torch.no_grad():
+                scores = reference_tiny(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
+            allowed = torch.tensor([chain.allows(tokens, token_id) for token_id in range(len(scores))])
+            tokens.append(int(scores.where(allowed, -torch.inf).argmax()))
+        assert answer == tokens
 
 
 def sequences_for(deployment: Deployment, count: int) -> list[Sequence]:

@@ -1,0 +1,45 @@
+"""A form without a grammar, for tests of the engine: what may come next hangs on every token before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy
+
+from tcdeploy.engine.constraint import Verdict
+
+MODULUS = 5
+
+
+@dataclass(eq=False)
+class Chain:
+    """The sum of all new tokens decides which token may follow; an answer is complete at `length` tokens."""
+
+    length: int
+    vocab_size: int
+    started: list[ChainMatcher] = field(default_factory=list)
+
+    def start(self) -> ChainMatcher:
+        self.started.append(ChainMatcher(self))
+        return self.started[-1]
+
+    def allows(self, before: list[int], token_id: int) -> bool:
+        return token_id < self.vocab_size and token_id % MODULUS == sum(before) % MODULUS
+
+
+@dataclass(eq=False)
+class ChainMatcher:
+    chain: Chain
+    accepted: list[int] = field(default_factory=list)
+    asked_at: list[int] = field(default_factory=list)  # how many tokens it knew when it was asked for a mask
+
+    def mask(self) -> bytes:
+        self.asked_at.append(len(self.accepted))
+        allowed = [self.chain.allows(self.accepted, token_id) for token_id in range(self.chain.vocab_size)]
+        return numpy.packbits(allowed, bitorder="little").tobytes()
+
+    def accept(self, token_id: int) -> Verdict:
+        if not self.chain.allows(self.accepted, token_id):
+            return "error"
+        self.accepted.append(token_id)
+        return "stop" if len(self.accepted) == self.chain.length else ""
