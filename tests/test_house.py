@@ -38,7 +38,8 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
 STOREY = {name: number for number, names in enumerate(ORDER) for name in names}
 DECIDING = (
     "errors", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan", "progress",
-    "compiler.manifest", "engine.sequence", "engine.blocks", "engine.scheduler", "cli.app", "cli.options",
+    "compiler.manifest", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.constraint",
+    "server.protocol", "server.limits", "server.admission", "cli.app", "cli.options",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"

@@ -68,6 +68,32 @@ class DecodeSettings(Outlet):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Requests of one shape to a server. `concurrency` 0: they arrive by themselves, at `request_rate` a second."""
+
+    url: str
+    served_model: str | None = None
+    api_key: str | None = None
+    requests: int = 100
+    input_length: int = 512
+    output_length: int = 128
+    request_rate: float = math.inf
+    concurrency: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("requests", "input_length", "output_length"):
+            positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
+        positive("request rate", self.request_rate, "--request-rate 5")
+        if self.concurrency and not math.isinf(self.request_rate):
+            raise UsageError("a request rate and a concurrency exclude each other", "give one of the two")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
+
+
+@dataclass(frozen=True, kw_only=True)
 class PrefillSettings(Outlet):
     """`lengths` None: those of DEFAULT_LENGTHS that the context holds."""
 

@@ -17,6 +17,7 @@ from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
+from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
 from tcdeploy.errors import TcdeployError
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("compile")(compile_model)
 app.command("warm")(warm)
 app.command("generate")(generate)
+app.command("serve")(serve)
 app.add_typer(bench, name="bench")
 app.command("recipes")(recipes)
 

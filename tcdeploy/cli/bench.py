@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.bench.settings import BASELINES, DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
+from tcdeploy.bench.settings import (
+    BASELINES,
+    DecodeSettings,
+    PrefillSettings,
+    ServeSettings,
+    StartupSettings,
+    ThroughputSettings,
+)
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
 from tcdeploy.recipe import Recipe
@@ -176,6 +183,29 @@ def startup(
 
     report = startup.run(recipe, settings, display.PlainProgress())
     _publish(report, plot, output)
+
+
+@app.command("serve")
+def serve(
+    url: Annotated[str, typer.Option(help="Of the server, without /v1")] = "http://127.0.0.1:8000",
+    served_model: Annotated[str | None, typer.Option(help="Its name there; default: the first listed")] = None,
+    api_key: Annotated[str | None, typer.Option(help="Where it asks for one", envvar="TCDEPLOY_API_KEY")] = None,
+    requests: Annotated[int, typer.Option(help="How many in all")] = ServeSettings.requests,
+    input_length: Annotated[int, typer.Option(help="Tokens of each prompt")] = ServeSettings.input_length,
+    output_length: Annotated[int, typer.Option(help="Tokens of each answer")] = ServeSettings.output_length,
+    request_rate: Annotated[str, typer.Option(help="Arrivals a second; inf: all at once")] = "inf",
+    concurrency: Annotated[int, typer.Option(help="Clients that each wait for their answer; 0: none waits")] = 0,
+    output: Output = None,
+    seed: Seed = ServeSettings.seed,
+) -> None:
+    """Load on a running OpenAI-compatible server, ours or another's."""
+    settings = ServeSettings(
+        url=url.rstrip("/"), served_model=served_model, api_key=api_key, requests=requests, input_length=input_length,
+        output_length=output_length, request_rate=_rate(request_rate), concurrency=concurrency, seed=seed,
+    )  # fmt: skip
+    from tcdeploy.bench import serving
+
+    _publish(serving.run(settings), None, output)
 
 
 def _publish(report: Report, plot: str | None, output: str | None) -> None:

@@ -80,6 +80,22 @@ def _throughput_cells(row: Any) -> tuple[str, ...]:
     )
 
 
+def _serve_cells(row: Any) -> tuple[str, ...]:
+    times = row.latencies
+    return (
+        row.subject,
+        str(row.requests),
+        str(sum(row.failures.values())),
+        _number(row.output_tokens_per_second),
+        _number(row.requests_per_second),
+        *(
+            (_percentiles(times.first_token_ms), _percentiles(times.request_gap_ms), _percentiles(times.token_gap_ms))
+            if times
+            else (NONE, NONE, NONE)
+        ),
+    )
+
+
 def _startup_cells(row: Any) -> tuple[str, ...]:
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.stage_seconds.items())
     return row.start, f"{row.first_token_seconds:.1f}", f"{row.process_seconds:.1f}", stages
@@ -98,6 +114,11 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
         ("", "out tok/s", "all tok/s", "req/s", "first token ms 50/90/99", "per request ms/tok", "gap ms 50/90/99",
          "peak", "pre-empted", "host us", "compiles/captures"),
         _throughput_cells,
+    ),
+    "serve": (
+        ("", "requests", "failed", "out tok/s", "req/s", "first token ms 50/90/99", "per request ms/tok",
+         "gap ms 50/90/99"),
+        _serve_cells,
     ),
     "startup": (("start", "first token s", "process s", "stages"), _startup_cells),
 }  # fmt: skip

@@ -157,27 +157,16 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     if as_json:
         _print_report("warm", deployment)
         return
-    _console().print(
-        _table(
-            (
-                "bucket",
-                "cache",
-                "compile s",
-                "cold s",
-                "capture s",
-                "graph MB",
-                "check s",
-                "kernels",
-                "programs",
-                "breaks",
-                "max |dlogit|",
-                "KL",
-            ),
-            [_warm_row(record) for record in deployment.records],
-        )
-    )
+    _console().print(_warm_table(deployment))
     _print_totals(deployment)
     print(f'next: tcdeploy generate {_same_arguments()} "This module provides"')
+
+
+def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
+    _console().print(_warm_table(deployment))
+    _print_totals(deployment)
+    print(f"ready: {address}")
+    print(f"  {example}", flush=True)
 
 
 def show_bench(tables: list[BenchTable], remarks: list[str], document: str) -> None:
@@ -222,6 +211,14 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         f"{record.parity.max_difference:.2g}",
         f"{record.parity.kl:.1e}",
     )
+
+
+def _warm_table(deployment: Deployment) -> Table:
+    headers = (
+        "bucket", "cache", "compile s", "cold s", "capture s", "graph MB", "check s", "kernels", "programs", "breaks",
+        "max |dlogit|", "KL",
+    )  # fmt: skip
+    return _table(headers, [_warm_row(record) for record in deployment.records])
 
 
 def _print_totals(deployment: Deployment) -> None:

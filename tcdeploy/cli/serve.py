@@ -1,0 +1,56 @@
+"""`tcdeploy serve`: an OpenAI-compatible server over the warmed programs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.errors import UsageError
+from tcdeploy.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.pipeline import Deployment
+
+
+@recipe_command
+def serve(
+    recipe: Recipe,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="Asked of every request", envvar="TCDEPLOY_API_KEY")] = None,
+    served_name: Annotated[str | None, typer.Option(help="The model's name in the API; default: MODEL")] = None,
+    max_queued: Annotated[int, typer.Option(help="Answers that may wait beside those that run")] = 256,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds that a client may take nothing of its stream")] = 30.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds that running answers have after SIGTERM")] = 30.0,
+) -> None:
+    """Serve MODEL with OpenAI's API; ready when every bucket is warm and checked."""
+    from tcdeploy.cli import display
+
+    if api_key == "":
+        raise UsageError("the API key is empty", "leave out --api-key and TCDEPLOY_API_KEY to serve without one")
+    with display.reporting() as progress:
+        from tcdeploy.server.run import Settings, run_server
+
+        settings = Settings(
+            host=host, port=port, api_key=api_key, model=served_name or recipe.model,
+            max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
+        )  # fmt: skip
+
+        def deploy() -> Deployment:
+            from tcdeploy.pipeline import prepare
+
+            return prepare(recipe, progress)
+
+        def on_ready(deployment: Deployment, address: str) -> None:
+            body = json.dumps({"model": settings.model, "prompt": "This module provides", "max_tokens": 16})
+            example = f"curl {address}/v1/completions -H 'content-type: application/json' -d '{body}'"
+            display.show_server_is_ready(deployment, address, example)
+
+        code = run_server(settings, deploy, on_ready)
+    sys.stdout.flush()
+    os._exit(code)  # the engine's thread may be inside a step

@@ -1,0 +1,140 @@
+"""What a request of the right shape may ask of this server, and what that means to the engine. No torch.
+
+One that would change the meaning and is not supported is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from tcdeploy.engine.constraint import Constraint
+from tcdeploy.engine.sequence import ACCEPTED, SamplingParams
+from tcdeploy.errors import UsageError
+from tcdeploy.server.protocol import ChatRequest, CompletionRequest, Request, refusal
+
+MOST_CHOICES = 128  # n
+MOST_STOPS = 16
+MOST_STOP_IDS = 128
+MOST_TOOLS = 128  # OpenAI's own
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that mean nothing
+    "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "echo": (None, False), "bad_words": (None, []),
+    "chat_template": (None,), "continue_final_message": (None, False), "truncate_prompt_tokens": (None,),
+    "allowed_token_ids": (None,), "prompt_logprobs": (None,), "include_stop_str_in_output": (None, False),
+    "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"), "audio": (None,),
+    "modalities": (None, ["text"]), "prediction": (None,), "web_search_options": (None,), "guided_json": (None,),
+    "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,), "structured_outputs": (None,),
+    "use_beam_search": (None, False), "prompt_embeds": (None,), "store": (None, False),
+}  # fmt: skip
+
+
+class Limits(NamedTuple):
+    """What a request can ask of this deployment."""
+
+    context: int
+    vocab_size: int
+    stop_token_ids: tuple[int, ...]  # the model's own
+
+
+def check(request: Request) -> None:
+    """Refuse by name what would change the meaning and is not supported, and what is out of range."""
+    extra = request.model_extra or {}
+    for name, neutral in UNSUPPORTED.items():
+        if name in extra and extra[name] not in neutral:
+            raise refusal(f"{name} is not supported", name, "unsupported_parameter")
+    if not 1 <= request.choices <= MOST_CHOICES:
+        raise refusal(f"n is {request.choices}, and must be from 1 to {MOST_CHOICES}", "n")
+    if len(request.stops) > MOST_STOPS or not all(request.stops):
+        raise refusal(f"stop takes up to {MOST_STOPS} strings that are not empty", "stop")
+    if len(request.stop_token_ids or ()) > MOST_STOP_IDS:
+        raise refusal(f"stop_token_ids are {MOST_STOP_IDS} at most", "stop_token_ids")
+    if isinstance(request, ChatRequest):
+        _check_tools(request)
+        if request.top_logprobs and not request.logprobs:
+            raise refusal("top_logprobs goes with logprobs", "top_logprobs")
+    for name in ("ignore_eos", "min_tokens"):
+        if request.held_by and getattr(request, name):
+            raise refusal(f"{name} does not go with {request.held_by}: its answer ends where the JSON does", name)
+    if request.stream_options is not None and not request.stream:
+        raise refusal("stream_options goes with stream", "stream_options")
+
+
+def _check_tools(request: ChatRequest) -> None:
+    names = [tool.function.name for tool in request.tools or []]
+    if len(names) > MOST_TOOLS or len(set(names)) < len(names):
+        raise refusal(f"tools are {MOST_TOOLS} at most, each with a name of its own", "tools")
+    if request.tool_choice not in (None, "none", "auto") and not request.forced_tools:
+        raise refusal("tool_choice asks for a call of what is not in tools", "tool_choice")
+    if request.usable_tools and request.schema_of_answer is not None:
+        raise refusal("response_format does not go with tools, unless tool_choice is none", "response_format")
+
+
+def sampling_params(
+    request: Request, prompt_length: int, limits: Limits, choice: int = 0, constraint: Constraint | None = None
+) -> SamplingParams:
+    """How the engine is to sample choice number `choice` of a request. Raises ApiError that names the field."""
+    room = limits.context - prompt_length
+    if room < 1:
+        raise refusal(
+            f"the prompt has {prompt_length} tokens, and this model's context is {limits.context}",
+            "messages" if isinstance(request, ChatRequest) else "prompt", "context_length_exceeded",
+        )  # fmt: skip
+    length_field = "max_tokens"
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        length_field = "max_completion_tokens"
+    longest = room if request.longest is None else request.longest
+    asked = {
+        "max_new_tokens": (longest, length_field),
+        "temperature": (request.temperature if request.temperature is not None else 1.0, "temperature"),
+        "top_k": (max(request.top_k or 0, 0) if request.top_k == -1 else request.top_k or 0, "top_k"),
+        "top_p": (request.top_p if request.top_p is not None else 1.0, "top_p"),
+        "min_p": (request.min_p or 0.0, "min_p"),
+        "repetition_penalty": (
+            request.repetition_penalty if request.repetition_penalty is not None else 1.0, "repetition_penalty",
+        ),
+        "presence_penalty": (request.presence_penalty or 0.0, "presence_penalty"),
+        "frequency_penalty": (request.frequency_penalty or 0.0, "frequency_penalty"),
+        "min_new_tokens": (request.min_tokens or 0, "min_tokens"),
+        "seed": (request.seed, "seed"),
+        "logprobs": (request.wanted_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
+    }  # fmt: skip
+    for name, (value, field) in asked.items():
+        if value is None:
+            continue
+        try:
+            ACCEPTED[name].check(value)
+        except UsageError as error:
+            raise refusal(error.message, field) from None
+    if longest > room:
+        raise refusal(
+            f"the prompt has {prompt_length} tokens, {length_field} is {longest}, and this model's context is "
+            f"{limits.context}", length_field, "context_length_exceeded",
+        )  # fmt: skip
+    if (request.min_tokens or 0) > longest:
+        raise refusal(f"min_tokens is more than {length_field}", "min_tokens")
+    values = {name: value for name, (value, _) in asked.items()}
+    if request.seed is not None and choice:
+        values["seed"] = (request.seed + choice) % 2**63
+    stops = () if request.ignore_eos else limits.stop_token_ids
+    own = tuple(request.stop_token_ids or ())
+    if any(not 0 <= token_id < limits.vocab_size for token_id in own):
+        raise refusal(f"stop_token_ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids")
+    echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    try:
+        return SamplingParams(
+            **values,  # type: ignore[arg-type]
+            stop_token_ids=tuple(dict.fromkeys((*stops, *own))),
+            logit_bias=_biases(request, limits.vocab_size),
+            prompt_logprobs=request.wanted_logprobs if echoed else None,
+            constraint=constraint,
+        )
+    except UsageError as error:  # the ids of stops count as biases where min_tokens forbids them
+        raise refusal(error.message, "logit_bias" if request.logit_bias else "stop_token_ids") from None
+
+
+def _biases(request: Request, vocab_size: int) -> tuple[tuple[int, float], ...]:
+    made = []
+    for key, value in (request.logit_bias or {}).items():
+        if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
+            raise refusal(f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias")
+        made.append((int(key), value))
+    return tuple(made)

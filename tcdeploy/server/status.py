@@ -1,0 +1,101 @@
+"""What the page at / shows, as one JSON document: the same figures as /metrics, with percentiles made here.
+
+Percentiles are over the last requests (tokens), not over averages; the rate is of the last few seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from importlib.resources import files
+from typing import Any
+
+LAST = 2000  # requests, or gaps between tokens, that a percentile is taken over
+RATE_SECONDS = 5.0
+
+
+class Recent:
+    """The latest figures of the answers that were given."""
+
+    def __init__(self) -> None:
+        self.first_token: deque[float] = deque(maxlen=LAST)
+        self.between_tokens: deque[float] = deque(maxlen=LAST)
+        self.answers = 0
+        self.tokens = 0
+        self._marks: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])
+
+    def token(self) -> None:
+        self.tokens += 1
+        now = time.monotonic()
+        if now - self._marks[-1][0] >= 0.1:
+            self._marks.append((now, self.tokens))
+            while now - self._marks[0][0] > RATE_SECONDS and len(self._marks) > 2:
+                self._marks.popleft()
+
+    def tokens_per_second(self) -> float:
+        now = time.monotonic()
+        begin, before = next(((when, count) for when, count in self._marks if now - when <= RATE_SECONDS), (now, 0))
+        return (self.tokens - before) / max(now - begin, 1.0) if now > begin else 0.0
+
+
+def percentile(values: list[float], share: float) -> float | None:
+    """The smallest value that `share` of all reach."""
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)] if ordered else None
+
+
+def page() -> str:
+    return files("tcdeploy.server").joinpath("page.html").read_text("utf-8")
+
+
+def status(service: Any) -> dict[str, Any]:
+    worker, recent = service.worker, service.recent
+    deployment, load = worker.deployment, worker.load
+    reason = "dead" if worker.failure else service.admission.closed_because
+    latency = [("first token", recent.first_token), ("between tokens", recent.between_tokens)]
+    found: dict[str, Any] = {
+        "model": service.model,
+        "state": reason or "ready",
+        "uptime_seconds": time.time() - service.started,
+        "running": load.running + load.prefilling,
+        "waiting": load.waiting,
+        "answers": recent.answers,
+        "generation_tokens": recent.tokens,
+        "tokens_per_second": recent.tokens_per_second(),
+        "rejections": sum(service.admission.rejections.values()),
+        "kv_use": 0.0,
+        "recompiles": 0,
+        "latency": [
+            {
+                "name": name,
+                "count": len(values),
+                **{f"p{share}": percentile(list(values), share / 100) for share in (50, 90, 99)},
+            }
+            for name, values in latency
+        ],
+        "buckets": [],
+        "stage_seconds": {},
+    }
+    if deployment is None:
+        return found
+    runner = deployment.engine.runner
+    hits = {bucket.name: count for bucket, count in list(runner.hits.items())}
+    padding = {bucket.name: count for bucket, count in list(runner.padding.items())}
+    return {
+        **found,
+        "kv_use": load.used_blocks / deployment.engine.allocator.capacity,
+        "recompiles": service.compiles_since_ready(),
+        "stage_seconds": deployment.stage_seconds,
+        "buckets": [
+            {
+                "bucket": record.bucket,
+                "outcome": record.outcome,
+                "hits": hits.get(record.bucket, 0),
+                "padding": padding.get(record.bucket, 0),
+                "max_difference": record.parity.max_difference,
+                "kl": record.parity.kl,
+                "candidate": record.candidate,
+            }
+            for record in deployment.records
+        ],
+    }

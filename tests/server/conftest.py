@@ -1,0 +1,122 @@
+"""The real command, serving the embedded model in a process of its own, as its clients find it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.conftest import TINY, cli_command, cli_environment
+
+FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
+
+
+@dataclass
+class Served:
+    process: subprocess.Popen[str]
+    address: str
+    said: list[str]  # its lines on stderr
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0)
+
+    def metric(self, name: str, **labels: str) -> float:
+        """One sample of /metrics; 0 where there is none."""
+        wanted = f"tcdeploy:{name}" + (
+            "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
+        )
+        for line in httpx.get(f"{self.address}/metrics").text.splitlines():
+            if line.startswith(f"{wanted} "):
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
+
+    @property
+    def steps(self) -> float:
+        """That the engine has run since it was ready."""
+        lines = httpx.get(f"{self.address}/metrics").text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tcdeploy:bucket_hits_total"))
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory of the process."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]) << 10
+
+    def connect(self) -> socket.socket:
+        host, port = self.address.removeprefix("http://").split(":")
+        connection = socket.create_connection((host, int(port)), timeout=60)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def until_idle(self, seconds: float) -> float:
+        """Wait until nothing runs and no block is in use; the seconds that took, at most `seconds`."""
+        start = time.monotonic()
+        while time.monotonic() - start < seconds:
+            if not any(
+                self.metric(name) for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+            ):
+                break
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+
+def post_of(path: str, body: bytes) -> bytes:
+    """A request as it goes over the wire."""
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
+@contextmanager
+def serving(home: Path, cache: Path, *flags: str, script: str = "", model: str = TINY) -> Iterator[Served]:
+    """`script` runs in the server's process before the command does."""
+    command = cli_command("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
+    if script:
+        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
+        command = [command[0], "-c", f"{script}\n{run}", *command[3:]]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_environment(home),
+        start_new_session=True,
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    said: list[str] = []
+    listener = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    listener.start()
+    try:
+        ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
+        assert ready is not None, "".join(said)
+        yield Served(process, ready.split()[1], said)
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@pytest.fixture(scope="session")
+def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("served")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[Served]:
+    """One server for all tests that leave it as it was."""
+    with serving(tmp_path_factory.mktemp("home"), warm_cache) as found:
+        yield found
+
+
+@pytest.fixture
+def serve(tmp_path: Path, warm_cache: Path, served: Served) -> Callable[..., Any]:
+    """A server of one's own, from the same warm cache."""
+    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, **asked)

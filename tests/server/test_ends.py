@@ -1,0 +1,144 @@
+"""Starts that fail and ends that must come: nothing hangs, and whoever waits is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.conftest import TINY, cli_command, cli_environment
+from tests.server.conftest import FLAGS, post_of
+from tests.server.test_faults import CHAT, LONG, QUESTION, events, open_streams
+
+SLOW_DEATH = """
+import time
+from tcdeploy.engine import engine
+step, steps = engine.Engine.step, [0]
+def dying(self):
+    steps[0] += 1
+    if steps[0] > 20:
+        time.sleep(2)
+        raise RuntimeError("the device is gone")
+    return step(self)
+engine.Engine.step = dying
+"""
+SLOW_START = """
+import time
+from tcdeploy import pipeline
+prepare = pipeline.prepare
+pipeline.prepare = lambda *given: (time.sleep(4), prepare(*given))[1]
+"""
+
+
+def test_who_asks_while_the_engine_dies_is_told_too(serve: Callable[..., Any]) -> None:
+    with serve(script=SLOW_DEATH) as served:
+        [running] = open_streams(served, 1)
+        time.sleep(1)  # in the step that dies
+        late: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: late.append(
+                httpx.post(served.address + CHAT, json={"messages": QUESTION, "max_tokens": 3}, timeout=20)
+            )
+        )
+        asking.start()
+        assert "the device is gone" in events(running)[-2]["error"]["message"]
+        asking.join()
+        assert (late[0].status_code, late[0].json()["error"]["code"]) == (503, "engine_died")
+        assert served.process.wait(timeout=15) == 1
+
+
+def test_a_client_that_reads_nothing_does_not_hold_up_the_end(serve: Callable[..., Any]) -> None:
+    with serve("--stall-timeout", "60", "--drain-timeout", "1") as served, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = served.address.removeprefix("http://").split(":")
+        deaf.connect((host, int(port)))
+        deaf.sendall(post_of(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        deaf.recv(1)
+        time.sleep(3)
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(timeout=15) == 0
+
+
+def test_a_client_that_reads_nothing_loses_its_connection(serve: Callable[..., Any]) -> None:
+    with serve("--stall-timeout", "1") as served, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        host, port = served.address.removeprefix("http://").split(":")
+        deaf.connect((host, int(port)))
+        deaf.sendall(post_of(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        deadline = time.monotonic() + 60
+        while not any("was let go" in line for line in served.said) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        told, part = b"", b"x"
+        with contextlib.suppress(ConnectionError):
+            while part:
+                part = deaf.recv(1 << 20)
+                told += part
+        assert not told.endswith(b"0\r\n\r\n"), "cut, not ended"
+        assert served.until_idle(5) < 5
+        assert not any("Traceback" in line for line in served.said)
+
+
+def started(home: Path, *flags: str, script: str = "") -> subprocess.Popen[str]:
+    command = cli_command("serve", *flags)
+    if script:
+        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
+        command = [command[0], "-c", f"{script}\n{run}", *command[3:]]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_environment(home)
+    )
+
+
+def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    process = started(
+        tmp_path, TINY, *FLAGS[:4], "--port", str(port), "--cache-dir", str(warm_cache), script=SLOW_START
+    )
+    address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            found = httpx.get(f"{address}/ready")
+            break
+        except httpx.TransportError:
+            time.sleep(0.05)
+    assert (found.status_code, found.text) == (503, "loading")
+    for path in ("/metrics", "/status", "/"):
+        assert httpx.get(address + path).status_code == 200
+    assert httpx.post(address + CHAT, json={"messages": QUESTION}).json()["error"]["code"] == "loading"
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 0
+    assert "ready: " not in (process.stdout.read() if process.stdout else "")
+
+
+def test_what_keeps_it_from_starting_is_said(tmp_path: Path, warm_cache: Path) -> None:
+    missing = started(tmp_path, str(tmp_path / "nothing"), "--port", "0")
+    _, said = missing.communicate(timeout=60)
+    assert missing.returncode == 1 and "nothing does not exist" in said and "Traceback" not in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        busy = started(tmp_path, TINY, *FLAGS[:4], "--port", port, "--cache-dir", str(warm_cache))
+        _, said = busy.communicate(timeout=60)
+    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in said and "Traceback" not in said
+
+
+BREAKS = """
+from tcdeploy.server import service
+def take_up(self, deployment):
+    raise RuntimeError("a tokenizer of another kind")
+service.Service.take_up = take_up
+"""
+
+
+def test_a_server_that_cannot_use_its_model_ends(tmp_path: Path, warm_cache: Path) -> None:
+    broken = started(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=BREAKS)
+    _, said = broken.communicate(timeout=60)
+    assert broken.returncode == 1 and "a tokenizer of another kind" in said

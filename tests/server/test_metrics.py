@@ -1,0 +1,33 @@
+"""What scrapes /metrics takes differences: a series that appears with its first event hides that event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.conftest import Served
+
+
+def test_every_series_of_a_known_label_is_there_before_its_first_event(serve: Callable[..., Any]) -> None:
+    def samples(served: Served) -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(httpx.get(f"{served.address}/metrics").text)
+        found = [sample for family in families if family.type == "counter" for sample in family.samples]
+        return {(one.name, *one.labels.values()): one.value for one in found if one.name.endswith("_total")}
+
+    with serve() as served:
+        before = samples(served)
+        served.client.completions.create(model="builtin:tiny", prompt="A list is a", max_tokens=3)
+        after = samples(served)
+    assert set(before) == set(after)
+    assert before["tcdeploy:eager_fallbacks_total",] == 0
+    for reason in ("loading", "queue_full", "draining", "dead"):
+        assert before["tcdeploy:admission_rejections_total", reason] == 0
+    for reason, count in {"stop": 0, "length": 1}.items():
+        assert before["tcdeploy:request_success_total", reason] == 0
+        assert after["tcdeploy:request_success_total", reason] == count
+    assert {key[1] for key in before if key[0] == "tcdeploy:bucket_hits_total"} == {
+        "prefill:32", "prefill:128", "decode:1", "decode:4",
+    }  # fmt: skip
