@@ -7,8 +7,10 @@ the device, with the greedy choice and the advance of the decode rows; any other
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
@@ -96,20 +98,21 @@ class ModelRunner:
 
         Each piece comes with the position of the first token that its tokens follow.
 
-        Not from a graph, whose steps keep the last row of each prompt alone; by the same programs. In pieces of
-        SCORED_ROWS tokens, each a pass of the model: the logits of a whole prompt may be larger than the weights.
+        Not from a graph, whose steps keep the last row of each prompt alone; by the same programs. The head works in
+        pieces of SCORED_ROWS tokens: the logits of a whole prompt may be larger than the weights.
         """
         sequence, start, stop = chunk
         last = min(stop, sequence.prompt_length - 1)
         prefill = self._prefill_for(smallest(self.plan.prefill_buckets, stop - start), stop - start)
         prefill.fill([chunk], [None])
         found: list[tuple[int, sampling.Logprobs]] = []
-        for begin in range(start, last, SCORED_ROWS):
-            end = min(begin + SCORED_ROWS, last)
-            rows = torch.arange(begin - start, end - start, device=self.plan.device)
-            next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-            found.append((begin, sampling.logprobs(self._scored(prefill.buffers, rows), next_ids, wanted)))
-            self.graphless_passes += self.is_captured(prefill.buffers.bucket)
+        with _body_once(self.model):
+            for begin in range(start, last, SCORED_ROWS):
+                end = min(begin + SCORED_ROWS, last)
+                rows = torch.arange(begin - start, end - start, device=self.plan.device)
+                next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
+                found.append((begin, sampling.logprobs(self._scored(prefill.buffers, rows), next_ids, wanted)))
+        self.graphless_passes += self.is_captured(prefill.buffers.bucket)
         return found
 
     def choose(self, bucket: Bucket, candidate: Candidate) -> None:
@@ -185,6 +188,32 @@ class ModelRunner:
         finally:
             self.step.early_rows = None  # the reference runs the same layers
         return logits if late_rows is None or keep else logits[late_rows]
+
+
+@contextlib.contextmanager
+def _body_once(model: PreTrainedModel) -> Iterator[None]:
+    """Within, the model without its head runs at the first call alone, and every call gets what that gave.
+
+    The head stays in the model's own forward, with whatever a family does around it. Where the body is one program
+    (region model) each call runs it.
+    """
+    body = model.base_model
+    if body is model or body._compiled_call_impl is not None or "forward" in vars(body):
+        yield
+        return
+    forward: Any = body.forward
+    outputs: list[Any] = []
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if not outputs:
+            outputs.append(forward(*args, **kwargs))
+        return outputs[0]
+
+    body.forward = once
+    try:
+        yield
+    finally:
+        del body.forward
 
 
 def smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:

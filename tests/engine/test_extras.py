@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tcdeploy.compiler.ledger import measured
+from tcdeploy.engine import runner
 from tcdeploy.engine.engine import NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import UsageError
@@ -118,3 +119,34 @@ def test_values_that_mean_nothing_are_refused(bad: dict[str, Any]) -> None:
 def test_a_bias_of_a_token_that_is_none_is_refused(tiny_deployment: Any) -> None:
     with pytest.raises(UsageError, match="vocabulary"):
         tiny_deployment.engine.submit(PROMPT, SamplingParams(logit_bias=((10**6, 1.0),)))
+
+
+def test_scoring_in_pieces_runs_the_body_once_and_gives_the_same(
+    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of three chunks; the head takes 32 tokens at a time."""
+    engine, source = tiny_deployment.engine, random.Random(6)
+    prompt = [source.randrange(3, 900) for _ in range(300)]
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=2)
+    model = engine.runner.model
+    heads: list[int] = []
+    hooks = [model.get_output_embeddings().register_forward_hook(lambda *_: heads.append(1))]
+    layers: list[int] = []
+    first_layer = model.get_decoder().layers[0]
+    call = first_layer._compiled_call_impl
+    monkeypatch.setattr(first_layer, "_compiled_call_impl", lambda *a, **k: (layers.append(1), call(*a, **k))[1])
+    try:
+        found = []
+        for rows in (512, 32):
+            monkeypatch.setattr(runner, "SCORED_ROWS", rows)
+            layers.clear()
+            heads.clear()
+            [tokens] = run(engine, [prompt], params).values()
+            found.append(([entry.chosen for entry in tokens[0].prompt_logprobs or ()], len(layers), len(heads)))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    assert "forward" not in vars(model.base_model)
+    (whole, passes, few), (pieces, same, many) = found
+    assert whole == pieces and len(whole) == 299
+    assert passes == same == 6 and many > few, "three chunks, each once as a step and once to be scored"
