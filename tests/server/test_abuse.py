@@ -132,7 +132,7 @@ def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callabl
         assert httpx.post(f"{served.address}/tokenize", json={"prompt": "a"}).status_code == 200
         for number, connection in enumerate(slow):
             told = connection.recv(4096)
-            assert b" 408 " in told and told.endswith(b"}"), number
+            assert b" 408 " in told, number
             connection.close()
         assert time.monotonic() - start < 10
 
