@@ -35,7 +35,7 @@ class Admission:
         if answers > self.limit:
             raise refusal(f"it asks for {answers} answers, and {self.limit} is the most at a time", "n")
         if self.inside + answers > self.limit:
-            self._reject("queue_full", f"{self.inside} requests are inside, and {self.limit} is the most")
+            self._reject("queue_full", f"{self.inside} answers are inside, and {self.limit} is the most")
         self.inside += answers
 
     def leave(self, answers: int) -> None:

@@ -41,7 +41,6 @@ from tcdeploy.server.service import Service
 from tcdeploy.server.worker import EngineDied
 
 BODY_SECONDS = 60.0
-LONG_BODY_BYTES = 256 << 10  # parsed beside the event loop
 OPEN_PATHS = ("/health", "/ready")  # without a key
 REFERENCE = "#/components/schemas/{model}"
 BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
@@ -168,13 +167,11 @@ async def _read(service: Service, request: Request, kind: type[Shape]) -> Shape:
                     raise ApiError(413, f"the body is larger than {service.max_body_bytes} bytes")
     except TimeoutError:
         raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
-    return (
-        parse(kind, bytes(body)) if len(body) < LONG_BODY_BYTES else await asyncio.to_thread(parse, kind, bytes(body))
-    )
+    return parse(kind, bytes(body))
 
 
 class _Bare(APIRoute):
-    """The request goes to the endpoint as it is: completions ask the framework for nothing, and it takes 0.1 ms."""
+    """The request goes to the endpoint as it is: completions ask the framework for nothing, and that takes 0.06 ms."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def handle(request: Request) -> Response:

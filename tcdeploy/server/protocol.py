@@ -12,6 +12,7 @@ import json
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, ValidationError
+from pydantic_core import from_json
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own, of /v1/completions
 MOST_PROMPTS = 1024
@@ -301,14 +302,17 @@ def tools_as_sent(tools: list[Tool] | None) -> list[dict[str, Any]]:
 
 
 def parse(kind: type[Shape], body: bytes) -> Shape:
-    """A request from JSON. Raises ApiError for what is no JSON, or not of this shape."""
+    """A request from JSON. Raises ApiError for what is no JSON, or not of this shape.
+
+    In two steps: in one, pydantic makes its input anew for every error, and a million lists take 1.0 s instead of 0.3.
+    """
     try:
-        return kind.model_validate_json(body)
+        return kind.model_validate(from_json(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        if first["type"] == "json_invalid":
-            raise refusal(f"the body is no JSON: {first['msg']}", None, "invalid_json") from None
         where = ".".join(str(part) for part in first["loc"])
         raise refusal(
             f"{where or 'the body'}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None
         ) from None
+    except ValueError as error:
+        raise refusal(f"the body is no JSON: {error}", None, "invalid_json") from None

@@ -168,9 +168,7 @@ class ToolReader:
                 raise TypeError(f"a function is named {name!r}")
             if self._calls == self._most_calls:
                 return
-            text = (
-                arguments if isinstance(arguments, str) else json.dumps(arguments or {})
-            )  # escapes: half characters too
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments or {})
             yield Call(self._calls, f"call_{uuid.uuid4().hex}", name, text)
             self._calls += 1
 

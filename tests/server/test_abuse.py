@@ -132,7 +132,11 @@ def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callabl
         assert httpx.post(f"{served.address}/tokenize", json={"prompt": "a"}).status_code == 200
         for number, connection in enumerate(slow):
             told = connection.recv(4096)
-            assert b" 408 " in told, number
+            while not told.endswith(b"}"):  # the body may come in a packet of its own
+                part = connection.recv(4096)
+                assert part, told
+                told += part
+            assert b" 408 " in told and json.loads(told.partition(b"\r\n\r\n")[2])["error"]["message"], number
             connection.close()
         assert time.monotonic() - start < 10
 
@@ -145,14 +149,21 @@ def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Ca
         )
         assert b" 415 " in unwanted.recv(4096)
         unwanted.sendall(b"a")
-        body = {"prompt": [5, 6], "max_tokens": 600, "ignore_eos": True, "stream": True}
+        body = {
+            "prompt": [5, 6],
+            "max_tokens": 600,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
         streaming.sendall(post_of(COMPLETIONS, json.dumps(body).encode()) + b"\r\n")
         told = b""
         while not told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             part = streaming.recv(1 << 16)
             assert part, told[-300:]
             told += part
-        assert b'"error"' not in told
+        events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith(b"data: {")]
+        assert not any("error" in event for event in events) and events[-1]["usage"]["completion_tokens"] == 600
         unwanted.settimeout(10)
         with contextlib.suppress(ConnectionError):
             while unwanted.recv(4096):
@@ -181,5 +192,5 @@ def test_a_large_body_that_is_wrong_is_refused_and_nobody_waits(served: Served, 
         start = time.monotonic()
         assert httpx.get(f"{served.address}/health").status_code == 200
         longest = max(longest, time.monotonic() - start)
-    assert answers == [400] and longest < 5.0, (answers, longest)  # 1 s alone, for a million lists
+    assert answers == [400] and longest < 1.0, (answers, longest)
     assert served.resident_bytes - before < 2 * GROWTH_BYTES

@@ -39,7 +39,7 @@ def open_streams(served: Served, count: int) -> list[Any]:
 
 
 def test_beyond_the_queue_a_request_is_refused_at_once_and_what_runs_goes_on(serve: Callable[..., Any]) -> None:
-    """A quarter of a hundred refusals are within the time: a machine that is busy with other tests can keep that."""
+    """The median of a hundred refusals, and rates over a second: a machine that is busy now and then can keep them."""
     with serve("--max-queued", "1") as served:
         opened = open_streams(served, 5)  # four run, one waits
         time.sleep(0.3)
@@ -47,7 +47,7 @@ def test_beyond_the_queue_a_request_is_refused_at_once_and_what_runs_goes_on(ser
         with httpx.Client() as client:
             for is_refused in (False, True):
                 begin, before = time.perf_counter(), served.metric("generation_tokens_total")
-                while len(seconds) < 100 if is_refused else time.perf_counter() - begin < 0.4:
+                while len(seconds) < 100 if is_refused else time.perf_counter() - begin < 1.0:
                     start = time.perf_counter()
                     answer = client.post(served.address + CHAT, json=LONG) if is_refused else None
                     time.sleep(0.005)
@@ -57,8 +57,8 @@ def test_beyond_the_queue_a_request_is_refused_at_once_and_what_runs_goes_on(ser
                         assert answer.json()["error"]["code"] == "queue_full"
                 rates.append((served.metric("generation_tokens_total") - before) / (time.perf_counter() - begin))
         assert served.metric("num_requests_running") == 4, "they ran all the time"
-        assert sorted(seconds)[25] < 0.05
-        assert rates[1] > rates[0] / 3, rates
+        assert sorted(seconds)[50] < 0.05
+        assert rates[1] > rates[0] / 2, rates
         assert served.metric("admission_rejections_total", reason="queue_full") == 100
         for response in opened:
             response.close()
