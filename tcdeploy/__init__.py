@@ -15,7 +15,7 @@ The names below are imported when they are first asked for: `tcdeploy --help` mu
 
 import importlib
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 OFFERED = {
     "Engine": "tcdeploy.engine.engine",

@@ -14,6 +14,7 @@ import importlib.util
 import os
 import platform
 import subprocess
+import sysconfig
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -43,14 +44,22 @@ class Environment:
     host_memory_bytes: int
     compiler: str
     flash_packages: tuple[tuple[str, str], ...]  # (backend, version) of what is installed
+    install_paths: str = ""  # of Python's headers and of torch: they stand in the names of a CPU's programs
     inductor_cache_dir: str = ""  # an already set TORCHINDUCTOR_CACHE_DIR
     user_cache_dir: str = ""
 
     def program_factors(self) -> dict[str, object]:
-        """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory."""
-        return {key: value for key, value in asdict(self).items() if key not in NOT_IN_PROGRAMS}
+        """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory.
+
+        With a GPU neither the C++ compiler nor the CPU is in them: an image that serves needs no compiler, and a
+        machine with more cores starts from the same cache. Of Python's version the first two parts count.
+        """
+        left_out = NOT_IN_PROGRAMS | (ONLY_IN_CPU_PROGRAMS if self.gpu else set())
+        factors = {key: value for key, value in asdict(self).items() if key not in left_out}
+        return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
+ONLY_IN_CPU_PROGRAMS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 NOT_IN_PROGRAMS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes"}
 
 
@@ -62,9 +71,10 @@ class Difference:
 
 
 def diff(here: Environment, there: Environment) -> list[Difference]:
-    """Every factor of compiled programs in which two environments differ, in the order of the fields."""
+    """Every factor of both environments' programs in which they differ, in the order of the fields."""
     mine, theirs = here.program_factors(), there.program_factors()
-    return [Difference(name, str(mine[name]), str(theirs[name])) for name in mine if mine[name] != theirs[name]]
+    shared = [name for name in mine if name in theirs]
+    return [Difference(name, str(mine[name]), str(theirs[name])) for name in shared if mine[name] != theirs[name]]
 
 
 def detect_environment() -> Environment:
@@ -89,9 +99,21 @@ def detect_environment() -> Environment:
         host_memory_bytes=_host_memory_bytes(),
         compiler=_first_line("g++", "--version"),
         flash_packages=installed_flash_packages(),
+        install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
         inductor_cache_dir=os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
         user_cache_dir=os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"),
     )
+
+
+def installed_versions() -> dict[str, object]:
+    """Those factors that can be told without importing torch; the GPU by its driver's tool, where there is one."""
+    gpu = _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    return {
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        **{name: _version(name) for name in ("torch", "transformers", "triton")},
+        "flash_packages": installed_flash_packages(),
+        **({"gpu": gpu} if gpu else {}),
+    }
 
 
 def _host_memory_bytes() -> int:

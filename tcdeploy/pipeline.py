@@ -11,7 +11,9 @@ import time
 
 _import_started = time.perf_counter()
 
+import dataclasses
 import gc
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,11 +26,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_step, register_attention
 from tcdeploy.attention.kvcache import allocate_kv_cache
-from tcdeploy.compiler import cachedir
+from tcdeploy.compiler import cachedir, toolchain
+from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
 from tcdeploy.compiler.explain import Break, explain_regions
-from tcdeploy.compiler.manifest import BucketRecord, make_manifest, manifest_path, read_manifest, write_manifest
+from tcdeploy.compiler.manifest import (
+    BucketRecord,
+    Manifest,
+    Origin,
+    make_manifest,
+    make_origin,
+    manifest_path,
+    write_manifest,
+)
+from tcdeploy.compiler.passes import sources_digest
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_edges, find_layers, regions_to_compile
+from tcdeploy.compiler.settings import torch_settings
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
@@ -42,6 +55,7 @@ from tcdeploy.progress import Progress, Silent
 from tcdeploy.recipe import Recipe
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
+_starts = 0  # of this process
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,7 @@ class Decided:
     environment: Environment
     architecture: Architecture
     plan: Plan
+    toolchain: toolchain.Toolchain | None = None  # that made the cached programs, where this machine has none
 
 
 @dataclass(frozen=True)
@@ -64,6 +79,7 @@ class Deployment:
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
+    cache_dir: str  # the plan's, or a private copy of it where that cannot be written
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
 
     @cached_property
@@ -78,6 +94,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     Python's garbage collector spares from then on what this process holds at the end (`gc.freeze`). Whoever drops a
     deployment and wants its memory back calls `gc.unfreeze()` and `gc.collect()`; the next `prepare` does so too.
     """
+    global _starts
+    _starts += 1
     progress = progress or Silent()
     stages = _Stages(progress)
     if gc.get_freeze_count():  # an earlier deployment of this process may be garbage by now, and hold memory
@@ -85,10 +103,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         gc.collect()
     decided = decide(recipe, progress, stages)
     plan, architecture = decided.plan, decided.architecture
-    manifest_file = manifest_path(plan.cache_dir, plan.key)
     with stages.stage("load"):
-        cachedir.activate(plan.cache_dir, len(plan.buckets))
-        earlier = read_manifest(manifest_file)
+        cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
+        cachedir.hold(cache_dir, plan.key)
+        earlier = cachedir.read_checked(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
+        toolchain.use_precompiled_headers(earlier is None)
+        if decided.toolchain:
+            toolchain.stand_in_for(decided.toolchain)
         runner = _load(decided)
     with stages.stage("compile"):
         layers = find_layers(runner.model, architecture)
@@ -97,12 +118,51 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         known = Earlier()
         if earlier:
             known = Earlier(earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
-        records = warm_buckets(runner, architecture, known, measure, progress)
+        with UsedFiles(cache_dir).watching() as used:
+            records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
         _spare_the_collector()
+    with stages.stage("record"):
+        files = _record_files(decided, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)
-    manifest = make_manifest(plan, decided.environment, stages.seconds, records, workspace_bytes)
-    write_manifest(manifest_file, manifest)
-    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, workspace_bytes)
+    environment, origin = decided.environment, origin_of(decided)
+    manifest = make_manifest(
+        plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_start()
+    )
+    write_manifest(manifest_path(cache_dir, plan.key), manifest)
+    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
+
+
+def origin_of(decided: Decided) -> Origin:
+    """What programs are made from here, beside plan and machine."""
+    config = json.loads(decided.config.to_json_string(use_diff=False))
+    config.pop("_name_or_path", None)  # a place
+    return make_origin(decided.recipe, config, sources_digest(), torch_settings())
+
+
+def _record_files(
+    decided: Decided, cache_dir: str, used: UsedFiles, earlier: Manifest | None
+) -> tuple[FileRecord, ...]:
+    """What this start used of the cache folder, hashed; the compiler's answers among it, if it made any of that.
+
+    With what an earlier one used, where this process may have held programs already.
+    """
+    known = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN)] if earlier else []
+    compiler = known[0] if known else toolchain.record_toolchain(cache_dir)
+    before = [file.path for file in earlier.files] if earlier and not _is_first_start() else []
+    return record_files(cache_dir, {*used.paths(), *before, *([compiler] if compiler else [])})
+
+
+def _is_first_start() -> bool:
+    return _starts == 1
+
+
+def release() -> None:
+    """Give back what dropped deployments held: device memory, programs, and what the collector was told to spare."""
+    torch._dynamo.reset()
+    gc.unfreeze()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def _spare_the_collector() -> None:
@@ -130,15 +190,33 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | N
         environment = detect_environment()
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
-        plan = make_plan(recipe, environment, architecture)
-    progress.planned(plan)
-    return Decided(recipe, config, environment, architecture, plan)
+        decided = Decided(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
+        if not environment.compiler and toolchain.is_missing():
+            decided = _with_recorded_compiler(decided)
+    progress.planned(decided.plan)
+    return decided
+
+
+def _with_recorded_compiler(decided: Decided) -> Decided:
+    """Without a C++ compiler: as if there were the one that made the plan's programs in the cache, if one did."""
+    for recorded in toolchain.recorded_toolchains(decided.plan.cache_dir):
+        found = with_compiler(decided, recorded.version)
+        if manifest_path(found.plan.cache_dir, found.plan.key).is_file():
+            return dataclasses.replace(found, toolchain=recorded)
+    return decided
+
+
+def with_compiler(decided: Decided, version: str) -> Decided:
+    """What would be decided if the C++ compiler were this one."""
+    environment = dataclasses.replace(decided.environment, compiler=version)
+    plan = make_plan(decided.recipe, environment, decided.architecture)
+    return dataclasses.replace(decided, environment=environment, plan=plan)
 
 
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Break]:
     """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
     decided = decide(recipe, progress)
-    cachedir.activate(decided.plan.cache_dir, len(decided.plan.buckets))
+    cachedir.activate(decided.plan.cache_dir, decided.plan.key, len(decided.plan.buckets))
     runner = _load(decided)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     regions = _regions(runner.model, decided)

@@ -33,8 +33,10 @@ Region = Literal["layer", "blocks", "model"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
 Graphs = Literal["step", "region", "none"]
 Shapes = Literal["bucket", "dynamic"]
+OnBadCache = Literal["refuse", "rebuild"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
+NO_RECIPE_KEYS = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"}
 
 
 def _asked(default: Any, help: str) -> Any:
@@ -65,16 +67,20 @@ class Recipe:
     prefill_burst: int = _asked(4, "prefill steps in a row before the running sequences get a token")
     memory_fraction: float = _asked(0.9, "share of the GPU's memory that this process may fill")
     cache_dir: str | None = _asked(None, "root of the persistent compile cache")
+    on_bad_cache: OnBadCache = _asked("refuse", "a damaged cache is an error, or discarded and compiled again")
 
 
 def build_recipe(
-    flags: Mapping[str, Any], recipe: str | None = None, environ: Mapping[str, str] | None = None
+    flags: Mapping[str, Any],
+    recipe: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    below: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path.
+    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path; `below` comes under all.
 
     Raises RecipeError: unknown key, value of the wrong kind, no such recipe, no model named anywhere.
     """
-    merged: dict[str, Any] = {}
+    merged: dict[str, Any] = _checked(below or {}, "the bundle")
     if recipe is not None:
         path = find_recipe(recipe)
         merged.update(_checked(read_recipe(path), f"recipe {path}"))
@@ -131,11 +137,11 @@ class _Loader(yaml.SafeLoader):
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """`TCDEPLOY_BATCH_SIZES=1,4` is the key batch_sizes. TCDEPLOY_DEBUG is the CLI's, not a recipe key."""
+    """`TCDEPLOY_BATCH_SIZES=1,4` is the key batch_sizes; some variables are the CLI's own, and no recipe keys."""
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX) and name != "TCDEPLOY_DEBUG"
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NO_RECIPE_KEYS
     }
 
 

@@ -13,35 +13,61 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.environment import Environment, diff, installed_flash_packages
-from tests.machines import H100, LAPTOP
+from tcdeploy.environment import Difference, Environment, diff, installed_flash_packages
+from tcdeploy.plan import make_plan
+from tests.machines import H100, LAPTOP, LLAMA_8B, ask
 
+ONLY_OF_A_CPU = {"compiler", "install_paths", "cpu", "cpu_threads"}
 IRRELEVANT = {"driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "user_cache_dir"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def changed(name: str) -> Environment:
-    """The H100 machine with another value in one field."""
+def changed(here: Environment, name: str) -> Environment:
+    """The machine with another value in one field."""
     other: dict[type, Any] = {str: "other", int: 7, tuple: (("flash-attn-2", "2.8.3"),)}
-    value = (10, 0) if name == "gpu_capability" else other[type(getattr(H100, name))]
-    return replace(H100, **{name: value})
+    value = (10, 0) if name == "gpu_capability" else other[type(getattr(here, name))]
+    return replace(here, **{name: value})
 
 
 @pytest.mark.parametrize("name", [item.name for item in fields(Environment)])
 def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) -> None:
-    there = changed(name)
-    assert getattr(there, name) != getattr(H100, name)
-    found = [(item.factor, item.here, item.there) for item in diff(H100, there)]
-    expected = [(name, str(getattr(H100, name)), str(getattr(there, name)))]
-    assert found == ([] if name in IRRELEVANT else expected)
+    """With a GPU, where neither the C++ compiler nor the CPU is in a program, and without one, where both are."""
+    for here, irrelevant in ((H100, IRRELEVANT | ONLY_OF_A_CPU), (LAPTOP, IRRELEVANT)):
+        there = changed(here, name)
+        assert getattr(there, name) != getattr(here, name)
+        sides = [
+            ".".join(one.python.split(".")[:2]) if name == "python" else getattr(one, name) for one in (here, there)
+        ]
+        expected = Difference(name, str(sides[0]), str(sides[1]))
+        assert diff(here, there) == ([] if name in irrelevant else [expected])
 
 
 def test_differences_stand_in_the_order_of_the_fields_and_have_two_sides() -> None:
-    there = replace(H100, compiler="g++ 9", torch="2.12.0", gpu="NVIDIA A100", driver="1", user_cache_dir="/x")
-    assert [item.factor for item in diff(H100, there)] == ["torch", "gpu", "compiler"]
+    there = replace(H100, cpu="AVX2", torch="2.12.0", gpu="NVIDIA A100", cuda="12.8", driver="1", user_cache_dir="/x")
+    assert [item.factor for item in diff(H100, there)] == ["torch", "cuda", "gpu"]
     assert [(item.there, item.here) for item in diff(there, H100)] == [
         (item.here, item.there) for item in diff(H100, there)
     ]
+
+
+def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_difference() -> None:
+    """Nor is the CPU; what was made on a laptop fails on other factors."""
+    there = replace(LAPTOP, compiler="")
+    names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
+    assert [item.factor for item in diff(H100, there)] == [item.factor for item in diff(there, H100)] == names
+
+
+@pytest.mark.parametrize(("machine", "is_another"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])
+def test_another_compiler_is_another_plan_only_where_it_makes_the_programs(
+    machine: Environment, is_another: bool
+) -> None:
+    keys = {make_plan(ask(context=4096), one, LLAMA_8B).key for one in (machine, replace(machine, compiler=""))}
+    assert len(keys) == 1 + is_another
+
+
+def test_another_patch_of_python_is_no_difference_and_the_next_python_is() -> None:
+    assert diff(H100, replace(H100, python=f"{H100.python}9")) == []
+    assert [item.factor for item in diff(H100, replace(H100, python="3.99.0"))] == ["python"]
 
 
 def test_a_machine_does_not_differ_from_itself() -> None:

@@ -27,7 +27,7 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
     {"capability", "memory"},
     {"plan"},
     {"progress", "dependent_launch"},
-    {"models", "attention", "linear"},
+    {"models", "attention", "linear", "remote"},
     {"compiler"},
     {"engine"},
     {"pipeline"},
@@ -38,8 +38,10 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
 STOREY = {name: number for number, names in enumerate(ORDER) for name in names}
 DECIDING = (
     "errors", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan", "progress",
-    "compiler.manifest", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.constraint",
-    "server.protocol", "server.limits", "server.admission", "cli.app", "cli.options",
+    "compiler.contents", "compiler.manifest", "compiler.toolchain", "compiler.cachedir", "engine.sequence",
+    "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol", "server.limits", "server.admission",
+    "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
+    "bundle.verify", "bundle.why", "bundle.keep", "bundle.compare", "cli.app", "cli.cache", "cli.options",
 )  # fmt: skip
 HEAVY = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
@@ -244,14 +246,32 @@ def test_the_deciding_half_imports_no_torch() -> None:
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("warm", "--help"), ("recipes",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",), ("warm", "--help"), ("recipes",), ("cache", "--help"), ("cache", "verify", "--help"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
 def test_answers_that_need_no_model_import_neither_torch_nor_transformers_nor_rich(arguments: tuple[str, ...]) -> None:
-    done = run("-X", "importtime", "-m", PACKAGE, *arguments)
-    imported = {match.strip().split(".")[0] for match in re.findall(r"^import time:.*\|(.*)$", done.stderr, re.M)}
-    assert done.returncode == 0
-    assert done.stdout
+    imported = imported_by(*arguments)
     assert {PACKAGE, "typer", "yaml"} <= imported
     assert not imported & {*HEAVY, "numpy"}
+
+
+@pytest.mark.parametrize("command", ["ls", "du", "gc"])
+def test_looking_after_a_cache_imports_neither_torch_nor_transformers(command: str, tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()  # a cache folder, without a plan
+    imported = imported_by("cache", command, str(tmp_path))
+    assert {PACKAGE, "rich"} <= imported, "a table is drawn"
+    assert not imported & {"torch", "transformers", "numpy", "cryptography", "zstandard"}
+
+
+def imported_by(*arguments: str) -> set[str]:
+    """The packages that a run of the command imports, which must succeed and say something."""
+    done = run("-X", "importtime", "-m", PACKAGE, *arguments)
+    assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
+    return {match.strip().split(".")[0] for match in re.findall(r"^import time:.*\|(.*)$", done.stderr, re.M)}
 
 
 def test_help_answers_in_a_blink() -> None:

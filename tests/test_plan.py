@@ -502,15 +502,23 @@ def test_another_process_finds_the_same_key(seed: str) -> None:
         {"gpu": "NVIDIA H200"},
         {"gpu_capability": (9, 1)},
         {"gpu_multiprocessors": 114},
-        {"cpu": "AVX2"},
-        {"cpu_threads": 8},
-        {"compiler": "g++ 12"},
         {"flash_packages": ALL_FLASH[:1]},
     ],
     ids=lambda change: next(iter(change)),
 )
 def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
     assert plan_for(replace(H100, **change), **SMALL).key != plan_for(**SMALL).key
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu": "DEFAULT"}, {"cpu_threads": 3}, {"compiler": "g++ 12"}, {"install_paths": "/elsewhere"}],
+    ids=lambda change: next(iter(change)),
+)
+def test_what_makes_a_cpus_programs_is_in_the_key_only_there(change: dict[str, Any]) -> None:
+    """A GPU's programs hold none of it: a host with more cores starts from the same cache."""
+    assert plan_for(replace(H100, **change), **SMALL).key == plan_for(**SMALL).key
+    assert plan_for(replace(LAPTOP, **change), **SMALL).key != plan_for(LAPTOP, **SMALL).key
 
 
 @pytest.mark.parametrize(

@@ -111,6 +111,14 @@ def test_the_debug_variable_and_those_of_others_are_no_recipe_keys() -> None:
     assert recipe == Recipe(model="m")
 
 
+@pytest.mark.parametrize("name", ["TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"])
+def test_a_variable_of_a_command_is_no_recipe_key_and_one_beside_it_is_unknown(name: str) -> None:
+    assert build_recipe({"model": "m"}, None, {name: "x"}) == Recipe(model="m")
+    for other in (f"{name}S", f"{name}_FILE", name[:-1]):
+        with pytest.raises(RecipeError, match="environment: unknown key"):
+            build_recipe({"model": "m"}, None, {name: "x", other: "x"})
+
+
 def test_a_recipe_is_frozen() -> None:
     with pytest.raises(FrozenInstanceError):
         Recipe(model="m").context = 1  # type: ignore[misc]

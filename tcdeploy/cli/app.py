@@ -14,6 +14,7 @@ import typer
 
 from tcdeploy import __version__
 from tcdeploy.cli.bench import app as bench
+from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
@@ -33,6 +34,7 @@ app.command("warm")(warm)
 app.command("generate")(generate)
 app.command("serve")(serve)
 app.add_typer(bench, name="bench")
+app.add_typer(cache, name="cache")
 app.command("recipes")(recipes)
 
 
@@ -50,8 +52,8 @@ def root(
 ) -> None:
     """From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
 
-    Reports go to stdout, all else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 5 integrity, 6 threshold not met,
-    7 no space or memory, 8 network, 130 interrupted.
+    Reports go to stdout, all else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 another environment, 4 trust,
+    5 integrity, 6 threshold not met, 7 no space or memory, 8 network, 130 interrupted.
     """
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 JSON_SCHEMA = 1
 PLAIN_WIDTH = 160
+OWN_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
+OWN_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")
 
 
 @contextmanager
@@ -240,7 +242,8 @@ def _print_totals(deployment: Deployment) -> None:
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
-    print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}")
+    copied = " (cannot be written: a private copy served)" if deployment.cache_dir != deployment.plan.cache_dir else ""
+    print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
 
 
 def _trials(record: BucketRecord) -> str:
@@ -251,13 +254,30 @@ def _trials(record: BucketRecord) -> str:
 
 
 def _same_arguments() -> str:
-    """The words after the command as they were typed, so that the next command means the same deployment."""
-    return shlex.join(word for word in sys.argv[2:] if word != "--require-hit")
+    """The words after the command as they were typed, so that the next command means the same deployment.
+
+    Without those that are this command's own: the next one does not know them, and a URL may hold secrets.
+    """
+    kept: list[str] = []
+    is_value = False
+    for word in sys.argv[2:]:
+        name = word.partition("=")[0]
+        if not is_value and name not in OWN_FLAGS and name not in OWN_OPTIONS:
+            kept.append(word)
+        is_value = not is_value and word in OWN_OPTIONS
+    return shlex.join(kept)
 
 
 def _plan_table(plan: Plan) -> Table:
     rows = [(decision.name, decision.value, decision.reason) for decision in plan.decisions]
     return _table(("plan", plan.model, "why"), rows, right=False)
+
+
+def show_table(headers: Sequence[str], rows: list[Any], right: bool = True, out: TextIO | None = None) -> None:
+    """On stdout, or `out`: words to the left, and numbers to the right if `right`."""
+    out = out or sys.stdout
+    console = Console(file=out) if out.isatty() else Console(file=out, width=PLAIN_WIDTH)
+    console.print(_table(headers, rows, right))
 
 
 def _table(headers: Sequence[str], rows: list[Any], right: bool = True) -> Table:

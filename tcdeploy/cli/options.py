@@ -1,7 +1,8 @@
 """The recipe's fields as command-line options: names, defaults and help come from the dataclass, so they stand once.
 
 A command decorated with `recipe_command` takes a finished `Recipe` as its first argument; MODEL, --recipe and one
-option per field are added to its signature here.
+option per field are added to its signature here. One decorated with `asked_command` takes what was `Asked`, so that it
+can put something else below it (the recipe of a bundle), and its own arguments stand before MODEL.
 """
 
 from __future__ import annotations
@@ -9,8 +10,8 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, Field, fields
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, Field, dataclass, fields
 from typing import Annotated, Any, Literal
 
 import typer
@@ -19,23 +20,53 @@ from tcdeploy.errors import Interrupted
 from tcdeploy.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_kind
 
 
+@dataclass(frozen=True)
+class Asked:
+    """The flags that were given, by field, and the recipe's name."""
+
+    flags: dict[str, Any]
+    recipe: str | None
+
+    def build(self, below: Mapping[str, Any] | None = None) -> Recipe:
+        """The recipe, with `below` standing for what nothing else gives. Raises RecipeError."""
+        return build_recipe(self.flags, self.recipe, below=below)
+
+
 def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the first parameter, `recipe: Recipe`, by the options that a recipe is built from."""
+
+    def build(asked: Asked, **given: Any) -> None:
+        if asked.recipe is not None and "prompt" in given and given["prompt"] is None:
+            given["prompt"] = asked.flags["model"]  # the recipe named the model: one argument is left
+            asked = Asked({**asked.flags, "model": None}, asked.recipe)
+        command(asked.build(), **given)
+
+    return _with_recipe_options(command, build, model_first=True)
+
+
+def asked_command(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the first parameter, `asked: Asked`, by the options that a recipe is built from."""
+    return _with_recipe_options(command, command, model_first=False)
+
+
+def _with_recipe_options(
+    command: Callable[..., None], call: Callable[..., None], model_first: bool
+) -> Callable[..., None]:
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    added = [_model_argument(), _recipe_option(), *(_option(item) for item in fields(Recipe) if item.name != "model")]
+    added = [_recipe_option(), *(_option(item) for item in fields(Recipe) if item.name != "model")]
 
     @functools.wraps(command)
     def run(**given: Any) -> None:
         name = given.pop("recipe")
         flags = {item.name: given.pop(item.name) for item in fields(Recipe)}
-        if name is not None and "prompt" in given and given["prompt"] is None:
-            given["prompt"], flags["model"] = flags["model"], None  # the recipe named the model: one argument is left
         try:
-            command(build_recipe(flags, name), **given)
+            call(Asked(flags, name), **given)
         except KeyboardInterrupt:  # typer would turn it into an exit without a word
             raise Interrupted("interrupted", "run it again: what was compiled is in the cache") from None
 
-    keyword_only = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in [*added[:1], *own, *added[1:]]]
+    model = [_model_argument()]
+    ordered = [*model, *own, *added] if model_first else [*own, *model, *added]
+    keyword_only = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in ordered]
     run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
     del run.__wrapped__  # typer would look through it at the original signature
     run.__annotations__ = {item.name: item.annotation for item in keyword_only}

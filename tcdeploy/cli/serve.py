@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tcdeploy.cli.elsewhere import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
 from tcdeploy.recipe import Recipe
@@ -27,10 +28,15 @@ def serve(
     max_queued: Annotated[int, typer.Option(help="Answers that may wait beside those that run")] = 256,
     stall_timeout: Annotated[float, typer.Option(help="Seconds that a client may take nothing of its stream")] = 30.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds that running answers have after SIGTERM")] = 30.0,
+    cache_from: CacheFrom = None,
+    allow_unsigned: AllowUnsigned = False,
+    trusted_keys: TrustedKeys = None,
 ) -> None:
     """Serve MODEL with OpenAI's API; ready when every bucket is warm and checked."""
     from tcdeploy.cli import display
 
+    if cache_from is None and allow_unsigned:
+        raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
     if api_key == "":
         raise UsageError("the API key is empty", "leave out --api-key and TCDEPLOY_API_KEY to serve without one")
     with display.reporting() as progress:
@@ -42,6 +48,8 @@ def serve(
         )  # fmt: skip
 
         def deploy() -> Deployment:
+            if cache_from is not None:
+                fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned)
             from tcdeploy.pipeline import prepare
 
             return prepare(recipe, progress)

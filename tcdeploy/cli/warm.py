@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tcdeploy.cli.elsewhere import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, seconds_of, send_cache
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.errors import ThresholdError
+from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.recipe import Recipe
 
 
@@ -19,11 +21,27 @@ def warm(
         str | None, typer.Option("--from", help="Add buckets for the shapes that a server missed", metavar="FILE")
     ] = None,
     require_hit: Annotated[bool, typer.Option("--require-hit", help="Exit 6 if anything had to compile")] = False,
+    budget: Annotated[str | None, typer.Option(help="Exit 6 if the start took longer: 6s", metavar="SECONDS")] = None,
+    cache_from: CacheFrom = None,
+    cache_to: Annotated[
+        str | None,
+        typer.Option("--cache-to", help="Pack the plan and push it to this folder of bundles", metavar="URL"),
+    ] = None,
+    key: Annotated[Path | None, typer.Option("--sign", help="Sign what is pushed", metavar="NAME.key")] = None,
+    allow_unsigned: AllowUnsigned = False,
+    trusted_keys: TrustedKeys = None,
     json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
 ) -> None:
     """Compile, capture and check every bucket of MODEL into the cache folder; safe to repeat, also in parallel."""
     from tcdeploy.cli import display
 
+    if dry_run and (require_hit or budget or cache_from or cache_to):
+        raise UsageError("a dry run starts nothing", "leave out --dry-run, or what belongs to a start")
+    if key is not None and cache_to is None:
+        raise UsageError("--sign is for what is pushed", "add --cache-to URL")
+    if cache_from is None and allow_unsigned:
+        raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
+    most_seconds, fetch_seconds = None if budget is None else seconds_of(budget), 0.0
     with display.reporting() as progress:
         from tcdeploy import pipeline
 
@@ -31,6 +49,8 @@ def warm(
             from tcdeploy.server.missed import read_missed, with_missed
 
             recipe = with_missed(recipe, pipeline.decide(recipe).plan, read_missed(missed))
+        if cache_from is not None:
+            fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned)
         if dry_run:
             plan = pipeline.decide(recipe).plan
         else:
@@ -45,3 +65,13 @@ def warm(
             f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",
             "they are in the cache now; in CI, restore the cache folder that an earlier warm filled",
         )
+    taken = fetch_seconds + sum(deployment.stage_seconds.values())
+    if most_seconds is not None and taken > most_seconds:
+        raise ThresholdError(
+            f"the start took {taken:.1f} s, and {most_seconds:g} s was the most", "the stages above tell where it went"
+        )
+    if cache_to is not None:
+        cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
+        del deployment
+        pipeline.release()  # the start that proves it needs the memory
+        send_cache(cache_dir, plan_key, cache_to, key)

@@ -1,13 +1,19 @@
 """The record that stands in the cache folder: for one Plan, what was warmed, how long it took, and that it was right.
 
+It also says what a start needs (each file with its sha256), what the programs were made from (recipe, environment, the
+model's config, the sources of our ops), and what the eager model answered to each bucket's fixed inputs: so a cache can
+be packed, explained and proved on another machine from this file alone.
+
 One JSON file per plan key, so that processes that warm different plans never write the same file, and those that
-warm the same plan replace it whole: written beside, synced, renamed. No torch here: `cache ls` reads it in a blink.
+warm the same plan replace it whole: written beside, synced, renamed. Its last field is the sha256 of the others, so
+that no byte of it changes unseen. No torch here: `cache ls` reads it in a blink.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import threading
@@ -15,11 +21,13 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from tcdeploy.compiler.contents import FileRecord
 from tcdeploy.environment import Environment
 from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.plan import Plan
+from tcdeploy.recipe import Recipe
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 FOLDER = "manifests"
 
 
@@ -34,6 +42,15 @@ class Parity:
     tolerance: float  # of relative_difference
     kl_tolerance: float
     passed: bool
+
+
+@dataclass(frozen=True)
+class Answers:
+    """To a bucket's fixed inputs: per row the most likely next token, and its log-probability in nats."""
+
+    inputs: str  # sha256 over the rows' token ids
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,8 @@ class BucketRecord:
     graph_skips: int
     captured: bool
     parity: Parity
+    oracle: Answers  # of the eager model
+    answers: Answers  # of the bucket as it serves
     peak_memory_bytes: int
     candidate: str  # how its step is made
     trials: tuple[Trial, ...] = ()  # what was timed to choose it, the losers included; kept from the run that tuned
@@ -79,13 +98,34 @@ class BucketRecord:
 
 
 @dataclass(frozen=True)
+class Origin:
+    """What programs are made from, beside the plan and the machine."""
+
+    recipe: dict[str, Any]  # as it was asked
+    model_config: dict[str, Any]  # transformers' own, of the model
+    sources: str  # sha256 over the sources of our ops and graph passes
+    torch_settings: dict[str, str]  # that stand in torch's cache key
+
+
+@dataclass(frozen=True)
 class Manifest:
     plan: dict[str, Any]
     environment: dict[str, Any]
+    origin: Origin
     stage_seconds: dict[str, float]
     buckets: tuple[BucketRecord, ...]
+    files: tuple[FileRecord, ...]  # what the start that wrote this used, by path
     workspace_bytes: int | None = None  # device memory beyond weights and KV once all was warm; the plan predicted it
+    is_first_start: bool = True  # of its process
     schema: int = SCHEMA_VERSION
+
+    @property
+    def was_warm(self) -> bool:
+        """Whether the start that wrote this compiled nothing: then `files` is what a start needs, and no more.
+
+        A process that had started something before may have found programs in its memory, and opened no file.
+        """
+        return self.is_first_start and all(record.outcome != "miss" for record in self.buckets)
 
     def cold_seconds(self) -> dict[str, float]:
         """Per bucket, the compile seconds of the run that missed: what the cache saves."""
@@ -99,11 +139,20 @@ class Manifest:
 def make_manifest(
     plan: Plan,
     environment: Environment,
+    origin: Origin,
     stage_seconds: dict[str, float],
     buckets: list[BucketRecord],
+    files: tuple[FileRecord, ...],
     workspace_bytes: int | None = None,
+    is_first_start: bool = True,
 ) -> Manifest:
-    return Manifest(asdict(plan), asdict(environment), stage_seconds, tuple(buckets), workspace_bytes)
+    return Manifest(
+        asdict(plan), asdict(environment), origin, stage_seconds, tuple(buckets), files, workspace_bytes, is_first_start
+    )
+
+
+def make_origin(recipe: Recipe, model_config: dict[str, Any], sources: str, torch_settings: dict[str, str]) -> Origin:
+    return Origin(asdict(recipe), model_config, sources, torch_settings)
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
@@ -116,7 +165,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with open(staging, "w", encoding="utf-8") as file:
-            json.dump(asdict(manifest), file, indent=1)
+            file.write(manifest_text(manifest))
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
@@ -131,35 +180,90 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             staging.unlink()
 
 
+def manifest_text(manifest: Manifest) -> str:
+    """As it stands in the file: the same manifest is the same bytes."""
+    content = asdict(manifest)
+    return json.dumps({**content, "sha256": _digest(content)}, indent=1)
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest, or None where none was written. Raises IntegrityError when it is not one."""
+    """The manifest, or None where none was written, or by a version with another schema.
+
+    Raises IntegrityError when it is not one, or not as it was written.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return None
-    except (ValueError, RecursionError, IsADirectoryError) as error:  # bad UTF-8 and bad JSON are ValueErrors
+    except (ValueError, IsADirectoryError) as error:  # bad UTF-8 is a ValueError
         raise _corrupt(path, str(error)) from error
+    return None if _is_of_another_version(text) else parse_manifest(text, path)
+
+
+def _is_of_another_version(text: str) -> bool:
+    """As it was written, and by a version that wrote otherwise: neither damaged nor of use. The first wrote no sum."""
     try:
+        document = json.loads(text)
+        schema, digest = document["schema"], document.pop("sha256", None)
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        return False
+    is_whole = digest is None or digest == _digest(document)
+    return isinstance(schema, int) and schema != SCHEMA_VERSION and is_whole
+
+
+def parse_manifest(text: str, path: Path) -> Manifest:
+    """`path` is named in errors. Raises IntegrityError."""
+    try:
+        document = json.loads(text)
         schema = document["schema"]
         if schema != SCHEMA_VERSION:
             raise _corrupt(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
-        records = tuple(_read_record(item) for item in document["buckets"])
-        plan, environment, seconds = (dict(document[key].items()) for key in ("plan", "environment", "stage_seconds"))
-        return Manifest(plan, environment, seconds, records, document["workspace_bytes"], schema)
-    except (KeyError, TypeError, AttributeError) as error:
+        digest = document.pop("sha256")
+        _check_fields(document, Manifest)
+        found = Manifest(
+            **{
+                **document,
+                "origin": Origin(**document["origin"]),
+                "buckets": tuple(_read_record(item) for item in document["buckets"]),
+                "files": tuple(FileRecord(**item) for item in document["files"]),
+            }
+        )
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, f"{type(error).__name__}: {error}") from error
+    if digest != _digest(document) or text != manifest_text(found):
+        raise _corrupt(path, "it is not as it was written")
+    return found
 
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
-    known = {item.name for item in fields(BucketRecord)}
+    _check_fields(document, BucketRecord)
+    made: dict[str, Any] = {
+        "parity": Parity(**document["parity"]),
+        "oracle": _read_answers(document["oracle"]),
+        "answers": _read_answers(document["answers"]),
+        "trials": tuple(Trial(**trial) for trial in document["trials"]),
+    }
+    return BucketRecord(**{**document, **made})
+
+
+def _check_fields(document: dict[str, Any], kind: type[Manifest | BucketRecord]) -> None:
+    """All of them, those that have a default too. Raises KeyError."""
+    known = {item.name for item in fields(kind)}
     if set(document) != known:
-        raise KeyError(f"bucket fields {sorted(set(document) ^ known)}")
-    trials = tuple(Trial(**trial) for trial in document["trials"])
-    return BucketRecord(**{**document, "parity": Parity(**document["parity"]), "trials": trials})
+        raise KeyError(f"fields of {kind.__name__}: {sorted(set(document) ^ known)}")
+
+
+def _read_answers(document: dict[str, Any]) -> Answers:
+    return Answers(document["inputs"], tuple(document["tokens"]), tuple(document["logprobs"]))
 
 
 def _corrupt(path: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"the manifest {path} is corrupt: {reason}",
-        f"the compiled programs beside it are checked by torch; remove it and warm again: rm {path}",
+        "nothing of the cache was loaded; --on-bad-cache rebuild discards it and compiles again, or believe the files "
+        f"beside it: rm {path}",
     )

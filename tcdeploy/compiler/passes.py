@@ -19,6 +19,7 @@ it: what one had tuned, another looked for under another name, and every start t
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ class RewriteProducts(CustomGraphPass):
 
     def uuid(self) -> bytes:
         return get_hash_for_files(sources(), f"{self.streams} {self.adds} {self.fuses}")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of `sources`, as hex."""
+    return hashlib.sha256(b"".join(Path(name).read_bytes() for name in sources())).hexdigest()
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from tcdeploy.attention.interface import StepInputs
 from tcdeploy.candidate import Candidate
 from tcdeploy.compiler.passes import RewriteProducts
+from tcdeploy.compiler.toolchain import REFUSAL
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.plan import Bucket, Plan
 
@@ -175,9 +176,21 @@ def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
         return CompileError(
             f"{plan.model} does not trace whole with --region {plan.region}: {text.splitlines()[0]}", hint
         )
+    if "InvalidCxxCompiler" in text or REFUSAL in text:
+        return CompileError(
+            f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",
+            "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why",
+        )
     return CompileError(
-        f"torch.compile failed on {plan.model}: {text.splitlines()[0][:400]}", "TCDEPLOY_DEBUG=1 shows all"
+        f"torch.compile failed on {plan.model}: {_first_words(text)[:400]}", "TCDEPLOY_DEBUG=1 shows all"
     )
+
+
+def _first_words(text: str) -> str:
+    """The first line, and the next ones as long as they only introduce what follows."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    kept = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: kept + 1])
 
 
 def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:

@@ -7,6 +7,7 @@ token, and gives the logits of the last.
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 
 import torch
@@ -15,7 +16,7 @@ from transformers import PreTrainedModel
 
 from tcdeploy.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME
-from tcdeploy.compiler.manifest import Parity
+from tcdeploy.compiler.manifest import Answers, Parity
 from tcdeploy.compiler.programs import eager
 
 # (of the largest reference logit, KL in nats). float32 differs by the order of sums: measured 1e-6 and 1e-7 at most.
@@ -51,3 +52,10 @@ def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
     tolerance, kl_tolerance = TOLERANCE[dtype]
     passed = relative <= tolerance and kl <= kl_tolerance
     return Parity(ours.shape[0], difference, relative, kl, tolerance, kl_tolerance, passed)
+
+
+def answers(inputs: list[list[int]], logits: Tensor) -> Answers:
+    """The most likely token of each row of `logits` [rows, vocab], which followed that row's token ids."""
+    likeliest = logits.float().log_softmax(dim=-1).max(dim=-1)
+    digest = hashlib.sha256(repr(inputs).encode()).hexdigest()
+    return Answers(digest, tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))

@@ -23,11 +23,11 @@ import torch._dynamo
 from tcdeploy.architecture import Architecture
 from tcdeploy.candidate import Candidate
 from tcdeploy.compiler.ledger import Measured, measured, read_counts
-from tcdeploy.compiler.manifest import BucketRecord, Parity, Trial
+from tcdeploy.compiler.manifest import Answers, BucketRecord, Parity, Trial
 from tcdeploy.compiler.programs import compiling, eager
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.parity import compare, reference_attention, reference_logits
+from tcdeploy.engine.parity import answers, compare, reference_attention, reference_logits
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
@@ -53,7 +53,7 @@ class Earlier:
 
 
 def warm_buckets(
-    runner: ModelRunner, architecture: Architecture, earlier: Earlier, measure: bool, progress: Progress
+    runner: ModelRunner, architecture: Architecture, earlier: Earlier, cache_dir: str, measure: bool, progress: Progress
 ) -> list[BucketRecord]:
     """Warm all buckets of the plan; returns their records in the plan's order.
 
@@ -68,7 +68,7 @@ def warm_buckets(
         warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
         # what is left is shared by the buckets that are left
         share = tuning_left / (len(order) - number + 1)
-        with compiling(plan, plan.cache_dir):
+        with compiling(plan, cache_dir):
             records[bucket] = warmer.warm(earlier, share, measure)
         tuning_left -= warmer.tuning_seconds
         progress.bucket_finished(records[bucket])
@@ -76,7 +76,7 @@ def warm_buckets(
     runner.seating.clear()
     if read_counts().cache_write_errors:
         raise SpaceError(
-            f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {plan.cache_dir}",
+            f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {cache_dir}",
             "the next start will compile them again: look at the folder's free space and permissions",
         )
     return [records[bucket] for bucket in plan.buckets]
@@ -100,13 +100,21 @@ class _Made(NamedTuple):
     graph_memory_bytes: int | None
 
 
+class _Checked(NamedTuple):
+    """A bucket against the eager model, and what both answered."""
+
+    parity: Parity
+    oracle: Answers
+    answers: Answers
+
+
 class _Settled(NamedTuple):
     """The candidate that serves, and what it took to know that it is right."""
 
     candidate: Candidate
     made: _Made
     trials: tuple[Trial, ...]
-    parity: Parity
+    checked: _Checked
     check_seconds: float
     peak_memory_bytes: int
 
@@ -148,7 +156,7 @@ class _BucketWarmer:
             graph_skips=counts.graph_skips,
             kernels_timed=counts.kernels_timed,
             captured=self.runner.is_captured(self.bucket),
-            parity=settled.parity,
+            **settled.checked._asdict(),
             peak_memory_bytes=settled.peak_memory_bytes,
             candidate=settled.candidate.name,
             trials=settled.trials,
@@ -172,11 +180,12 @@ class _BucketWarmer:
             if trials and not self.bucket.is_prefill:
                 self._fill_cache(sequences)  # timing wrote over it
             peak_memory_bytes, start = self._peak_memory_bytes(), time.perf_counter()
-            parity = self._check(sequences)
+            checked = self._check(sequences)
+            parity = checked.parity
             others = tuple(_refuted(trial, parity) if trial.candidate == candidate.name else trial for trial in trials)
             if parity.passed or not _is_timed(others):
                 seconds = time.perf_counter() - start
-                return _Settled(candidate, made, trials, parity, seconds, peak_memory_bytes)
+                return _Settled(candidate, made, trials, checked, seconds, peak_memory_bytes)
             trials = others
 
     def _trials(self, sequences: list[Sequence], earlier: Earlier, seconds: float) -> tuple[Trial, ...]:
@@ -299,15 +308,18 @@ class _BucketWarmer:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _check(self, sequences: list[Sequence]) -> Parity:
+    def _check(self, sequences: list[Sequence]) -> _Checked:
         """The bucket as it will serve (from its graph if it has one) against transformers' own attention."""
         rows = self._checked_rows(len(sequences))
         ours = list(self._run(sequences).logits[rows].clone())
-        references = [reference_logits(self.runner.model, sequences[row].token_ids, self.reference) for row in rows]
+        inputs = [sequences[row].token_ids for row in rows]
+        references = [reference_logits(self.runner.model, token_ids, self.reference) for token_ids in inputs]
         if self.bucket.is_prefill and len(sequences[0].token_ids) > 1:
+            inputs.append(sequences[0].token_ids)
             ours.append(self._behind_prefix(sequences[0]))
             references.append(references[0])
-        return compare(torch.stack(ours), torch.stack(references), self.plan.dtype)
+        found, wanted = torch.stack(ours), torch.stack(references)
+        return _Checked(compare(found, wanted, self.plan.dtype), answers(inputs, wanted), answers(inputs, found))
 
     def _checked_rows(self, count: int) -> list[int]:
         last = count - 1

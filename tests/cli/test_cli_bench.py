@@ -109,5 +109,5 @@ def test_the_process_that_startup_measures_tells_when_its_first_token_came(run_c
     child = ("--child", "--prompt-length", "5", "--cache-dir", shared_cache)
     told = document_of(run_cli("bench", "startup", "builtin:tiny", *SMALL, *child))
     assert before < told["began"] < told["ended"] < time.time()
-    assert list(told["stage_seconds"]) == ["import", "decide", "load", "compile", "first token"]
+    assert list(told["stage_seconds"]) == ["import", "decide", "load", "compile", "record", "first token"]
     assert told["plan"]["model"] == "builtin:tiny" and told["environment"]["torch"]

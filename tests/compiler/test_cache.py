@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -208,16 +209,97 @@ def test_a_corrupt_manifest_is_named_and_the_programs_stay(
     assert run_cli(*warm(model, cache, "--require-hit")).returncode == 0
 
 
-def test_a_read_only_cache_folder_is_a_clear_error(
+@contextlib.contextmanager
+def read_only(folder: Path, filled: Path) -> Iterator[Path]:
+    """A file system of its own with what is in `filled`, which nobody can write, root neither."""
+    with mounted(folder):
+        shutil.copytree(filled, folder, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        yield folder
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every folder and file with its mode, its time and its bytes."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mode, path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"",
+        )
+        for path in [folder, *folder.rglob("*")]
+    }  # fmt: skip
+
+
+def report_of(arguments: list[str]) -> list[str]:
+    """The same command without --json."""
+    return [item for item in arguments if item != "--json"]
+
+
+def check_served_from_a_copy(result: subprocess.CompletedProcess[str], folder: Path, temporary: Path) -> None:
+    assert result.returncode == 0, result.stderr
+    assert f"{NUMBER_OF_BUCKETS} of {NUMBER_OF_BUCKETS} buckets were cache hits" in result.stdout
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("stages: ")]
+    assert line.endswith(f"cache folder {folder} (cannot be written: a private copy served)")
+    assert not list(temporary.glob("tcdeploy-*")), "the copy went with the process"
+
+
+def test_a_read_only_cache_folder_serves_from_a_private_copy(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    with mounted(tmp_path / "read-only") as folder:
-        shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
-        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
-        result = run_cli(*warm(model, folder))
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with read_only(tmp_path / "read-only", warmed[0]) as folder:
+        before = state_of(folder)
+        result = run_cli(*report_of(warm(model, folder, "--require-hit")), TMPDIR=str(temporary))
+        assert state_of(folder) == before
+    check_served_from_a_copy(result, folder, temporary)
+
+
+def test_a_cache_folder_that_one_may_not_write_serves_from_a_private_copy(
+    model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Forbidden by its modes, which root minds once it has given up the right not to."""
+    without_the_right = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if subprocess.run([*without_the_right, "true"], capture_output=True).returncode:
+        pytest.skip("needs root and setpriv")
+    folder, temporary = tmp_path / "cache", tmp_path / "tmp"
+    temporary.mkdir()
+    shutil.copytree(warmed[0], folder)
+    paths = [folder, *folder.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = state_of(folder)
+    result = subprocess.run(
+        [*without_the_right, *cli_command(*report_of(warm(model, folder, "--require-hit")))],
+        capture_output=True, text=True, env=cli_environment(tmp_path, TMPDIR=str(temporary)),
+    )  # fmt: skip
+    assert state_of(folder) == before
+    for path in paths:
+        path.chmod(0o755)
+    check_served_from_a_copy(result, folder, temporary)
+
+
+def test_a_read_only_cache_folder_without_the_plan_is_a_clear_error(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with read_only(tmp_path / "read-only", warmed[0]) as folder:
+        result = run_cli(*[item if item != "16,48" else "16,64" for item in warm(model, folder)])
     assert result.returncode == 1
     assert f"error: the cache folder {folder} is on a read-only file system" in result.stderr
-    assert "hint:" in result.stderr and "Traceback" not in result.stderr
+    assert "hint:" in result.stderr and "--cache-dir" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A folder for temporary files with room for some, not for the copy: Python would pass over one that has none."""
+    with read_only(tmp_path / "read-only", warmed[0]) as folder, mounted(tmp_path / "tmp", "-o", "size=512k") as small:
+        result = run_cli(*warm(model, folder), TMPDIR=str(small))
+        left = list(small.glob("tcdeploy-*"))
+    assert result.returncode == 7, result.stderr
+    [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    said = re.search(rf"the cache folder {folder} cannot be written, and {small} has no room .* of (\d+) bytes", error)
+    assert said is not None and int(said[1]) > 512 << 10, error
+    assert "TMPDIR" in result.stderr and "Traceback" not in result.stderr
+    assert left == []
 
 
 def test_a_cache_folder_that_is_a_file_is_a_clear_error(run_cli: Any, model: str, tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Caches that travel: packed, signed, verified, explained, sent and fetched."""

@@ -1,0 +1,186 @@
+"""From a bundle to a cache folder: judged, checked, staged, and only then put in place.
+
+The order is the point. Signature, header, digest of the payload, room on the disk: nothing is written before these
+hold. Then every file goes into a staging folder on the same disk and is compared with the header as it is written;
+whole, they are renamed into the cache one by one, and the plan's manifest last, which is what makes them count. Killed
+anywhere, the cache is what it was, with some files more that no manifest names and a staging folder that the next one
+removes. Several processes may do this at once: one works, the others wait, and find it done.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import os
+import shutil
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tcdeploy.bundle.container import Head, check_payload, head_bytes, read_files, read_head
+from tcdeploy.bundle.header import Header, parse_header
+from tcdeploy.bundle.signing import TrustedKey, judge
+from tcdeploy.compiler.cachedir import BUNDLES, HEAD, locked
+from tcdeploy.compiler.contents import FileRecord, find_damage
+from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, manifest_text, read_manifest
+from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
+
+STAGING = ".staging-"
+SPARE_BYTES = 16 << 20
+WRITING_THREADS = 4
+MANIFEST = ".manifest"  # in the staging folder; no file of a bundle is named so
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A bundle whose signature was judged and whose payload is as its header says."""
+
+    path: Path
+    head: Head
+    header: Header
+    signer: TrustedKey | None
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    plan_key: str
+    files: int
+    bytes: int
+    signer: TrustedKey | None
+    was_there: bool
+
+
+def open_bundle(path: Path, trusted: Path, allow_unsigned: bool = False) -> Opened:
+    """Judge and check; decompresses nothing. Raises TrustError, IntegrityError and TcdeployError (no such file)."""
+    try:
+        with open(path, "rb") as file:
+            head = read_head(file, str(path))
+        signer = judge(head, str(path), trusted, allow_unsigned)
+        header = parse_header(head, str(path))
+        check_payload(path, head, header.payload)
+    except OSError as error:
+        raise TcdeployError(f"the bundle {path} cannot be read: {error.strerror}", "tcdeploy cache pack -o") from error
+    return Opened(path, head, header, signer)
+
+
+def unpack(path: Path, folder: Path, trusted: Path, allow_unsigned: bool = False) -> Unpacked:
+    """Put a bundle's files into a cache folder. Raises TrustError, IntegrityError, SpaceError and TcdeployError."""
+    opened = open_bundle(path, trusted, allow_unsigned)
+    manifest, key = opened.header.manifest, opened.header.plan_key
+    size = sum(file.bytes for file in manifest.files)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            was_there = _is_there(folder, manifest, key)
+            if not was_there:
+                _check_room(folder, size)
+                _stage_and_publish(opened, folder)
+            _leave_head(opened, folder)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SpaceError(f"the disk of {folder} is full: {size} bytes are needed", "free some room") from error
+        raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "name another folder") from error
+    return Unpacked(key, len(manifest.files), size, opened.signer, was_there)
+
+
+def _is_there(folder: Path, manifest: Manifest, key: str) -> bool:
+    """The plan is known here, and the bundle's files are as they should be."""
+    with contextlib.suppress(IntegrityError):
+        known = read_manifest(manifest_path(folder, key))
+        wanted = {file.path for file in manifest.files}
+        return (
+            known is not None and wanted <= {file.path for file in known.files} and not find_damage(folder, known.files)
+        )
+    return False
+
+
+def _check_room(folder: Path, size: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < size + SPARE_BYTES:
+        raise SpaceError(
+            f"unpacking needs {size + SPARE_BYTES} bytes in {folder}, and {free} are free", "free some room"
+        )
+
+
+def _stage_and_publish(opened: Opened, folder: Path) -> None:
+    for left in folder.glob(f"{STAGING}*"):  # of one that was killed; we hold the lock
+        shutil.rmtree(left, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+    manifest, key = opened.header.manifest, opened.header.plan_key
+    try:
+        _write_files(opened, staging)
+        kept = _kept(folder, manifest, key)
+        local = dataclasses.replace(manifest, files=tuple(kept.get(file.path, file) for file in manifest.files))
+        _write(staging / MANIFEST, manifest_text(local).encode())
+        _sync(staging, [*(file.path for file in manifest.files), MANIFEST])
+        final = manifest_path(folder, key)
+        final.unlink(missing_ok=True)  # of the same plan with other bytes: killed between, it is not warm, not damaged
+        for file in manifest.files:
+            if file.path in kept:
+                continue
+            target = folder / file.path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(staging / file.path, target)
+        final.parent.mkdir(exist_ok=True)
+        os.replace(staging / MANIFEST, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _write_files(opened: Opened, staging: Path) -> None:
+    made: set[Path] = set()
+    for file, chunks in read_files(opened.path, opened.head, opened.header.manifest.files):
+        target = staging / file.path
+        if target.parent not in made:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made.add(target.parent)
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "wb") as out:
+            for chunk in chunks:
+                out.write(chunk)
+
+
+def _kept(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
+    """Files that another plan of the folder has under the same name with other bytes, whole: they stay.
+
+    torch names a file by what it was made from, so it is the same program, built where another path was baked in.
+    """
+    theirs: dict[str, FileRecord] = {}
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        with contextlib.suppress(IntegrityError):
+            other = read_manifest(path) if path.stem != key else None
+            theirs.update({file.path: file for file in other.files} if other else {})
+    others = [theirs[file.path] for file in manifest.files if theirs.get(file.path, file) != file]
+    damaged = {damage.path for damage in find_damage(folder, others)}
+    return {file.path: file for file in others if file.path not in damaged}
+
+
+def _write(path: Path, content: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def _sync(folder: Path, names: list[str]) -> None:
+    """To the disk before they count; several at once, because each waits for the disk alone."""
+
+    def sync(name: str) -> None:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    with ThreadPoolExecutor(WRITING_THREADS) as pool:
+        list(pool.map(sync, names))
+
+
+def _leave_head(opened: Opened, folder: Path) -> None:
+    """So that the folder can say who signed what is in it, and `gc` keeps it."""
+    path = folder / BUNDLES / f"{opened.header.plan_key}{HEAD}"
+    content = head_bytes(opened.head.header, opened.head.signatures)
+    path.parent.mkdir(exist_ok=True)
+    if not path.exists() or path.read_bytes() != content:
+        staging = path.with_name(f".{path.name}-{os.getpid()}.tmp")
+        _write(staging, content)
+        os.replace(staging, path)

@@ -1,0 +1,155 @@
+"""Is it what it was, who says so, and does it still compute the same?
+
+`verify_file` and `verify_folder` read every byte and run none. `compare_answers` is the last question: the manifest
+holds what the eager model answered to each bucket's fixed inputs on the machine that packed it; a start on this machine
+answers them through the compiled buckets, and the two must agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tcdeploy.bundle.container import read_files, read_head
+from tcdeploy.bundle.header import Header, parse_header
+from tcdeploy.bundle.signing import TrustedKey, judge
+from tcdeploy.bundle.unpack import open_bundle
+from tcdeploy.compiler.cachedir import BUNDLES, HEAD, strangers_in
+from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, find_damage
+from tcdeploy.compiler.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest
+from tcdeploy.errors import IntegrityError, UsageError
+
+# A compiled bucket may choose another token than the eager model where two are about as likely: nats between them.
+TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """One plan whose every byte is as recorded. `signer` is None for what was made here, or allowed unsigned."""
+
+    plan_key: str
+    model: str
+    files: int
+    bytes: int
+    signer: TrustedKey | None
+    is_from_bundle: bool
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One bucket's answers here beside the packer's: how many rows, and the largest difference in nats."""
+
+    bucket: str
+    rows: int
+    other_tokens: int
+    max_difference: float
+    passed: bool
+    reason: str = ""
+
+
+def verify_file(path: Path, trusted: Path, allow_unsigned: bool = False) -> Verified:
+    """Every byte of a bundle, and its signature. Raises TrustError and IntegrityError."""
+    opened = open_bundle(path, trusted, allow_unsigned)
+    for _, chunks in read_files(path, opened.head, opened.header.manifest.files):
+        for _ in chunks:
+            pass
+    return _verified(opened.header.manifest, opened.signer, is_from_bundle=True)
+
+
+def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> list[Verified]:
+    """Every file that a plan of the folder names. Raises TrustError, IntegrityError, UsageError where there is none."""
+    found = []
+    for path in sorted((folder / FOLDER).glob("*.json")):
+        manifest = read_manifest(path)
+        if manifest is None:
+            continue  # of another version of tcdeploy, which can check it
+        if manifest.plan["key"] != path.stem:
+            raise IntegrityError(f"the manifest {path} is of another plan", "remove it and warm again")
+        signer = None
+        record = folder / BUNDLES / f"{path.stem}{HEAD}"
+        files = {file.path: file for file in manifest.files}
+        if record.exists():
+            header, signer = _read_record(record, trusted, allow_unsigned)
+            signed = {file.path: file for file in header.manifest.files}
+            if any(name not in signed and not name.startswith(TOOLCHAIN) for name in files):
+                signer = None  # a start has added programs of its own
+            shared = _vouched_by_others(folder, path)
+            files |= {name: file for name, file in signed.items() if files.get(name) not in shared}
+        if damage := find_damage(folder, files.values()):
+            more = f", and {len(damage) - 1} more are damaged" if len(damage) > 1 else ""
+            raise IntegrityError(
+                f"{folder / damage[0].path} {damage[0].reason}{more}",
+                "--on-bad-cache rebuild discards it and compiles again; a bundle can be unpacked again",
+            )
+        if strangers := strangers_in(folder, manifest):
+            raise IntegrityError(
+                f"{sorted(strangers)[0]} is named by no manifest, and torch would run it",
+                "remove it; the next start would",
+            )
+        found.append(_verified(manifest, signer, record.exists()))
+    _insist_on_known_records(folder)
+    if not found:
+        raise UsageError(f"the folder {folder} holds no plan that finished warming", "tcdeploy warm MODEL --cache-dir")
+    return found
+
+
+def _vouched_by_others(folder: Path, manifest: Path) -> set[FileRecord | None]:
+    """What other plans of the folder name: a file of theirs that was there first has stayed (unpack.py)."""
+    others = (read_manifest(path) for path in (folder / FOLDER).glob("*.json") if path != manifest)
+    return {file for other in others if other is not None for file in other.files}
+
+
+def packed_manifest(folder: Path, plan_key: str) -> Manifest:
+    """The packer's own where the plan came in a bundle: the folder's is written anew by every start."""
+    record = folder / BUNDLES / f"{plan_key}{HEAD}"
+    if record.exists():
+        with open(record, "rb") as file:
+            return parse_header(read_head(file, str(record)), str(record)).manifest
+    manifest = read_manifest(manifest_path(folder, plan_key))
+    assert manifest is not None, "it was verified"
+    return manifest
+
+
+def _read_record(path: Path, trusted: Path, allow_unsigned: bool) -> tuple[Header, TrustedKey | None]:
+    with open(path, "rb") as file:
+        head = read_head(file, str(path))
+        if file.read(1):
+            raise IntegrityError(f"the record {path} is longer than it was", "unpack the bundle again")
+    signer = judge(head, str(path), trusted, allow_unsigned)
+    header = parse_header(head, str(path))
+    if header.plan_key != path.stem:
+        raise IntegrityError(f"the record {path} is of another plan", "unpack the bundle again")
+    return header, signer
+
+
+def _insist_on_known_records(folder: Path) -> None:
+    for path in (folder / BUNDLES).glob(f"*{HEAD}"):
+        if not (folder / FOLDER / f"{path.stem}.json").exists():
+            raise IntegrityError(f"the plan {path.stem} was unpacked here, and its manifest is gone", "unpack it again")
+
+
+def _verified(manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool) -> Verified:
+    size = sum(file.bytes for file in manifest.files)
+    plan = manifest.plan
+    return Verified(plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle)
+
+
+def compare_answers(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[Replayed]:
+    """Per bucket, what the compiled model answers here beside what the eager model answered where it was packed."""
+    records = {record.bucket: record for record in here}
+    return [_compare(record, records.get(record.bucket), str(packed.plan["dtype"])) for record in packed.buckets]
+
+
+def _compare(there: BucketRecord, here: BucketRecord | None, dtype: str) -> Replayed:
+    wanted = there.oracle
+    rows = len(wanted.tokens)
+    if here is None or here.answers.inputs != wanted.inputs:
+        return Replayed(there.bucket, rows, 0, 0.0, False, "it was not asked the same here")
+    found = here.answers
+    difference = max(abs(a - b) for a, b in zip(wanted.logprobs, found.logprobs, strict=True))
+    other = sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
+    passed = difference <= TIE_NATS[dtype]
+    reason = (
+        "" if passed else "its answers are not those of the model that was packed: other weights, or a wrong program"
+    )
+    return Replayed(there.bucket, rows, other, difference, passed, reason)

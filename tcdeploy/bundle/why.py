@@ -1,0 +1,181 @@
+"""Will it be a hit, here and with these flags? Said before any start, with the factor that differs and what it costs.
+
+torch's own answer comes when it is too late, and names no reason. So the factors that its key is made of are compared
+as facts: the machine, torch's settings, the sources of our ops, the model's config, and what the plan decides for each
+bucket. Where the plan is the very one that was packed, all buckets hit; where it is another, a bucket still hits if
+nothing that its program holds is different: another context, another depth, other buckets beside it change nothing.
+tests/bundle/test_why.py holds each rule against what torch then does. No torch here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from tcdeploy.compiler.manifest import BucketRecord, Manifest, Origin
+from tcdeploy.environment import Environment, diff
+from tcdeploy.plan import NOT_IN_PROGRAMS, Bucket, Plan
+
+# Of the plan: what says where, what and how much, and is in no program.
+NOT_OF_A_BUCKET = NOT_IN_PROGRAMS | {
+    "model", "revision", "load_format", "trust_remote_code", "cache_dir", "decisions", "key", "buckets", "mode",
+    "weight_bytes", "other_attention",
+}  # fmt: skip
+OF_PREFILL = {"prefill_attention", "prefill_sequences"}
+OF_DECODE = {"decode_attention"}
+# Of transformers' config: what no program holds, and what only those before and after the layers do.
+IN_NO_PROGRAM = {
+    "num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "_name_or_path", "name_or_path",
+    "architectures", "transformers_version", "use_cache", "initializer_range", "bos_token_id", "eos_token_id",
+    "pad_token_id", "dtype", "torch_dtype", "max_position_embeddings", "n_positions", "model_type", "return_dict",
+    "output_hidden_states", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
+}  # fmt: skip
+IN_EDGES = {"vocab_size", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta"}
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Something that programs depend on, as it is here and as it was where the cache was made."""
+
+    name: str
+    here: str
+    there: str
+
+
+@dataclass(frozen=True)
+class BucketForecast:
+    """`miss_seconds`: what compiling it will take, by the ledger of the run that filled the cache; None for a hit."""
+
+    bucket: str
+    is_hit: bool
+    reasons: tuple[str, ...] = ()
+    miss_seconds: float | None = None
+    is_estimate: bool = False  # of a bucket that was never compiled there: the median of its kind
+
+
+@dataclass(frozen=True)
+class Forecast:
+    buckets: tuple[BucketForecast, ...]
+    factors: tuple[Factor, ...]  # that differ; also those that only matter to some buckets
+
+    @property
+    def misses(self) -> tuple[BucketForecast, ...]:
+        return tuple(one for one in self.buckets if not one.is_hit)
+
+    @property
+    def miss_seconds(self) -> float:
+        return sum(one.miss_seconds or 0.0 for one in self.misses)
+
+
+def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
+    """What a start of `plan` on this machine, from `origin`, will find in the cache that `cached` describes."""
+    of_edges: list[Factor] = []
+    machines = diff(environment, _environment(cached))
+    everywhere = [Factor(one.factor, one.here, one.there) for one in machines]
+    if origin.sources != cached.origin.sources:
+        everywhere.append(Factor("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
+    everywhere += _differing("torch.", origin.torch_settings, cached.origin.torch_settings)
+    configs = (_of_programs(one.model_config) for one in (origin, cached.origin))
+    for factor in _differing("config.", *configs):
+        (of_edges if factor.name.removeprefix("config.") in IN_EDGES else everywhere).append(factor)
+    here, there = _plain(asdict(plan)), _plain(cached.plan)
+    fields = [name for name in here if name not in NOT_OF_A_BUCKET]
+    of_plan = _differing("", {name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+    found = [
+        _forecast_bucket(
+            bucket, cached, plan, [*everywhere, *(of_edges if _has_edges(bucket, plan) else ()), *_of(bucket, of_plan)]
+        )
+        for bucket in plan.buckets
+    ]
+    return Forecast(tuple(found), tuple(everywhere + of_edges + of_plan))
+
+
+def _has_edges(bucket: Bucket, plan: Plan) -> bool:
+    """Whether what runs before and after the layers is compiled too; with several candidates, if any does it."""
+    if plan.region == "model":
+        return True
+    return plan.graphs == "step" and not bucket.is_prefill and any(one.edges for one in plan.candidates(bucket))
+
+
+def _of(bucket: Bucket, of_plan: list[Factor]) -> list[Factor]:
+    others = OF_DECODE if bucket.is_prefill else OF_PREFILL
+    return [one for one in of_plan if one.name not in others]
+
+
+def best_of(forecasts: list[Forecast]) -> Forecast:
+    """Of a folder with several plans: a bucket is found if any of them has it. The factors are the nearest plan's."""
+    nearest = min(forecasts, key=lambda one: (len(one.misses), len(one.factors)))
+    columns = zip(*(one.buckets for one in forecasts), strict=True)
+    return Forecast(tuple(min(column, key=lambda one: len(one.reasons)) for column in columns), nearest.factors)
+
+
+def quick_factors(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Factor, ...]:
+    """What of `environment.installed_versions()` is not as where the cache was made; local labels (+cu130) aside."""
+    there = _environment(cached).program_factors()
+    wanted = {name: _public(there[name]) for name in installed}
+    return tuple(_differing("", {name: _public(value) for name, value in installed.items()}, wanted))
+
+
+def _public(version: Any) -> Any:
+    return version.partition("+")[0] if isinstance(version, str) else version
+
+
+def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list[Factor]) -> BucketForecast:
+    reasons = [one.name for one in factors]
+    known = {record.bucket: record for record in cached.buckets}
+    if bucket.name not in known:
+        reasons.append("the bucket is not in the cache")
+    elif plan.key != cached.plan["key"]:
+        reasons += _kernels(bucket, known[bucket.name].candidate, plan)
+    elif plan.tune_seconds > cached.plan["tune_seconds"] and _untried(bucket, known[bucket.name], plan):
+        reasons.append("mode auto would try what it had no time for")
+    if not reasons:
+        return BucketForecast(bucket.name, True)
+    seconds = cached.cold_seconds().get(bucket.name)
+    return BucketForecast(bucket.name, False, tuple(reasons), seconds or _typical(cached, bucket), seconds is None)
+
+
+def _untried(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
+    return bool(
+        {one.name for one in plan.candidates(bucket)} - {one.candidate for one in record.trials} - {record.candidate}
+    )
+
+
+def _kernels(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
+    """Why the bucket's program would be made in another way. Without time to try, the first candidate is taken."""
+    names = [candidate.name for candidate in plan.candidates(bucket)][: None if plan.tune_seconds else 1]
+    if names == [cached]:
+        return []
+    return ["mode auto would tune this plan anew"] if len(names) > 1 else [f"mode: {names[0]} instead of {cached}"]
+
+
+def _typical(cached: Manifest, bucket: Bucket) -> float | None:
+    alike = [seconds for name, seconds in cached.cold_seconds().items() if name.startswith(bucket.phase)]
+    return statistics.median(alike) if alike else None
+
+
+def _environment(cached: Manifest) -> Environment:
+    return Environment(**{name: _tuples(value) for name, value in cached.environment.items()})
+
+
+def _tuples(value: Any) -> Any:
+    """JSON's lists as the tuples that they were."""
+    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+
+
+def _of_programs(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if name not in IN_NO_PROGRAM}
+
+
+def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _tuples(value) for name, value in document.items()}
+
+
+def _differing(prefix: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Factor]:
+    return [
+        Factor(f"{prefix}{name}", str(here.get(name, "-")), str(there.get(name, "-")))
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]

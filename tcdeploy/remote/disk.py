@@ -1,0 +1,81 @@
+"""A folder of bundles on a disk of this machine, or one that is mounted like a disk.
+
+Written once means: a temporary beside the name, synced, then os.link, which fails where the name is taken, so that one
+of many writers wins and the others are told. A file system without hard links gets a check and a rename instead; two
+that pass the check together write the bytes that the name is the digest of.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tcdeploy.remote.address import CHUNK_BYTES, BundleName, read_name
+from tcdeploy.remote.store import Body, Entry, Found
+
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class LocalFolder:
+    """A folder of this machine; it is made by the first write."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def look(self, name: BundleName) -> Found | None:
+        try:
+            return Found(os.stat(self.path / str(name)).st_size)
+        except FileNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def read(self, name: BundleName) -> Iterator[Body]:
+        with open(self.path / str(name), "rb", buffering=0) as file:
+            yield Body(os.fstat(file.fileno()).st_size, iter(lambda: file.read(CHUNK_BYTES), b""))
+
+    def write(self, name: BundleName, file: Path) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        staging = self.path / f".push-{secrets.token_hex(6)}.tmp"
+        try:
+            with open(file, "rb") as source, open(staging, "xb") as target:
+                shutil.copyfileobj(source, target, CHUNK_BYTES)
+                target.flush()
+                os.fsync(target.fileno())
+            _link(staging, self.path / str(name))
+        finally:
+            staging.unlink(missing_ok=True)
+        sync_folder(self.path)
+
+    def list(self, plan_key: str) -> list[Entry]:
+        try:
+            files = list(os.scandir(self.path))
+        except FileNotFoundError:
+            return []
+        named = ((read_name(file.name), file) for file in files)
+        return [Entry(name, file.stat().st_mtime) for name, file in named if name and name.plan_key == plan_key]
+
+
+def _link(staging: Path, final: Path) -> None:
+    try:
+        os.link(staging, final)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+        if final.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from error
+        os.rename(staging, final)
+
+
+def sync_folder(folder: Path) -> None:
+    """So that a name in it survives a power cut. A folder that cannot be synced has its say in vain: the file was."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

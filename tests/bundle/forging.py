@@ -1,0 +1,80 @@
+"""Bundles as somebody else would write them: any bytes behind any header, with digests and signatures that fit."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import tarfile
+from collections.abc import Iterable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import zstandard
+
+from tcdeploy.bundle.container import Payload, head_bytes
+from tcdeploy.bundle.header import Header, header_bytes, portable
+from tcdeploy.bundle.signing import sign
+from tcdeploy.compiler.contents import FileRecord
+from tcdeploy.compiler.manifest import Manifest
+
+
+def record(path: str, content: bytes) -> FileRecord:
+    return FileRecord(path, len(content), hashlib.sha256(content).hexdigest())
+
+
+def member(path: str, content: bytes, kind: bytes = tarfile.REGTYPE, link: str = "", **more: Any) -> bytes:
+    """One file of a tar, its bytes padded; `size` in `more` claims another length."""
+    info = tarfile.TarInfo(path)
+    info.size, info.mode, info.type, info.linkname = len(content), 0o644, kind, link
+    for name, value in more.items():
+        setattr(info, name, value)
+    return info.tobuf(tarfile.GNU_FORMAT, "utf-8", "surrogatepass") + content + bytes(-len(content) % 512)
+
+
+def tar(*members: bytes) -> bytes:
+    return b"".join(members) + bytes(1024)
+
+
+def compressed(*pieces: bytes) -> bytes:
+    """One zstd frame over all pieces."""
+    out = io.BytesIO()
+    with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream:
+        for piece in pieces:
+            stream.write(piece)
+    return out.getvalue()
+
+
+def members_of(folder: Path, files: Iterable[FileRecord]) -> list[bytes]:
+    return [member(file.path, (folder / file.path).read_bytes()) for file in files]
+
+
+def forge(path: Path, payload: bytes, manifest: Manifest, files: Any, secret: Path | None) -> Path:
+    """A bundle of that compressed payload whose header names `files`, signed where there is a key."""
+    renamed = replace(portable(manifest), files=tuple(files))
+    found = Payload(len(payload), hashlib.sha256(payload).hexdigest())
+    return forge_header(path, header_bytes(Header(renamed, found)), payload, secret)
+
+
+def forge_header(path: Path, header: bytes, payload: bytes, secret: Path | None) -> Path:
+    signatures = () if secret is None else (sign(header, secret),)
+    path.write_bytes(head_bytes(header, signatures) + payload)
+    return path
+
+
+def with_document(manifest: Manifest, payload: bytes, edit: Any) -> bytes:
+    """A header after `edit` changed its document, {"payload", "manifest"}, whose manifest is sealed again."""
+    document = {
+        "payload": {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()},
+        "manifest": json.loads(json.dumps(asdict(portable(manifest)))),
+    }
+    edit(document)
+    if isinstance(document.get("manifest"), dict):
+        document["manifest"] = sealed(document["manifest"])
+    return json.dumps(document).encode()
+
+
+def sealed(manifest: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(manifest).encode()).hexdigest()
+    return json.dumps({**manifest, "sha256": digest}, indent=1)

@@ -1,0 +1,98 @@
+"""Two caches side by side: what they were made from, and which files differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.bundle.compare import compare_manifests
+from tcdeploy.compiler.manifest import Manifest
+from tests.bundle.conftest import Keys, Packed
+from tests.bundle.folders import KINDS, fill, make_small, manifest_for
+
+
+@pytest.fixture
+def first(small: Packed) -> Manifest:
+    return small.manifest
+
+
+def test_a_cache_beside_itself_differs_in_nothing(first: Manifest) -> None:
+    found = compare_manifests(first, first)
+    assert (found.factors, found.only_first, found.only_second, found.other_bytes) == ((), (), (), ())
+    assert found.same == len(KINDS)
+
+
+def test_the_same_cache_elsewhere_differs_in_nothing(first: Manifest, tmp_path: Path) -> None:
+    found = compare_manifests(first, make_small(tmp_path / "elsewhere"))
+    assert found.factors == () and found.same == len(KINDS)
+
+
+def test_files_are_told_by_where_they_are(first: Manifest) -> None:
+    more = replace(first.files[0], path="fxgraph/more")
+    other = replace(first.files[3], sha256="0" * 64)
+    second = replace(first, files=(*first.files[1:3], other, *first.files[4:], more))
+    found = compare_manifests(first, second)
+    assert found.only_first == (first.files[0].path,) and found.only_second == ("fxgraph/more",)
+    assert found.other_bytes == (first.files[3].path,) and found.same == len(KINDS) - 2
+    turned = compare_manifests(second, first)
+    assert (turned.only_first, turned.only_second) == (found.only_second, found.only_first)
+
+
+def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first: Manifest) -> None:
+    origin = replace(first.origin, model_config={"model_type": "llama", "rope": 1}, sources="6" * 64)
+    second = replace(
+        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
+    )
+    found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).factors}
+    assert found == {
+        "environment.torch": (first.environment["torch"], "9.9"),
+        "plan.dtype": (first.plan["dtype"], "float16"),
+        "config.hidden_size": ("4096", "-"),
+        "config.rope": ("-", "1"),
+        "tcdeploy's ops": ("5" * 64, "6" * 64),
+    }
+
+
+def test_where_it_lies_and_why_it_was_decided_are_no_factors(first: Manifest) -> None:
+    environment = {**first.environment, "user_cache_dir": "/x", "inductor_cache_dir": "/y"}
+    plan = {**first.plan, "cache_dir": "/z", "decisions": []}
+    assert compare_manifests(first, replace(first, environment=environment, plan=plan)).factors == ()
+
+
+def test_the_command_compares_a_bundle_with_a_folder(
+    run_cli: Callable[..., Any], small: Packed, tmp_path: Path
+) -> None:
+    same = run_cli("cache", "diff", str(small.bundle), str(small.folder))
+    assert same.returncode == 0, same.stderr
+    assert same.stdout.strip() == f"{len(KINDS)} files are the same"
+    make_small(tmp_path / "other", seed=4, bucket=64)
+    result = run_cli("cache", "diff", str(small.bundle), str(tmp_path / "other"))
+    assert "plan.buckets" in result.stdout and "plan.key" in result.stdout
+    document = json.loads(run_cli("cache", "diff", str(small.bundle), str(tmp_path / "other"), "--json").stdout)
+    assert set(document["other_bytes"]) == set(KINDS) and document["same"] == 0
+
+
+def test_the_command_wants_one_plan_each(run_cli: Callable[..., Any], small: Packed, tmp_path: Path) -> None:
+    for bucket in (32, 64):
+        make_small(tmp_path / "two", bucket=bucket)
+    result = run_cli("cache", "diff", str(small.bundle), str(tmp_path / "two"))
+    assert result.returncode == 2 and "holds 2 plans" in result.stderr
+    for target in (tmp_path / "nowhere", tmp_path):
+        result = run_cli("cache", "diff", str(small.bundle), str(target))
+        assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+
+
+def test_many_files_are_listed_to_a_length(run_cli: Callable[..., Any], keys: Keys, tmp_path: Path) -> None:
+    from tcdeploy.compiler.manifest import write_manifest
+    from tests.bundle.folders import path_of
+
+    for name in ("a", "b"):
+        manifest = manifest_for(tmp_path / name, fill(tmp_path / name, {f"{name}/{n:02}": 9 for n in range(25)}))
+        write_manifest(path_of(tmp_path / name, manifest), manifest)
+    result = run_cli("cache", "diff", str(tmp_path / "a"), str(tmp_path / "b"))
+    assert result.stdout.count("only in the first: a/") == 20 and "only in the second: 5 more" in result.stdout

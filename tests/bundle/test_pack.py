@@ -1,0 +1,340 @@
+"""The same cache is the same file; what is not whole or not proven is not packed; a name means a whole bundle."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.bundle.pack import NotProven, add_signature, only_plan, pack
+from tcdeploy.bundle.signing import generate_key
+from tcdeploy.bundle.verify import verify_file
+from tcdeploy.compiler.manifest import Manifest, write_manifest
+from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageError
+from tests.bundle.conftest import Keys, Packed
+from tests.bundle.folders import (
+    KINDS,
+    Child,
+    key_of,
+    leave_free,
+    make_small,
+    manifest_for,
+    mounted,
+    path_of,
+)
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+# The same bytes
+
+
+def test_the_same_folder_packs_to_the_same_bytes(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    for name in ("first", "second"):
+        pack(small.folder, small.key, tmp_path / name, keys.secret)
+    assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes() == small.bundle.read_bytes()
+    assert names_in(tmp_path) == ["first", "second"], "nothing of the work is left beside them"
+
+
+def test_another_place_order_of_creation_and_time_change_no_byte(small: Packed, tmp_path: Path) -> None:
+    pack(small.folder, small.key, tmp_path / "there.tcb")
+    other = tmp_path / "a" / "much longer" / "place"
+    for number, file in enumerate(reversed(small.manifest.files)):
+        target = other / file.path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(small.folder / file.path, target)
+        os.utime(target, (1_000_000 + number, 2_000_000))
+        target.chmod(0o600)
+    manifest = manifest_for(other, [file.path for file in reversed(small.manifest.files)])
+    assert (key_of(manifest), manifest == small.manifest) == (small.key, False), "the folder's place stands in it"
+    write_manifest(path_of(other, manifest), manifest)
+    pack(other, small.key, tmp_path / "here.tcb")
+    assert (tmp_path / "here.tcb").read_bytes() == (tmp_path / "there.tcb").read_bytes()
+    assert str(other).encode() not in (tmp_path / "here.tcb").read_bytes()
+
+
+def test_what_was_packed_is_told(packed: Packed, tmp_path: Path) -> None:
+    told = pack(packed.folder, packed.key, tmp_path / "x.tcb")
+    sizes = [file.bytes for file in packed.manifest.files]
+    assert (told.plan_key, told.files, told.unpacked_bytes) == (packed.key, len(sizes), sum(sizes))
+    assert told.packed_bytes == (tmp_path / "x.tcb").stat().st_size < sum(sizes)
+    assert 0 < told.header_bytes < told.packed_bytes
+
+
+def test_what_no_manifest_names_stays_outside(small: Packed, tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(small.folder, folder)
+    (folder / "fxgraph" / "loser").write_bytes(b"of another candidate")
+    pack(folder, small.key, tmp_path / "x.tcb")
+    pack(small.folder, small.key, tmp_path / "y.tcb")
+    assert (tmp_path / "x.tcb").read_bytes() == (tmp_path / "y.tcb").read_bytes()
+
+
+# What is refused
+
+
+def spoil(file: str, how: str, folder: Path) -> None:
+    path = folder / file
+    if how == "missing":
+        path.unlink()
+    elif how == "empty":
+        path.write_bytes(b"")
+    elif how == "changed":
+        path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    else:
+        os.rename(path, folder / "elsewhere")
+        path.symlink_to(folder / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("missing", "is missing"), ("empty", "has 0 bytes"), ("changed", "has other bytes"),
+        ("a link", "is no regular file"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_and_nothing_is_packed(small: Packed, how: str, reason: str, tmp_path: Path) -> None:
+    folder, out = tmp_path / "cache", tmp_path / "out"
+    shutil.copytree(small.folder, folder)
+    out.mkdir()
+    spoil(KINDS[3], how, folder)
+    with pytest.raises(IntegrityError) as caught:
+        pack(folder, small.key, out / "x.tcb")
+    assert f"{folder / KINDS[3]} {reason}" in caught.value.message
+    assert names_in(out) == []
+
+
+def test_a_file_that_was_empty_when_it_was_recorded_is_not_packed(tmp_path: Path) -> None:
+    folder, out = tmp_path / "cache", tmp_path / "out"
+    make_small(folder)
+    out.mkdir()
+    (folder / "ab").mkdir()
+    (folder / "ab/nothing").write_bytes(b"")
+    manifest = manifest_for(folder, [*KINDS, "ab/nothing"])
+    write_manifest(path_of(folder, manifest), manifest)
+    with pytest.raises(IntegrityError, match="ab/nothing is empty"):
+        pack(folder, key_of(manifest), out / "x.tcb")
+    assert names_in(out) == []
+
+
+def test_a_file_that_changes_while_it_is_packed_is_found(small: Packed, tmp_path: Path) -> None:
+    """A record of other bytes, as if they had changed after the check: `write_bundle` looks for itself."""
+    from tcdeploy.bundle.container import write_bundle
+
+    first, *others = small.manifest.files
+    with pytest.raises(IntegrityError, match="has other bytes than its manifest says"):
+        write_bundle(tmp_path / "x.tcb", small.folder, (replace(first, sha256="0" * 64), *others), lambda _: b"head")
+    assert names_in(tmp_path) == []
+
+
+def test_a_plan_that_did_not_finish_warming_is_not_packed(small: Packed, tmp_path: Path) -> None:
+    folder, out = tmp_path / "cache", tmp_path / "out"
+    shutil.copytree(small.folder, folder)
+    out.mkdir()
+    path_of(folder, small.manifest).unlink()
+    with pytest.raises(UsageError, match=f"knows no plan {small.key}: what did not finish warming"):
+        pack(folder, small.key, out / "x.tcb")
+    with pytest.raises(UsageError, match="holds no plan that finished warming"):
+        only_plan(folder)
+    assert names_in(out) == []
+
+
+@pytest.mark.parametrize("changes", [{"outcome": "miss"}, {"is_first_start": False}], ids=["compiled", "second"])
+def test_a_plan_whose_last_start_proved_nothing_is_not_packed(changes: dict[str, Any], tmp_path: Path) -> None:
+    """It compiled, or its process may have held the programs already and opened no file."""
+    folder, out = tmp_path / "cache", tmp_path / "out"
+    manifest = make_small(folder, **changes)
+    out.mkdir()
+    with pytest.raises(NotProven, match="the last start of this plan compiled something"):
+        pack(folder, key_of(manifest), out / "x.tcb")
+    assert names_in(out) == []
+
+
+def test_a_folder_of_several_plans_wants_one_named(tmp_path: Path) -> None:
+    keys = sorted(key_of(make_small(tmp_path, bucket=bucket)) for bucket in (32, 64))
+    with pytest.raises(UsageError) as caught:
+        only_plan(tmp_path)
+    assert f"--plan {keys[0]} or {keys[1]}" in caught.value.hint
+    path_of(tmp_path, make_small(tmp_path, bucket=32)).unlink()
+    assert only_plan(tmp_path) in keys
+
+
+@pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
+def test_with_a_key_that_is_none_nothing_stands_under_the_name(small: Packed, content: bytes, tmp_path: Path) -> None:
+    """An unsigned bundle where a signed one was asked for would be believed to be signed."""
+    (tmp_path / "bad.key").write_bytes(content)
+    for key in (tmp_path / "bad.key", tmp_path / "missing.key"):
+        with pytest.raises(UsageError, match=f"{key.name} is no private key"):
+            pack(small.folder, small.key, tmp_path / "x.tcb", key)
+    assert names_in(tmp_path) == ["bad.key"]
+
+
+def test_a_place_that_does_not_exist_is_a_clear_error(small: Packed, tmp_path: Path) -> None:
+    target = tmp_path / "nowhere" / "x.tcb"
+    with pytest.raises(TcdeployError, match=f"the bundle {target} cannot be written: No such file") as caught:
+        pack(small.folder, small.key, target)
+    assert caught.value.exit_code == 1 and caught.value.hint
+
+
+# Under the name stands a whole bundle, or what was there
+
+
+def test_a_bundle_that_is_there_is_replaced_whole(small: Packed, packed: Packed, keys: Keys, tmp_path: Path) -> None:
+    target = tmp_path / "x.tcb"
+    pack(packed.folder, packed.key, target, keys.secret)
+    pack(small.folder, small.key, target, keys.secret)
+    assert target.read_bytes() == small.bundle.read_bytes()
+    with pytest.raises(IntegrityError):
+        pack_damaged(small, tmp_path / "damaged", target)
+    assert target.read_bytes() == small.bundle.read_bytes(), "a failure leaves the old one"
+
+
+def pack_damaged(small: Packed, folder: Path, target: Path) -> None:
+    shutil.copytree(small.folder, folder)
+    (folder / KINDS[0]).unlink()
+    pack(folder, small.key, target)
+
+
+PACKER = """
+import sys
+from pathlib import Path
+from tcdeploy.bundle.pack import pack
+import zstandard, cryptography.hazmat.primitives.serialization
+folder, key, target, secret = sys.argv[1:]
+print("ready", flush=True)
+sys.stdin.readline()
+while True:
+    pack(Path(folder), key, Path(target), Path(secret))
+"""
+
+
+def insist_on_whole(target: Path, packed: Packed) -> None:
+    """Who looks at any moment finds a whole bundle, or none."""
+    if target.exists():
+        assert target.read_bytes() == packed.bundle.read_bytes()
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_killed_at_random_moments_the_name_is_absent_or_whole_and_signed(
+    packed: Packed, keys: Keys, is_there: bool, tmp_path: Path
+) -> None:
+    """Ten times -9 into a process that packs without an end, into a new name and into one that is there."""
+    source, absent, left = random.Random(8), 0, 0
+    for number in range(10):
+        target = tmp_path / f"{number}.tcb"
+        if is_there:
+            shutil.copyfile(packed.bundle, target)
+        with Child(PACKER, packed.folder, packed.key, target, keys.secret) as child:
+            assert child.line() == "ready"
+            child.kill_after(source.uniform(0, 0.3), lambda target=target: insist_on_whole(target, packed))
+        absent += not target.exists()
+        left += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
+        if target.exists():
+            assert verify_file(target, keys.trusted).signer is not None
+            assert target.read_bytes() == packed.bundle.read_bytes()
+    assert absent == 0 if is_there else absent < 10
+    assert left, "none was killed at its work"
+
+
+def test_a_full_disk_is_exit_7_and_leaves_nothing(
+    run_cli: Callable[..., Any], packed: Packed, keys: Keys, tmp_path: Path
+) -> None:
+    with mounted(tmp_path / "small", "-o", "size=2m") as folder:
+        result = run_cli("cache", "pack", str(packed.folder), "-o", str(folder / "x.tcb"), "--sign", str(keys.secret))
+        assert names_in(folder) == []
+    assert result.returncode == 7, result.stderr
+    needed = 2 * sum(file.bytes for file in packed.manifest.files)
+    assert f"error: packing may need {needed} bytes in {folder}" in result.stderr
+    assert "hint:" in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
+def incompressible(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
+    """Many files that do not compress: with their names they take more than the room that is asked for first."""
+    folder = tmp_path_factory.mktemp("incompressible")
+    source = random.Random(3)
+    names = [f"fxgraph/{number:03}" for number in range(400)]
+    (folder / "fxgraph").mkdir()
+    for name in names:
+        (folder / name).write_bytes(source.randbytes(3000))
+    manifest = manifest_for(folder, names)
+    write_manifest(path_of(folder, manifest), manifest)
+    return folder, manifest
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+def test_a_disk_that_fills_up_while_packing_is_a_space_error_and_leaves_what_was_there(
+    incompressible: tuple[Path, Manifest], small: Packed, keys: Keys, is_there: bool, tmp_path: Path
+) -> None:
+    folder, manifest = incompressible
+    with mounted(tmp_path / "full", "-o", "size=8m") as out:
+        target = out / "x.tcb"
+        if is_there:
+            shutil.copyfile(small.bundle, target)
+        leave_free(out, 2 * sum(file.bytes for file in manifest.files) + 4096)
+        with pytest.raises(SpaceError, match="no room for the bundle") as caught:
+            pack(folder, key_of(manifest), target, keys.secret)
+        assert caught.value.exit_code == 7
+        assert names_in(out) == ["filler", "x.tcb"][: 1 + is_there]
+        if is_there:
+            assert target.read_bytes() == small.bundle.read_bytes()
+        (out / "filler").unlink()
+        assert pack(folder, key_of(manifest), target, keys.secret).files == 400
+
+
+# The command
+
+
+def test_the_command_packs_a_folder_and_says_what_it_packed(
+    run_cli: Callable[..., Any], small: Packed, keys: Keys, tmp_path: Path
+) -> None:
+    out = tmp_path / "x.tcb"
+    arguments = ("cache", "pack", str(small.folder), "-o", str(out), "--sign", str(keys.secret))
+    result = run_cli(*arguments, "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert out.read_bytes() == small.bundle.read_bytes()
+    assert (document["plan_key"], document["packed_bytes"]) == (small.key, out.stat().st_size)
+    assert sum(kind["files"] for kind in document["kinds"].values()) == document["files"] == len(KINDS)
+    plain = run_cli(*arguments)
+    assert plain.returncode == 0 and f"for {len(KINDS)} files" in plain.stdout
+
+
+def test_the_command_refuses_what_is_damaged_with_exit_5(
+    run_cli: Callable[..., Any], small: Packed, tmp_path: Path
+) -> None:
+    folder = tmp_path / "cache"
+    shutil.copytree(small.folder, folder)
+    (folder / KINDS[0]).unlink()
+    result = run_cli("cache", "pack", str(folder), "-o", str(tmp_path / "x.tcb"))
+    assert result.returncode == 5
+    assert f"error: {folder / KINDS[0]} is missing" in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "x.tcb").exists()
+
+
+def test_signing_afterwards_is_the_same_as_signing_at_once(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    pack(small.folder, small.key, tmp_path / "x.tcb")
+    add_signature(tmp_path / "x.tcb", keys.secret)
+    assert (tmp_path / "x.tcb").read_bytes() == small.bundle.read_bytes()
+    generate_key(tmp_path / "other")
+    add_signature(tmp_path / "x.tcb", tmp_path / "other.key")
+    assert verify_file(tmp_path / "x.tcb", keys.trusted).files == len(KINDS)
+
+
+def test_a_cache_that_cannot_be_written_is_packed_all_the_same(small: Packed, tmp_path: Path) -> None:
+    with mounted(tmp_path / "read-only") as folder:
+        shutil.copytree(small.folder, folder, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        pack(folder, small.key, tmp_path / "out.tcb")
+        pack(small.folder, small.key, tmp_path / "same.tcb")
+    assert (tmp_path / "out.tcb").read_bytes() == (tmp_path / "same.tcb").read_bytes()

@@ -1,0 +1,225 @@
+"""A cache that travels: warmed and packed here, unpacked there, and every bucket a hit, with nothing to compile with.
+
+The other machine is this one with other eyes: another HOME and working directory, no program on its PATH but Python
+itself, and a root that cannot be written but for a folder for temporary files (bind mounts in a namespace of its own).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tcdeploy.remote.transfer import push
+from tests.bundle.conftest import Keys
+from tests.conftest import ROOT, TINY, cli_command, cli_environment
+
+SMALL = ("--buckets", "16,48", "--batch-sizes", "1,3")
+PROMPT = "This module provides"
+
+
+class Travelling(NamedTuple):
+    bundle: Path
+    plan_key: str
+    text: str  # what the packing side generates
+
+
+def run(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        cli_command(*arguments), capture_output=True, text=True, timeout=600, env=cli_environment(home, **environ)
+    )
+
+
+@pytest.fixture(scope="module")
+def travelling(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Travelling:
+    """`cache pack MODEL` on a machine that has never seen the model."""
+    home, place = tmp_path_factory.mktemp("packer"), tmp_path_factory.mktemp("packed-here")
+    bundle = place / "tiny.tcb"
+    packed = run(
+        home, "cache", "pack", TINY, *SMALL, "--cache-dir", str(place / "deep" / "cache"), "-o", str(bundle),
+        "--sign", str(keys.secret), "--json",
+    )  # fmt: skip
+    assert packed.returncode == 0, packed.stderr
+    generated = run(home, "generate", TINY, PROMPT, *SMALL, "--cache-dir", str(place / "deep" / "cache"))
+    assert generated.returncode == 0, generated.stderr
+    return Travelling(bundle, json.loads(packed.stdout)["plan_key"], generated.stdout)
+
+
+@pytest.fixture(scope="module")
+def unpacked(travelling: Travelling, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("elsewhere") / "baked" / "in"
+    done = run(
+        tmp_path_factory.mktemp("baker"), "cache", "unpack", str(travelling.bundle), str(folder),
+        "--trusted-keys", str(keys.trusted),
+    )  # fmt: skip
+    assert done.returncode == 0 and "signed by ci" in done.stdout, done.stderr
+    return folder
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, unpacked: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the command where nothing can be written but the folder for temporary files, with an empty PATH."""
+    nothing, writable = tmp_path / "no-programs", tmp_path / "scratch"
+    nothing.mkdir(), writable.mkdir()
+    if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
+        pytest.skip("cannot make a namespace of mounts here")
+
+    def start(*arguments: str) -> subprocess.CompletedProcess[str]:
+        mounts = f"mount --bind {writable} {writable} && mount -o remount,ro,bind / && cd / && "
+        for point in ("/tmp", "/var", "/root", "/home"):
+            if os.path.ismount(point):
+                mounts += f"mount -o remount,ro,bind {point} && "
+        inside = {**cli_environment(tmp_path / "nobody"), "PATH": str(nothing), "TMPDIR": str(writable)}
+        return subprocess.run(
+            ["unshare", "-m", "sh", "-c", f'{mounts} exec env -i "$@"', "sh",
+             *(f"{name}={value}" for name, value in inside.items()), sys.executable, "-m", "tcdeploy", *arguments],
+            capture_output=True, text=True, timeout=600,
+        )  # fmt: skip
+
+    return start
+
+
+def test_on_a_read_only_root_without_a_compiler_every_bucket_is_a_hit_and_a_token_comes(
+    elsewhere: Callable[..., subprocess.CompletedProcess[str]], travelling: Travelling, unpacked: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")}
+    warmed = elsewhere("warm", TINY, *SMALL, "--cache-dir", str(unpacked), "--require-hit", "--json")
+    assert warmed.returncode == 0, warmed.stderr
+    document = json.loads(warmed.stdout)
+    assert [record["outcome"] for record in document["buckets"]] == ["hit"] * 4
+    assert document["plan"]["key"] == travelling.plan_key
+    generated = elsewhere("generate", TINY, PROMPT, *SMALL, "--cache-dir", str(unpacked))
+    assert (generated.returncode, generated.stdout) == (0, travelling.text), generated.stderr
+    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "it was written to"
+
+
+def test_there_the_root_cannot_be_written_and_no_compiler_is_found(
+    elsewhere: Callable[..., subprocess.CompletedProcess[str]], unpacked: Path, tmp_path: Path
+) -> None:
+    """The room that the test above believes in: a bucket that is not in the bundle cannot be made in it."""
+    missed = elsewhere("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked))
+    assert missed.returncode == 1, missed.stderr
+    assert "read-only" in missed.stderr
+    copy = tmp_path / "scratch" / "copy"
+    shutil.copytree(unpacked, copy)
+    missed = elsewhere("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(copy))
+    assert missed.returncode == 1 and "compiler" in missed.stderr.lower(), missed.stderr
+
+
+def test_the_packers_answers_are_given_here_too(
+    unpacked: Path, travelling: Travelling, keys: Keys, tmp_path: Path
+) -> None:
+    trusted = ("--trusted-keys", str(keys.trusted))
+    for target in (str(unpacked), str(travelling.bundle)):
+        done = run(tmp_path, "cache", "verify", target, "--run", "--json", *trusted)
+        assert done.returncode == 0, done.stderr
+        (replayed,) = json.loads(done.stdout)["replayed"].values()
+        assert [one["passed"] for one in replayed] == [True] * 4
+        assert sum(one["rows"] for one in replayed) == 4 + 4 + 1 + 3
+        assert all(one["other_tokens"] == 0 and one["max_difference"] < 1e-4 for one in replayed)
+
+
+def test_other_weights_answer_otherwise_and_are_found_out(travelling: Travelling, keys: Keys, tmp_path: Path) -> None:
+    """The same architecture with another model's weights: all hits, and a wrong deployment."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from tcdeploy.models.load import locate
+
+    torch.manual_seed(1)
+    shutil.copytree(locate(TINY), tmp_path / "other")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
+    for parameter in model.parameters():
+        parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "other")
+    done = run(
+        tmp_path, "cache", "verify", str(travelling.bundle), "--run", "--model", str(tmp_path / "other"),
+        "--trusted-keys", str(keys.trusted),
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert "answers differ from the packer's" in done.stderr and "other weights" in done.stdout
+
+
+def test_a_start_fetches_its_plan_from_a_folder_of_bundles(travelling: Travelling, keys: Keys, tmp_path: Path) -> None:
+    store, cache = tmp_path / "store", tmp_path / "cache"
+    pushed = push(travelling.bundle, str(store), travelling.plan_key)
+    fetching = ("--cache-dir", str(cache), "--cache-from", str(store), "--trusted-keys", str(keys.trusted))
+    first = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "300s")
+    assert first.returncode == 0, first.stderr
+    assert f"cache: {pushed.url}" in first.stderr and "signed by ci" in first.stderr
+    shutil.rmtree(store)
+    second = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "0.5s")
+    assert "is here already, nothing was fetched" in second.stderr
+    assert second.returncode == 6 and re.search(r"the start took [\d.]+ s, and 0.5 s was the most", second.stderr)
+
+
+def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(
+    travelling: Travelling, keys: Keys, tmp_path: Path
+) -> None:
+    store = tmp_path / "store"
+    pushed = push(travelling.bundle, str(store), travelling.plan_key)
+    trusted = ("--trusted-keys", str(keys.trusted), "--cache-dir", str(tmp_path / "cache"))
+    other = ("--buckets", "16,48", "--batch-sizes", "1,3", "--dtype", "bfloat16")
+    absent = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", str(store))
+    assert absent.returncode == 3 and "holds no bundle of the plan" in absent.stderr
+    named = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", pushed.url)
+    assert named.returncode == 3 and "is of another plan: dtype" in named.stderr
+    assert re.search(r"^dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of what differs"
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_unsigned_bundle_is_not_started_from(travelling: Travelling, tmp_path: Path) -> None:
+    done = run(
+        tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(tmp_path / "cache"), "--cache-from", str(travelling.bundle)
+    )
+    assert done.returncode == 4 and "is no trusted key" in done.stderr
+    assert not (tmp_path / "cache").exists()
+
+
+def test_warm_sends_what_it_proved(keys: Keys, travelling: Travelling, tmp_path: Path) -> None:
+    """The folder was filled by unpacking: a warm start goes before, so nothing is started twice."""
+    cache, store = tmp_path / "cache", tmp_path / "store"
+    trusted = ("--trusted-keys", str(keys.trusted))
+    assert run(tmp_path, "cache", "unpack", str(travelling.bundle), str(cache), *trusted).returncode == 0
+    done = run(
+        tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(cache), "--cache-to", str(store), "--sign", str(keys.secret)
+    )
+    assert done.returncode == 0, done.stderr
+    (stored,) = store.iterdir()
+    assert stored.name.startswith(f"{travelling.plan_key}-") and f"{stored} is there now" in done.stderr
+    listed = run(tmp_path, "cache", "find", str(store), "--plan", travelling.plan_key)
+    assert listed.stdout.strip() == str(stored)
+    pulled = run(tmp_path, "cache", "pull", str(stored), "-o", str(tmp_path / "pulled.tcb"))
+    assert pulled.returncode == 0 and (tmp_path / "pulled.tcb").read_bytes() == stored.read_bytes()
+    again = run(tmp_path, "cache", "push", str(tmp_path / "pulled.tcb"), str(store))
+    assert again.returncode == 0 and "was there already" in again.stdout
+
+
+def test_a_bundle_of_another_environment_is_not_unpacked_unless_asked(
+    travelling: Travelling, keys: Keys, tmp_path: Path
+) -> None:
+    """Fault 6, by a machine whose torch says that it is another one."""
+    site = tmp_path / "site" / "torch-9.9.9.dist-info"
+    site.mkdir(parents=True)
+    (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    other = {"PYTHONPATH": f"{tmp_path / 'site'}:{ROOT}"}
+    arguments = (
+        "cache",
+        "unpack",
+        str(travelling.bundle),
+        str(tmp_path / "cache"),
+        "--trusted-keys",
+        str(keys.trusted),
+    )
+    done = run(tmp_path, *arguments, **other)
+    assert done.returncode == 3 and re.search(r"^torch +9.9.9 +\d", done.stderr, re.MULTILINE), done.stderr
+    assert not (tmp_path / "cache").exists()
+    assert run(tmp_path, *arguments, "--any-environment", **other).returncode == 0

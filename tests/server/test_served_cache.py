@@ -1,0 +1,77 @@
+"""What a server makes of a cache that is damaged, or that comes from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.conftest import TINY, cli_command, cli_environment
+from tests.server.conftest import Served, serving
+
+
+@pytest.fixture
+def damaged(tmp_path: Path, warm_cache: Path, served: Served) -> tuple[Path, Path]:
+    """A copy of the warm cache, and the compiled library in it that has one bit less or more."""
+    cache = tmp_path / "cache"
+    shutil.copytree(warm_cache, cache)
+    (manifest,) = (cache / "manifests").glob("*.json")
+    named = [cache / file["path"] for file in json.loads(manifest.read_text())["files"]]
+    library = next(path for path in named if path.name.endswith(".main.so"))
+    content = bytearray(library.read_bytes())
+    content[len(content) // 2] ^= 1
+    library.write_bytes(content)
+    return cache, library
+
+
+def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], tmp_path: Path) -> None:
+    cache, library = damaged
+    command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
+    done = subprocess.run(
+        [*command, "--cache-dir", str(cache)], capture_output=True, text=True, timeout=120,
+        env=cli_environment(tmp_path),
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert f"{library} has other bytes" in done.stderr and "--on-bad-cache rebuild" in done.stderr
+    assert "ready: " not in done.stdout and "Traceback" not in done.stderr
+
+
+def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path) -> None:
+    cache, library = damaged
+    with serving(tmp_path, cache, "--on-bad-cache", "rebuild") as served:
+        assert any("[1/4]" in line and ", miss," in line for line in served.said)
+        assert httpx.get(f"{served.address}/ready").status_code == 200
+        assert served.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
+    assert library.exists(), "made again, under the same name"
+
+
+def test_a_server_starts_from_a_bundle_and_refuses_one_that_nobody_signed(
+    serve: Callable[..., Any], warm_cache: Path, served: Served, tmp_path: Path
+) -> None:
+    bundle, cache = tmp_path / "tiny.tcb", tmp_path / "fetched"
+    keys = tmp_path / "keys"
+    for words in (
+        ("cache", "keygen", str(tmp_path / "ci")),
+        ("cache", "trust", "ci", str(tmp_path / "ci.pub"), "--trusted-keys", str(keys)),
+        ("cache", "pack", str(warm_cache), "-o", str(bundle)),
+    ):
+        subprocess.run(cli_command(*words), check=True, env=cli_environment(tmp_path), capture_output=True)
+    flags = ("--cache-from", str(bundle), "--trusted-keys", str(keys))
+    command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--cache-dir", str(cache))
+    refused = subprocess.run(
+        [*command, "--port", "0", *flags], capture_output=True, text=True, timeout=120, env=cli_environment(tmp_path)
+    )
+    assert refused.returncode == 4 and "is not signed" in refused.stderr, refused.stderr
+    assert not cache.exists()
+    sign = cli_command("cache", "sign", str(bundle), "--key", str(tmp_path / "ci.key"))
+    subprocess.run(sign, check=True, env=cli_environment(tmp_path), capture_output=True)
+    with serving(tmp_path, cache, *flags) as started:
+        assert any("signed by ci" in line for line in started.said)
+        assert sum(", hit," in line for line in started.said) == 4
+        assert started.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
