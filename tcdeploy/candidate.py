@@ -116,7 +116,8 @@ class Candidate:
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
 COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
 # The next start reads again what a descent found only for kernels that are not launched statically (torch 2.11; with
-# PDL none are), and whose blocks torch does not halve afterwards: it saves the half as if there had been no descent.
+# PDL none are), that no worker hands over (compiler/programs.py), and whose blocks torch does not halve afterwards: it
+# saves the half as if there had been no descent.
 DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip

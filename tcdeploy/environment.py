@@ -15,6 +15,7 @@ import os
 import platform
 import subprocess
 import sysconfig
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -74,7 +75,16 @@ def diff(here: Environment, there: Environment) -> list[Difference]:
     """Every factor of both environments' programs in which they differ, in the order of the fields."""
     mine, theirs = here.program_factors(), there.program_factors()
     shared = [name for name in mine if name in theirs]
-    return [Difference(name, str(mine[name]), str(theirs[name])) for name in shared if mine[name] != theirs[name]]
+    return differing({name: mine[name] for name in shared}, {name: theirs[name] for name in shared})
+
+
+def differing(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
+    """Every name under which two records hold something else; a "-" stands for nothing."""
+    return [
+        Difference(f"{prefix}{name}", str(here.get(name, "-")), str(there.get(name, "-")))
+        for name in {**here, **there}
+        if here.get(name) != there.get(name)
+    ]
 
 
 def detect_environment() -> Environment:

@@ -105,6 +105,10 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     plan, architecture = decided.plan, decided.architecture
     with stages.stage("load"):
         cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
+        if plan.device == "cuda" and decided.environment.triton:
+            from tcdeploy.compiler.kernel_cache import name_libraries_by_machine  # Triton, which a CPU may lack
+
+            name_libraries_by_machine()
         cachedir.hold(cache_dir, plan.key)
         earlier = cachedir.read_checked(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +113,16 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         **environ,
     }
+
+
+@contextlib.contextmanager
+def mounted(target: Path, *options: str) -> Iterator[Path]:
+    """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
+    target.mkdir(exist_ok=True)
+    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
+    if mount.returncode:
+        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
+    try:
+        yield target
+    finally:
+        subprocess.run(["umount", "-l", str(target)], check=True)

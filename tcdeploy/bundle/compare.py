@@ -6,15 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tcdeploy.bundle.why import Factor
+from tcdeploy.bundle.header import PLACES
 from tcdeploy.compiler.manifest import Manifest
+from tcdeploy.environment import Difference, differing
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Factors that differ, and files by where they are: paths."""
+    """Differences that differ, and files by where they are: paths."""
 
-    factors: tuple[Factor, ...]
+    factors: tuple[Difference, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
     other_bytes: tuple[str, ...]
@@ -23,11 +24,11 @@ class Comparison:
 
 def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     factors = [
-        *_differing("environment.", first.environment, second.environment),
-        *_differing("plan.", first.plan, second.plan),
-        *_differing("config.", first.origin.model_config, second.origin.model_config),
-        *_differing("torch.", first.origin.torch_settings, second.origin.torch_settings),
-        *_differing("", {"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
+        *differing(_without_places(first.environment), _without_places(second.environment), "environment."),
+        *differing(_without_places(first.plan), _without_places(second.plan), "plan."),
+        *differing(first.origin.model_config, second.origin.model_config, "config."),
+        *differing(first.origin.torch_settings, second.origin.torch_settings, "torch."),
+        *differing({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
     ]
     mine, theirs = ({file.path: file.sha256 for file in one.files} for one in (first, second))
     shared = mine.keys() & theirs.keys()
@@ -41,11 +42,5 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     )
 
 
-def _differing(prefix: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Factor]:
-    left_out = {"decisions", "cache_dir", "inductor_cache_dir", "user_cache_dir"}
-    names = [name for name in {**first, **second} if name not in left_out]
-    return [
-        Factor(f"{prefix}{name}", str(first.get(name, "-")), str(second.get(name, "-")))
-        for name in names
-        if first.get(name) != second.get(name)
-    ]
+def _without_places(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in (*PLACES, "decisions")}

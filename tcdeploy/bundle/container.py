@@ -21,6 +21,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 import struct
 import tarfile
 from collections.abc import Callable, Iterator
@@ -71,36 +72,33 @@ def write_bundle(
 
     Raises OSError, and IntegrityError for a file that is not as recorded.
     """
-    packed, whole = (target.with_name(f".{target.name}-{os.getpid()}.{part}.tmp") for part in ("payload", "whole"))
+    packed = target.with_name(f".{target.name}-{os.getpid()}.payload.tmp")
     try:
         with open(packed, "wb") as payload:
             _compress(folder, files, payload)
         found = Payload(packed.stat().st_size, _digest_of(packed, 0))
-        with open(whole, "wb") as out, open(packed, "rb") as payload:
-            out.write(head_of(found))
-            while chunk := payload.read(CHUNK_BYTES):
-                out.write(chunk)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(whole, target)
+        _write_whole(target, head_of(found), packed, 0)
     finally:
-        for part in (packed, whole):
-            part.unlink(missing_ok=True)
+        packed.unlink(missing_ok=True)
     return found
 
 
 def replace_head(path: Path, head: Head, signatures: tuple[Signature, ...]) -> None:
     """The same bundle with other signatures; it is replaced whole."""
-    whole = path.with_name(f".{path.name}-{os.getpid()}.whole.tmp")
+    _write_whole(path, head_bytes(head.header, signatures), path, head.payload_offset)
+
+
+def _write_whole(target: Path, head: bytes, payload: Path, offset: int) -> None:
+    """The head, and what stands in `payload` from `offset` on; under the final name when it is on the disk."""
+    whole = target.with_name(f".{target.name}-{os.getpid()}.whole.tmp")
     try:
-        with open(whole, "wb") as out, open(path, "rb") as old:
-            out.write(head_bytes(head.header, signatures))
-            old.seek(head.payload_offset)
-            while chunk := old.read(CHUNK_BYTES):
-                out.write(chunk)
+        with open(whole, "wb") as out, open(payload, "rb") as rest:
+            out.write(head)
+            rest.seek(offset)
+            shutil.copyfileobj(rest, out, CHUNK_BYTES)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(whole, path)
+        os.replace(whole, target)
     finally:
         whole.unlink(missing_ok=True)
 

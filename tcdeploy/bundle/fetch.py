@@ -17,14 +17,15 @@ from tcdeploy import pipeline
 from tcdeploy.bundle.pack import pack_proven
 from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
-from tcdeploy.bundle.why import Factor, forecast
+from tcdeploy.bundle.why import forecast
 from tcdeploy.compiler.cachedir import read_checked
 from tcdeploy.compiler.manifest import Manifest, manifest_path
+from tcdeploy.environment import Difference
 from tcdeploy.errors import MismatchError
 from tcdeploy.pipeline import Decided
 from tcdeploy.plan import Plan
 from tcdeploy.recipe import Recipe
-from tcdeploy.remote.address import Address, read_name
+from tcdeploy.remote.address import PATHS, Address, read_name
 from tcdeploy.remote.transfer import Pushed, find, pull, push
 
 
@@ -42,7 +43,7 @@ class Fetched:
 class OtherEnvironment(MismatchError):
     """`factors` are what differs."""
 
-    def __init__(self, message: str, hint: str, factors: tuple[Factor, ...]) -> None:
+    def __init__(self, message: str, hint: str, factors: tuple[Difference, ...]) -> None:
         super().__init__(message, hint)
         self.factors = factors
 
@@ -60,7 +61,7 @@ def fetch(recipe: Recipe, source: str, trusted: Path, allow_unsigned: bool = Fal
     where = Address.parse(_bundle_at(source, plan.key))
     with tempfile.TemporaryDirectory(prefix="tcdeploy-fetch-") as place:
         path = Path(where.body)
-        if where.scheme or read_name(path.name):
+        if where.scheme not in PATHS or read_name(path.name):
             path = pull(where.url, Path(place, "bundle.tcb"))
         header = open_bundle(path, trusted, allow_unsigned).header
         _insist_on_fit(decided, header.manifest, where.shown)
@@ -78,7 +79,7 @@ def _is_to_be_replaced(plan: Plan, recipe: Recipe) -> bool:
 def _bundle_at(source: str, plan_key: str) -> str:
     """The source itself where it is a bundle; else the newest of the plan in it. Raises MismatchError."""
     address = Address.parse(source)
-    if read_name(address.body.rpartition("/")[2]) or (not address.scheme and Path(source).is_file()):
+    if read_name(address.body.rpartition("/")[2]) or (address.scheme in PATHS and Path(address.body).is_file()):
         return source
     found = find(source, plan_key)
     if not found:
@@ -94,7 +95,7 @@ def _insist_on_fit(decided: Decided, cached: Manifest, name: str) -> None:
         decided = pipeline.with_compiler(decided, str(cached.environment["compiler"]))  # the bundle brings a stand-in
     found = forecast(cached, decided.plan, decided.environment, pipeline.origin_of(decided))
     if decided.plan.key != cached.plan["key"] or found.misses:
-        names = [one.name for one in found.factors] or [one.reasons[0] for one in found.misses]
+        names = [one.factor for one in found.factors] or [one.reasons[0] for one in found.misses]
         raise OtherEnvironment(
             f"the bundle {name} is of another plan: {', '.join(names[:5]) or 'another version of tcdeploy'}",
             "tcdeploy cache why tells what it would miss here",

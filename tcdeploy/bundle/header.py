@@ -1,9 +1,8 @@
 """What a bundle says of itself: the manifest of one plan, made portable, and the digest of its payload.
 
 The manifest is the one that stands in the cache folder, so a folder that a bundle is unpacked into knows the plan as if
-it had been warmed there. Where it was packed is left out, and what one warm start took:
-so the same cache packs to the same bytes wherever it lies. (Compiled files hold the paths of their sources all the
-same.) No torch here.
+it had been warmed there. Where it was packed is left out, and what one warm start took: so the same cache packs to the
+same bytes wherever it lies. (Compiled files hold the paths of their sources all the same.) No torch here.
 """
 
 from __future__ import annotations

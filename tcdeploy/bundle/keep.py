@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.compiler.cachedir import BUNDLES, HEAD, LEASES, content_of, is_held, locked
-from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, read_manifest
-from tcdeploy.errors import IntegrityError
+from tcdeploy.compiler.contents import FileRecord
+from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, read_manifests
 
 LEFTOVER_SECONDS = 24 * 3600.0  # younger, it may belong to a start that is under way
 KINDS = {
@@ -59,7 +59,7 @@ class Removed:
 
 def list_plans(folder: Path) -> list[Entry]:
     """The folder's plans, those used last first. Raises IntegrityError for a manifest that is damaged."""
-    manifests = _manifests(folder)
+    manifests = read_manifests(folder)
     count = Counter(file.path for manifest in manifests.values() for file in manifest.files)
     entries = [_entry(folder, manifest, count) for manifest in manifests.values()]
     return sorted(entries, key=lambda entry: entry.age_seconds)
@@ -86,7 +86,7 @@ def _entry(folder: Path, manifest: Manifest, count: Counter[str]) -> Entry:
 
 def usage(folder: Path) -> dict[str, tuple[int, int]]:
     """Per kind of content, (files, bytes); what no plan names is a kind of its own."""
-    named = {file.path for manifest in _manifests(folder).values() for file in manifest.files}
+    named = {file.path for manifest in read_manifests(folder).values() for file in manifest.files}
     found: dict[str, tuple[int, int]] = {}
     for path in content_of(folder):
         kind = kind_of(path) if path in named else "named by no plan"
@@ -107,7 +107,7 @@ def collect(
     """Remove plans by age, then the least recently used until the rest fits `most_bytes`; then what is left over."""
     with locked(folder):
         entries = list_plans(folder)
-        wanted = _too_old(entries, older_than_seconds) | _too_many(entries, most_bytes)
+        wanted = _too_old(entries, older_than_seconds) | _too_many(folder, entries, most_bytes)
         kept = tuple((one.plan_key, _reason(one)) for one in entries if one.plan_key in wanted and _reason(one))
         gone = tuple(key for key in (one.plan_key for one in entries) if key in wanted - {key for key, _ in kept})
         files = [] if _warms_anything(folder) else _unnamed_without(folder, set(gone), not _runs_anything(folder))
@@ -136,24 +136,21 @@ def _too_old(entries: list[Entry], seconds: float | None) -> set[str]:
     return {entry.plan_key for entry in entries if seconds is not None and entry.age_seconds > seconds}
 
 
-def _too_many(entries: list[Entry], most_bytes: int | None) -> set[str]:
-    """From the last used on, what no longer fits; what must stay counts first."""
+def _too_many(folder: Path, entries: list[Entry], most_bytes: int | None) -> set[str]:
+    """From the last used on, what no longer fits; what must stay counts first, and a file of several plans once."""
     if most_bytes is None:
         return set()
-    left = most_bytes - sum(entry.bytes for entry in entries if _reason(entry))
-    found = set()
-    for entry in entries:
-        if _reason(entry):
-            continue
-        left -= entry.bytes
-        if left < 0:
+    manifests, counted, found = read_manifests(folder), set[FileRecord](), set[str]()
+    for entry in sorted(entries, key=lambda entry: not _reason(entry)):
+        counted |= set(manifests[entry.plan_key].files)
+        if not _reason(entry) and sum(file.bytes for file in counted) > most_bytes:
             found.add(entry.plan_key)
     return found
 
 
 def _unnamed_without(folder: Path, gone: set[str], nobody_runs: bool) -> list[str]:
     """Files that no manifest names once those of `gone` are; leftovers only when they are old and nobody runs."""
-    manifests = _manifests(folder)
+    manifests = read_manifests(folder)
     named = {file.path for key, manifest in manifests.items() if key not in gone for file in manifest.files}
     freed = {file.path for key in gone for file in manifests[key].files} - named
     everything = content_of(folder)
@@ -174,11 +171,3 @@ def _remove(folder: Path, gone: tuple[str, ...], files: list[str]) -> None:
     for parent in sorted({(folder / path).parent for path in files}, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):  # not empty
             parent.rmdir()
-
-
-def _manifests(folder: Path) -> dict[str, Manifest]:
-    found = {path.stem: read_manifest(path) for path in sorted((folder / FOLDER).glob("*.json"))}
-    for key, manifest in found.items():
-        if manifest is not None and manifest.plan["key"] != key:
-            raise IntegrityError(f"the manifest of {key} is of another plan", "remove it and warm again")
-    return {key: manifest for key, manifest in found.items() if manifest is not None}

@@ -4,7 +4,8 @@ The order is the point. Signature, header, digest of the payload, room on the di
 hold. Then every file goes into a staging folder on the same disk and is compared with the header as it is written;
 whole, they are renamed into the cache one by one, and the plan's manifest last, which is what makes them count. Killed
 anywhere, the cache is what it was, with some files more that no manifest names and a staging folder that the next one
-removes. Several processes may do this at once: one works, the others wait, and find it done.
+removes; only the same plan, where it was there with other bytes, is not warm until it is whole. Several processes may
+do this at once: one works, the others wait, and find it done.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
 from tcdeploy.compiler.cachedir import BUNDLES, HEAD, locked
 from tcdeploy.compiler.contents import FileRecord, find_damage
-from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, manifest_text, read_manifest
+from tcdeploy.compiler.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 
 STAGING = ".staging-"
@@ -146,11 +147,8 @@ def _kept(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
 
     torch names a file by what it was made from, so it is the same program, built where another path was baked in.
     """
-    theirs: dict[str, FileRecord] = {}
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        with contextlib.suppress(IntegrityError):
-            other = read_manifest(path) if path.stem != key else None
-            theirs.update({file.path: file for file in other.files} if other else {})
+    known = read_manifests(folder, skip_damaged=True)
+    theirs = {file.path: file for name, other in known.items() if name != key for file in other.files}
     others = [theirs[file.path] for file in manifest.files if theirs.get(file.path, file) != file]
     damaged = {damage.path for damage in find_damage(folder, others)}
     return {file.path: file for file in others if file.path not in damaged}

@@ -15,8 +15,8 @@ from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
 from tcdeploy.bundle.unpack import open_bundle
 from tcdeploy.compiler.cachedir import BUNDLES, HEAD, strangers_in
-from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, find_damage
-from tcdeploy.compiler.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest
+from tcdeploy.compiler.contents import TOOLCHAIN, find_damage
+from tcdeploy.compiler.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 
 # A compiled bucket may choose another token than the eager model where two are about as likely: nats between them.
@@ -25,7 +25,7 @@ TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 @dataclass(frozen=True)
 class Verified:
-    """One plan whose every byte is as recorded. `signer` is None for what was made here, or allowed unsigned."""
+    """One plan whose every byte is as recorded. `signer` is None where some was made here, or is allowed unsigned."""
 
     plan_key: str
     model: str
@@ -58,23 +58,19 @@ def verify_file(path: Path, trusted: Path, allow_unsigned: bool = False) -> Veri
 
 def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> list[Verified]:
     """Every file that a plan of the folder names. Raises TrustError, IntegrityError, UsageError where there is none."""
+    manifests = read_manifests(folder)
     found = []
-    for path in sorted((folder / FOLDER).glob("*.json")):
-        manifest = read_manifest(path)
-        if manifest is None:
-            continue  # of another version of tcdeploy, which can check it
-        if manifest.plan["key"] != path.stem:
-            raise IntegrityError(f"the manifest {path} is of another plan", "remove it and warm again")
-        signer = None
-        record = folder / BUNDLES / f"{path.stem}{HEAD}"
-        files = {file.path: file for file in manifest.files}
+    for key, manifest in manifests.items():
+        files, signer = {file.path: file for file in manifest.files}, None
+        record = folder / BUNDLES / f"{key}{HEAD}"
         if record.exists():
             header, signer = _read_record(record, trusted, allow_unsigned)
+            # A file of another plan that was there first has stayed (unpack.py); else what was signed counts.
+            others = {file for other in manifests if other != key for file in manifests[other].files}
             signed = {file.path: file for file in header.manifest.files}
-            if any(name not in signed and not name.startswith(TOOLCHAIN) for name in files):
-                signer = None  # a start has added programs of its own
-            shared = _vouched_by_others(folder, path)
-            files |= {name: file for name, file in signed.items() if files.get(name) not in shared}
+            files |= {name: file for name, file in signed.items() if files.get(name) not in others}
+            if any(signed.get(name) != file for name, file in files.items() if not name.startswith(TOOLCHAIN)):
+                signer = None  # some of it was made here
         if damage := find_damage(folder, files.values()):
             more = f", and {len(damage) - 1} more are damaged" if len(damage) > 1 else ""
             raise IntegrityError(
@@ -91,12 +87,6 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
     if not found:
         raise UsageError(f"the folder {folder} holds no plan that finished warming", "tcdeploy warm MODEL --cache-dir")
     return found
-
-
-def _vouched_by_others(folder: Path, manifest: Path) -> set[FileRecord | None]:
-    """What other plans of the folder name: a file of theirs that was there first has stayed (unpack.py)."""
-    others = (read_manifest(path) for path in (folder / FOLDER).glob("*.json") if path != manifest)
-    return {file for other in others if other is not None for file in other.files}
 
 
 def packed_manifest(folder: Path, plan_key: str) -> Manifest:

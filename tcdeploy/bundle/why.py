@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from tcdeploy.compiler.manifest import BucketRecord, Manifest, Origin
-from tcdeploy.environment import Environment, diff
+from tcdeploy.environment import Difference, Environment, diff, differing
 from tcdeploy.plan import NOT_IN_PROGRAMS, Bucket, Plan
 
 # Of the plan: what says where, what and how much, and is in no program.
@@ -36,15 +36,6 @@ IN_EDGES = {"vocab_size", "tie_word_embeddings", "rope_parameters", "rope_scalin
 
 
 @dataclass(frozen=True)
-class Factor:
-    """Something that programs depend on, as it is here and as it was where the cache was made."""
-
-    name: str
-    here: str
-    there: str
-
-
-@dataclass(frozen=True)
 class BucketForecast:
     """`miss_seconds`: what compiling it will take, by the ledger of the run that filled the cache; None for a hit."""
 
@@ -58,7 +49,7 @@ class BucketForecast:
 @dataclass(frozen=True)
 class Forecast:
     buckets: tuple[BucketForecast, ...]
-    factors: tuple[Factor, ...]  # that differ; also those that only matter to some buckets
+    factors: tuple[Difference, ...]  # that differ; also those that only matter to some buckets
 
     @property
     def misses(self) -> tuple[BucketForecast, ...]:
@@ -71,18 +62,16 @@ class Forecast:
 
 def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
     """What a start of `plan` on this machine, from `origin`, will find in the cache that `cached` describes."""
-    of_edges: list[Factor] = []
-    machines = diff(environment, _environment(cached))
-    everywhere = [Factor(one.factor, one.here, one.there) for one in machines]
+    of_edges: list[Difference] = []
+    everywhere = diff(environment, _environment(cached))
     if origin.sources != cached.origin.sources:
-        everywhere.append(Factor("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
-    everywhere += _differing("torch.", origin.torch_settings, cached.origin.torch_settings)
-    configs = (_of_programs(one.model_config) for one in (origin, cached.origin))
-    for factor in _differing("config.", *configs):
-        (of_edges if factor.name.removeprefix("config.") in IN_EDGES else everywhere).append(factor)
+        everywhere.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
+    everywhere += differing(origin.torch_settings, cached.origin.torch_settings, "torch.")
+    for one in differing(_of_programs(origin.model_config), _of_programs(cached.origin.model_config), "config."):
+        (of_edges if one.factor.removeprefix("config.") in IN_EDGES else everywhere).append(one)
     here, there = _plain(asdict(plan)), _plain(cached.plan)
     fields = [name for name in here if name not in NOT_OF_A_BUCKET]
-    of_plan = _differing("", {name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+    of_plan = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
     found = [
         _forecast_bucket(
             bucket, cached, plan, [*everywhere, *(of_edges if _has_edges(bucket, plan) else ()), *_of(bucket, of_plan)]
@@ -99,9 +88,9 @@ def _has_edges(bucket: Bucket, plan: Plan) -> bool:
     return plan.graphs == "step" and not bucket.is_prefill and any(one.edges for one in plan.candidates(bucket))
 
 
-def _of(bucket: Bucket, of_plan: list[Factor]) -> list[Factor]:
+def _of(bucket: Bucket, of_plan: list[Difference]) -> list[Difference]:
     others = OF_DECODE if bucket.is_prefill else OF_PREFILL
-    return [one for one in of_plan if one.name not in others]
+    return [one for one in of_plan if one.factor not in others]
 
 
 def best_of(forecasts: list[Forecast]) -> Forecast:
@@ -111,19 +100,19 @@ def best_of(forecasts: list[Forecast]) -> Forecast:
     return Forecast(tuple(min(column, key=lambda one: len(one.reasons)) for column in columns), nearest.factors)
 
 
-def quick_factors(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Factor, ...]:
+def quick_factors(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
     """What of `environment.installed_versions()` is not as where the cache was made; local labels (+cu130) aside."""
     there = _environment(cached).program_factors()
     wanted = {name: _public(there[name]) for name in installed}
-    return tuple(_differing("", {name: _public(value) for name, value in installed.items()}, wanted))
+    return tuple(differing({name: _public(value) for name, value in installed.items()}, wanted))
 
 
 def _public(version: Any) -> Any:
     return version.partition("+")[0] if isinstance(version, str) else version
 
 
-def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list[Factor]) -> BucketForecast:
-    reasons = [one.name for one in factors]
+def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list[Difference]) -> BucketForecast:
+    reasons = [one.factor for one in factors]
     known = {record.bucket: record for record in cached.buckets}
     if bucket.name not in known:
         reasons.append("the bucket is not in the cache")
@@ -171,11 +160,3 @@ def _of_programs(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _tuples(value) for name, value in document.items()}
-
-
-def _differing(prefix: str, here: Mapping[str, Any], there: Mapping[str, Any]) -> list[Factor]:
-    return [
-        Factor(f"{prefix}{name}", str(here.get(name, "-")), str(there.get(name, "-")))
-        for name in {**here, **there}
-        if here.get(name) != there.get(name)
-    ]

@@ -100,7 +100,7 @@ def unpack(
     if factors and not any_environment:
         cache_display.show_factors(factors, sys.stderr)
         raise MismatchError(
-            f"{file} was made for another environment: {', '.join(one.name for one in factors)}",
+            f"{file} was made for another environment: {', '.join(one.factor for one in factors)}",
             "tcdeploy cache why tells what it would miss; --any-environment unpacks it all the same",
         )
     cache_display.show_unpacked(put(file, folder, trusted, allow_unsigned), folder, json)
@@ -333,13 +333,13 @@ def _manifests_of(target: Path) -> list[Manifest]:
     """Of a bundle (its signature is not judged: nothing of it runs) or of all plans of a folder."""
     from tcdeploy.bundle.container import read_head
     from tcdeploy.bundle.header import parse_header
-    from tcdeploy.compiler.manifest import read_manifest
+    from tcdeploy.compiler.manifest import read_manifests
 
     if target.is_dir():
-        found = [read_manifest(path) for path in sorted((target / "manifests").glob("*.json"))]
+        found = list(read_manifests(target).values())
         if not found:
             raise UsageError(f"the folder {target} holds no plan that finished warming", "tcdeploy warm --cache-dir")
-        return [manifest for manifest in found if manifest is not None]
+        return found
     try:
         with open(target, "rb") as file:
             return [parse_header(read_head(file, str(target)), str(target)).manifest]

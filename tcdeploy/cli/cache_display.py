@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from tcdeploy.bundle.pack import Packed
     from tcdeploy.bundle.unpack import Unpacked
     from tcdeploy.bundle.verify import Replayed, Verified
-    from tcdeploy.bundle.why import Factor, Forecast
+    from tcdeploy.bundle.why import Forecast
     from tcdeploy.compiler.manifest import Manifest
+    from tcdeploy.environment import Difference
     from tcdeploy.remote.transfer import Pushed
 
 LISTED = 20  # files that a comparison names of each kind
@@ -121,10 +122,10 @@ def _seconds(seconds: float | None, is_estimate: bool) -> str:
     return "-" if seconds is None else f"{'some ' if is_estimate else ''}{seconds:.1f} s"
 
 
-def show_factors(factors: Sequence[Factor], out: TextIO) -> None:
+def show_factors(factors: Sequence[Difference], out: TextIO) -> None:
     if not factors:
         return
-    rows = [(one.name, one.here, one.there) for one in factors]
+    rows = [(one.factor, one.here, one.there) for one in factors]
     show_table(("differs", "here", "in the cache"), rows, right=False, out=out)
 
 
@@ -173,7 +174,7 @@ def show_comparison(found: Comparison, json: bool) -> None:
     if json:
         return _print_json("cache diff", found)
     if found.factors:
-        rows = [(one.name, one.here, one.there) for one in found.factors]
+        rows = [(one.factor, one.here, one.there) for one in found.factors]
         show_table(("differs", "first", "second"), rows, right=False)
     kinds = {"only in the first": found.only_first, "only in the second": found.only_second, "other": found.other_bytes}
     for kind, paths in kinds.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,6 +11,9 @@ from tcdeploy.cli.elsewhere import AllowUnsigned, CacheFrom, TrustedKeys, fetch_
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.pipeline import Deployment
 
 
 @recipe_command
@@ -59,19 +62,28 @@ def warm(
         display.show_plan(plan, json)
         return
     display.show_warm_report(deployment, json)
-    compiled = [record.bucket for record in deployment.records if record.outcome == "miss"]
-    if require_hit and compiled:
-        raise ThresholdError(
-            f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",
-            "they are in the cache now; in CI, restore the cache folder that an earlier warm filled",
-        )
-    taken = fetch_seconds + sum(deployment.stage_seconds.values())
-    if most_seconds is not None and taken > most_seconds:
-        raise ThresholdError(
-            f"the start took {taken:.1f} s, and {most_seconds:g} s was the most", "the stages above tell where it went"
-        )
+    if require_hit:
+        _insist_on_hits(deployment)
+    if most_seconds is not None:
+        _insist_on_budget(fetch_seconds + sum(deployment.stage_seconds.values()), most_seconds)
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
         pipeline.release()  # the start that proves it needs the memory
         send_cache(cache_dir, plan_key, cache_to, key)
+
+
+def _insist_on_hits(deployment: Deployment) -> None:
+    compiled = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    if compiled:
+        raise ThresholdError(
+            f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",
+            "they are in the cache now; in CI, restore the cache folder that an earlier warm filled",
+        )
+
+
+def _insist_on_budget(taken: float, most_seconds: float) -> None:
+    if taken > most_seconds:
+        raise ThresholdError(
+            f"the start took {taken:.1f} s, and {most_seconds:g} s was the most", "the stages above tell where it went"
+        )

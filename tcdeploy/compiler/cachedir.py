@@ -9,16 +9,17 @@
 
 `activate` must run before the first compile, because torch reads the variables once. It proves by writing that the
 folder can be written, since torch would raise a bare OSError 30 from deep inside. One that cannot (an image's, a
-read-only mount) and holds the plan is copied to a folder of this process for as long as it lives. A TRITON_CACHE_DIR
-that was set gives way: a cache that travels must be one folder.
+read-only mount) and holds the plan is copied to a folder of this process for as long as it lives. TRITON_CACHE_DIR and
+TRITON_CACHE_MANAGER, where they were set, give way: a cache that travels must be one folder, and without its own place
+in it (kernel_cache.py).
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import errno
 import fcntl
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -29,12 +30,13 @@ from pathlib import Path
 from typing import IO
 
 from tcdeploy.compiler.contents import find_damage, is_content
-from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, read_manifest
+from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
 LEASES, LOCK = "leases", ".lock"
 BUNDLES, HEAD = "bundles", ".head"  # what stays of an unpacked bundle: its header and signatures
+KERNEL_CACHE = "tcdeploy.compiler.kernel_cache:MovableCacheManager"
 KEYED = ("fxgraph/", "aotautograd/")  # of torch's: a folder per key, an entry per set of guards
 LOCK_SECONDS = 600.0  # that a process waits for another one's unpacking or clearing
 _leases: dict[Path, IO[bytes]] = {}
@@ -55,7 +57,22 @@ def activate(root: str, plan_key: str, buckets: int) -> str:
         folder = _private_copy(root)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.realpath(folder)
     os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.realpath(folder), "triton")
+    os.environ["TRITON_CACHE_MANAGER"] = KERNEL_CACHE
+    _agree_on_an_assembler()
     return folder
+
+
+def _agree_on_an_assembler() -> None:
+    """One ptxas for all kernels: torch's own, if its wheel brings one (13.0 in torch 2.11, where Triton's is 12.8).
+
+    Inductor's workers take it, and so does this process from the first kernel on that Inductor compiles here; what was
+    compiled before has Triton's. Its version is in the key of every kernel: they were not found again.
+    """
+    torch = importlib.util.find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        ptxas = Path(torch.origin).parent / "bin" / "ptxas"
+        if os.access(ptxas, os.X_OK):
+            os.environ.setdefault("TRITON_PTXAS_PATH", str(ptxas))
 
 
 def _writable(root: str) -> str:
@@ -170,7 +187,7 @@ def read_checked(folder: str, plan_key: str, rebuild: bool, shown: str | None = 
     """
     try:
         manifest = read_manifest(manifest_path(folder, plan_key))
-        checked = [manifest] if manifest else _other_manifests(folder)
+        checked = [manifest] if manifest else read_manifests(folder).values()
         files = {file.path: file for one in checked for file in one.files}
         damage = find_damage(folder, files.values())
     except IntegrityError:
@@ -202,7 +219,8 @@ def strangers_in(folder: str | Path, manifest: Manifest) -> set[Path]:
     beside = {path for parent in {entry.parent for entry in entries} for path in parent.iterdir()} - entries
     if not beside:
         return set()
-    named = {Path(folder, file.path) for one in _readable_manifests(folder) for file in one.files}
+    known = read_manifests(folder, skip_damaged=True).values()
+    named = {Path(folder, file.path) for one in known for file in one.files}
     unnamed = (path for path in beside - named if not path.name.startswith("."))
     return {path for path in unnamed if path.is_file() or path.is_symlink()}
 
@@ -215,33 +233,17 @@ def _remove_strangers(folder: str, manifest: Manifest) -> None:
                 path.unlink(missing_ok=True)
 
 
-def _readable_manifests(folder: str | Path) -> Iterator[Manifest]:
-    for path in sorted(Path(folder, FOLDER).glob("*.json")):
-        with contextlib.suppress(IntegrityError):
-            if manifest := read_manifest(path):
-                yield manifest
-
-
-def _other_manifests(folder: str) -> list[Manifest]:
-    found = [read_manifest(path) for path in sorted(Path(folder, FOLDER).glob("*.json"))]
-    return [manifest for manifest in found if manifest is not None]
-
-
 def discard(folder: str, plan_key: str) -> None:
     """Remove the plan's manifest, and every compiled file but those that another plan's manifest vouches for."""
     with locked(folder):
         manifest_path(folder, plan_key).unlink(missing_ok=True)
         Path(folder, BUNDLES, f"{plan_key}{HEAD}").unlink(missing_ok=True)
-        kept: set[str] = set()
-        for path in sorted(Path(folder, FOLDER).glob("*.json")):
-            try:
-                manifest = read_manifest(path)
-            except IntegrityError:
-                path.unlink()
-                continue
-            if manifest is not None:
-                damaged = {damage.path for damage in find_damage(folder, manifest.files)}
-                kept |= {file.path for file in manifest.files} - damaged
+        others = read_manifests(folder, skip_damaged=True)
+        for path in Path(folder, FOLDER).glob("*.json"):
+            if path.stem not in others:
+                path.unlink()  # damaged, or of another version: what it named goes too
+        vouched = {file for one in others.values() for file in one.files}
+        kept = {file.path for file in vouched} - {damage.path for damage in find_damage(folder, vouched)}
         for name in content_of(folder):
             if name not in kept:
                 Path(folder, name).unlink(missing_ok=True)

@@ -90,6 +90,7 @@ class BucketRecord:
     eager_ms: float | None = None
     compiled_ms: float | None = None
     kernels_timed: int = 0  # variants of kernels that torch timed in this run to choose one
+    kernels_compiled: int = 0  # by Triton in this run, in trials and checks too
     timed_context: int | None = None  # tokens that each sequence held while the step was timed
 
     @property
@@ -202,6 +203,21 @@ def read_manifest(path: Path) -> Manifest | None:
     except (ValueError, IsADirectoryError) as error:  # bad UTF-8 is a ValueError
         raise _corrupt(path, str(error)) from error
     return None if _is_of_another_version(text) else parse_manifest(text, path)
+
+
+def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:
+    """Of all plans of a cache folder, by key; those of another version are left out. Raises IntegrityError, or skips.
+
+    One that stands under another plan's key is damaged too.
+    """
+    found: dict[str, Manifest] = {}
+    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+        with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
+            manifest = read_manifest(path)
+            if manifest is not None and manifest.plan["key"] != path.stem:
+                raise _corrupt(path, "it is of another plan")
+            found |= {path.stem: manifest} if manifest is not None else {}
+    return found
 
 
 def _is_of_another_version(text: str) -> bool:

@@ -4,8 +4,9 @@
 program per bucket and candidate for all layers of a kind, and a graph break is an error instead of a slow path. CUDA
 graphs of the whole step are ours (engine/graphs.py), so Inductor's own are off unless `graphs` is region.
 
-Three regimes, each a context manager: `compiling` (warm-up: programs may be made; torch's errors become ours),
-`eager` (the same modules uncompiled, to compare with), `sealed` (after warm-up: a compile is an error).
+Four regimes, each a context manager: `compiling` (warm-up: programs may be made; torch's errors become ours),
+`reading` (within it: they are in the cache), `eager` (the same modules uncompiled, to compare with), `sealed` (after
+warm-up: a compile is an error).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
+import torch._inductor.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
@@ -141,6 +143,18 @@ def sealed() -> Iterator[None]:
                 f"a compile after warm-up: {error}", "tcdeploy warm with a bucket for this shape"
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Read programs back in this process, without Inductor's compile workers.
+
+    A kernel that comes from a worker was pickled, and triton.Config forgets by that what Inductor notes in it: that
+    coordinate descent has found it. It would descend again at every start (triton 3.6 and 3.7;
+    tests/compiler/test_kernel_cache.py fails when it forgets no more).
+    """
+    with torch._inductor.config.patch(compile_threads=1):
+        yield
 
 
 @contextlib.contextmanager

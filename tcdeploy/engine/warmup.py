@@ -7,6 +7,7 @@ leaves behind is measured too: compile seconds apart from capture and check, and
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -24,7 +25,7 @@ from tcdeploy.architecture import Architecture
 from tcdeploy.candidate import Candidate
 from tcdeploy.compiler.ledger import Measured, measured, read_counts
 from tcdeploy.compiler.manifest import Answers, BucketRecord, Parity, Trial
-from tcdeploy.compiler.programs import compiling, eager
+from tcdeploy.compiler.programs import compiling, eager, reading
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.parity import answers, compare, reference_attention, reference_logits
@@ -134,11 +135,15 @@ class _BucketWarmer:
     def warm(self, earlier: Earlier, tune_seconds: float, measure: bool) -> BucketRecord:
         if self.plan.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        before = read_counts()
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
-        settled = self._settle(self._trials(sequences, earlier, tune_seconds), sequences)
-        made, counts = settled.made, settled.made.compile_step.counts
+        is_known = self.bucket.name in earlier.cold_seconds
+        settled = self._settle(self._trials(sequences, earlier, tune_seconds), sequences, is_known)
+        made = settled.made
+        kernels_compiled = (read_counts() - before).kernels_compiled  # in trials and checks too
+        counts = dataclasses.replace(made.compile_step.counts, kernels_compiled=kernels_compiled)
         missed = counts.outcome == "miss"
         cold_seconds = made.compile_step.seconds if missed else earlier.cold_seconds.get(self.bucket.name)
         eager_ms, compiled_ms = self._time() if measure else (None, None)
@@ -155,6 +160,7 @@ class _BucketWarmer:
             graph_breaks=counts.graph_breaks,
             graph_skips=counts.graph_skips,
             kernels_timed=counts.kernels_timed,
+            kernels_compiled=kernels_compiled,
             captured=self.runner.is_captured(self.bucket),
             **settled.checked._asdict(),
             peak_memory_bytes=settled.peak_memory_bytes,
@@ -167,7 +173,7 @@ class _BucketWarmer:
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _settle(self, trials: tuple[Trial, ...], sequences: list[Sequence]) -> _Settled:
+    def _settle(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_known: bool) -> _Settled:
         """Make the only candidate, or the fastest of those timed, and check it.
 
         One that is not the eager model is passed over, and shown, as long as there is another that was timed.
@@ -175,7 +181,8 @@ class _BucketWarmer:
         while True:
             name = _fastest(trials, self.candidates).candidate if trials else next(iter(self.candidates))
             candidate = self.candidates[name]
-            again = self._make(candidate, sequences)  # the last one made stands
+            with reading() if is_known else contextlib.nullcontext():
+                again = self._make(candidate, sequences)  # the last one made stands
             made = again._replace(compile_step=_compile_step(candidate, again.compile_step, self.made))
             if trials and not self.bucket.is_prefill:
                 self._fill_cache(sequences)  # timing wrote over it

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from tcdeploy.errors import UsageError
 
@@ -67,15 +68,18 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Raises UsageError for an empty one."""
+        """Raises UsageError for an empty one, and for what is no URL."""
         match = re.fullmatch(r"(?:([A-Za-z][\w+.:-]*)://)?(.*)", url, re.DOTALL)
         scheme, rest = (match[1] or "").lower() if match else "", match[2] if match else ""
         body, _, query = (rest, "", "") if scheme in PATHS else rest.partition("?")
         host, slash, path = body.partition("/")
         user, _, host = ("", "", host) if scheme in WITHOUT_USER else host.rpartition("@")
         body = host + slash + path
-        if host.count("[") != host.count("]"):
-            raise UsageError(f"{scheme}://{body} names no place", "a URL such as s3://bucket/folder, or a folder")
+        if scheme not in PATHS:
+            try:
+                urlsplit(f"{scheme}://{body}")
+            except ValueError as error:
+                raise UsageError(f"{scheme}://{body} is no URL: {error}", "such as s3://bucket/folder") from error
         if not url or (scheme not in (*PATHS, "memory") and not host):
             raise UsageError(f"{scheme}://{body} names no place", "a URL such as s3://bucket/folder, or a folder")
         return cls(scheme, user, body, query)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import shutil
@@ -10,12 +9,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tcdeploy.compiler.contents import record_files
 from tcdeploy.compiler.manifest import (
@@ -152,19 +149,6 @@ def flipped(content: bytes, bit: int) -> bytes:
     changed = bytearray(content)
     changed[bit // 8] ^= 1 << bit % 8
     return bytes(changed)
-
-
-@contextlib.contextmanager
-def mounted(target: Path, *options: str) -> Iterator[Path]:
-    """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
-    target.mkdir(exist_ok=True)
-    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
-    try:
-        yield target
-    finally:
-        subprocess.run(["umount", "-l", str(target)], check=True)
 
 
 def leave_free(folder: Path, free: int) -> None:

@@ -21,7 +21,8 @@ from tcdeploy.compiler.cachedir import hold, is_held
 from tcdeploy.compiler.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import Child, contents, fill, key_of, listing, make_small, manifest_for, mounted, path_of
+from tests.bundle.folders import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
+from tests.conftest import mounted
 from tests.server.conftest import serving
 
 DAY = 86400.0
@@ -168,12 +169,12 @@ def test_with_the_last_plan_the_shared_files_go_too(three: tuple[Path, list[str]
 
 
 @pytest.mark.parametrize(
-    ("most", "stay"), [(10_000, 3), (6000, 3), (5999, 2), (4500, 2), (4499, 1), (1500, 1), (1499, 0), (0, 0)]
+    ("most", "stay"), [(10_000, 3), (4000, 3), (3999, 2), (3500, 2), (3499, 1), (1500, 1), (1499, 0), (0, 0)]
 )
 def test_what_does_not_fit_goes_from_the_least_recently_used_on(
     three: tuple[Path, list[str]], most: int, stay: int
 ) -> None:
-    """A plan counts with all its bytes, the shared ones too."""
+    """A plan counts with all its bytes, but what several share counts once: it goes with none of them."""
     folder, keys = three
     removed = collect(folder, None, most)
     assert keys_in(folder) == keys[:stay] and set(removed.plan_keys) == set(keys[stay:])
@@ -203,6 +204,33 @@ def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_en
     assert collect(folder, 0.0, 0).plan_keys == (keys[2],)
 
 
+def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tuple[Path, list[str]]) -> None:
+    """Were it unlinked, a start that had opened it before would hold a file that nobody finds again."""
+    folder, keys = three
+    with Child(HOLDER, folder, keys[2]) as child:
+        child.line()
+    lease = folder / "leases" / keys[2]
+    before = lease.stat().st_ino
+    assert keys[2] in collect(folder, 0.0, None).plan_keys
+    assert lease.stat().st_ino == before
+
+
+def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> None:
+    """Between the question who runs and the removal no lease can be taken."""
+    folder, keys = three
+    lease = folder / "leases" / keys[0]
+    with Child(HOLDER, folder, keys[0]) as child:
+        child.line()
+    lease.unlink()
+    with cachedir.locked(folder):
+        child = Child(HOLDER, folder, keys[0])
+        with child:
+            time.sleep(2.0)
+            assert not lease.exists(), "it waits at the door"
+    with Child(HOLDER, folder, keys[0]) as child:
+        assert child.line() == "ready" and is_held(folder, keys[0])
+
+
 def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     hold(str(folder), keys[0])
@@ -210,11 +238,11 @@ def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> Non
 
 
 def test_what_must_stay_counts_first_in_what_may_stay(three: tuple[Path, list[str]]) -> None:
-    """4,500 bytes: the oldest is in use and takes 1,500, the last used one fits, the one between does not."""
+    """3,999 bytes: the oldest is in use and takes 1,500, the last used one 500 more, the one between does not fit."""
     folder, keys = three
     with Child(HOLDER, folder, keys[2]) as child:
         child.line()
-        assert collect(folder, None, 4499).plan_keys == (keys[1],)
+        assert collect(folder, None, 3999).plan_keys == (keys[1],)
     assert keys_in(folder) == [keys[0], keys[2]]
 
 

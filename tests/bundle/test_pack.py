@@ -27,9 +27,9 @@ from tests.bundle.folders import (
     leave_free,
     make_small,
     manifest_for,
-    mounted,
     path_of,
 )
+from tests.conftest import mounted
 
 
 def names_in(folder: Path) -> list[str]:

@@ -18,7 +18,8 @@ from tcdeploy.bundle.signing import default_folder, fingerprint, generate_key, j
 from tcdeploy.bundle.verify import verify_file
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import leave_free, mounted
+from tests.bundle.folders import leave_free
+from tests.conftest import mounted
 
 
 def head_signed_by(*secrets: Path) -> Head:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -118,6 +119,7 @@ def test_the_packers_answers_are_given_here_too(
     unpacked: Path, travelling: Travelling, keys: Keys, tmp_path: Path
 ) -> None:
     trusted = ("--trusted-keys", str(keys.trusted))
+    before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")}
     for target in (str(unpacked), str(travelling.bundle)):
         done = run(tmp_path, "cache", "verify", target, "--run", "--json", *trusted)
         assert done.returncode == 0, done.stderr
@@ -125,6 +127,7 @@ def test_the_packers_answers_are_given_here_too(
         assert [one["passed"] for one in replayed] == [True] * 4
         assert sum(one["rows"] for one in replayed) == 4 + 4 + 1 + 3
         assert all(one["other_tokens"] == 0 and one["max_difference"] < 1e-4 for one in replayed)
+    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "what is verified stays as it is"
 
 
 def test_other_weights_answer_otherwise_and_are_found_out(travelling: Travelling, keys: Keys, tmp_path: Path) -> None:
@@ -156,9 +159,39 @@ def test_a_start_fetches_its_plan_from_a_folder_of_bundles(travelling: Travellin
     assert first.returncode == 0, first.stderr
     assert f"cache: {pushed.url}" in first.stderr and "signed by ci" in first.stderr
     shutil.rmtree(store)
+    packed = [tmp_path / "first.tcb", tmp_path / "second.tcb"]
+    run(tmp_path, "cache", "pack", str(cache), "-o", str(packed[0]))
     second = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "0.5s")
+    run(tmp_path, "cache", "pack", str(cache), "-o", str(packed[1]))
+    assert packed[0].read_bytes() == packed[1].read_bytes(), "after another start the same bytes"
     assert "is here already, nothing was fetched" in second.stderr
     assert second.returncode == 6 and re.search(r"the start took [\d.]+ s, and 0.5 s was the most", second.stderr)
+
+
+def test_a_damaged_plan_is_fetched_again_where_a_rebuild_was_asked_for(
+    travelling: Travelling, keys: Keys, tmp_path: Path
+) -> None:
+    cache, trusted = tmp_path / "cache", ("--trusted-keys", str(keys.trusted))
+    assert run(tmp_path, "cache", "unpack", str(travelling.bundle), str(cache), *trusted).returncode == 0
+    library = next(cache.glob("*/*.main.so"))
+    library.write_bytes(library.read_bytes()[:-1] + b"!")
+    fetching = ("--cache-dir", str(cache), "--cache-from", travelling.bundle.as_uri(), *trusted, "--require-hit")
+    assert run(tmp_path, "warm", TINY, *SMALL, *fetching).returncode == 5
+    mended = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--on-bad-cache", "rebuild")
+    assert mended.returncode == 0 and "signed by ci" in mended.stderr, mended.stderr
+
+
+def test_the_next_command_that_a_report_names_holds_no_secret_and_runs(
+    unpacked: Path, keys: Keys, tmp_path: Path
+) -> None:
+    url = "http://someone:HUNTER2@127.0.0.1:9/bundles?signature=SECRET"
+    flags = ("--cache-dir", str(unpacked), "--cache-from", url, f"--trusted-keys={keys.trusted}", "--budget", "300")
+    done = run(tmp_path, "warm", TINY, *SMALL, *flags, "--require-hit")
+    assert done.returncode == 0, done.stderr
+    assert "HUNTER2" not in done.stdout + done.stderr and "SECRET" not in done.stdout + done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("next: tcdeploy "))
+    again = run(tmp_path, *shlex.split(line.removeprefix("next: tcdeploy ")), "--max-new-tokens", "4")
+    assert again.returncode == 0 and again.stdout.strip(), again.stderr
 
 
 def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(

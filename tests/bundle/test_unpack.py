@@ -44,12 +44,11 @@ from tests.bundle.folders import (
     listing,
     make_small,
     manifest_for,
-    mounted,
     path_of,
     staging_in,
 )
 from tests.bundle.forging import compressed, forge, forge_header, member, members_of, record, tar, with_document
-from tests.conftest import cli_command, cli_environment
+from tests.conftest import cli_command, cli_environment, mounted
 
 OLD_BUCKET = 64
 

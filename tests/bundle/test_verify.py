@@ -7,16 +7,20 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tcdeploy.bundle.container import read_head
+from tcdeploy.bundle.keep import list_plans
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_file, verify_folder
+from tcdeploy.compiler import cachedir
+from tcdeploy.compiler.contents import record_files
 from tcdeploy.compiler.manifest import write_manifest
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
@@ -147,7 +151,7 @@ def test_a_manifest_or_a_record_of_another_plan_is_refused(unpacked: Path, small
     record = unpacked / "bundles" / f"{small.key}.head"
     other = make_small(unpacked, bucket=64)
     shutil.copy(path_of(unpacked, other), unpacked / "manifests" / "0123456789abcdef.json")
-    with pytest.raises(IntegrityError, match=r"0123456789abcdef\.json is of another plan"):
+    with pytest.raises(IntegrityError, match=r"0123456789abcdef\.json is corrupt: it is of another plan"):
         verify_folder(unpacked, keys.trusted)
     (unpacked / "manifests" / "0123456789abcdef.json").unlink()
     shutil.copy(record, record.with_name(f"{key_of(other)}.head"))
@@ -185,6 +189,52 @@ def test_a_start_that_rewrote_the_manifest_does_not_break_the_seal(unpacked: Pat
     write_manifest(path_of(unpacked, small.manifest), small.manifest)
     [found] = verify_folder(unpacked, keys.trusted)
     assert found.signer is not None
+
+
+def test_a_stranger_that_torch_would_unpickle_is_found(unpacked: Path, small: Packed, keys: Keys) -> None:
+    """Beside an entry that is named, under the same key; in another place it is nobody's business."""
+    entry = next(name for name in KINDS if name.startswith("aotautograd/"))
+    (unpacked / "6n" / "unnamed.py").write_bytes(b"left over")
+    assert len(verify_folder(unpacked, keys.trusted)) == 1
+    stranger = (unpacked / entry).with_name("stranger")
+    stranger.write_bytes(b"cos\nsystem\n")
+    with pytest.raises(IntegrityError, match=f"{stranger} is named by no manifest"):
+        verify_folder(unpacked, keys.trusted)
+
+
+def test_what_was_made_here_is_not_said_to_be_signed(unpacked: Path, small: Packed, keys: Keys) -> None:
+    """A start that compiled one program more, and a file that another plan had first: the signer did not see them."""
+    (unpacked / "6n" / "more.so").write_bytes(b"compiled here")
+    files = record_files(unpacked, [*(file.path for file in small.manifest.files), "6n/more.so"])
+    write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
+    [found] = verify_folder(unpacked, keys.trusted)
+    assert found.signer is None and found.is_from_bundle
+
+
+def test_bytes_that_only_another_plan_vouches_for_are_not_said_to_be_signed(
+    unpacked: Path, small: Packed, keys: Keys
+) -> None:
+    other = make_small(unpacked, seed=5, bucket=64)
+    files = {file.path: file for file in other.files}
+    mine = replace(small.manifest, files=tuple(files[file.path] for file in small.manifest.files))
+    write_manifest(path_of(unpacked, small.manifest), mine)
+    found = {one.plan_key: one for one in verify_folder(unpacked, keys.trusted)}
+    assert found[small.key].signer is None and found[small.key].is_from_bundle
+
+
+def test_what_another_version_left_is_passed_over(unpacked: Path, small: Packed, keys: Keys) -> None:
+    (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 2, "plan": {}}')
+    assert [one.plan_key for one in verify_folder(unpacked, keys.trusted)] == [small.key]
+    assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
+    assert cachedir.read_checked(str(unpacked), "f" * 16, rebuild=False) is None
+
+
+def test_a_rebuild_takes_the_record_of_the_bundle_along(unpacked: Path, small: Packed, keys: Keys) -> None:
+    (unpacked / KINDS[2]).write_bytes(b"damaged")
+    assert cachedir.read_checked(str(unpacked), small.key, rebuild=True) is None
+    make_small(unpacked, seed=7)
+    [found] = verify_folder(unpacked, keys.trusted)
+    assert not found.is_from_bundle
 
 
 def test_what_is_no_cache_is_a_usage_error(keys: Keys, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.why import best_of, forecast, quick_factors
-from tcdeploy.compiler.manifest import Manifest, manifest_path, read_manifest
+from tcdeploy.compiler.manifest import Manifest, Trial, manifest_path, read_manifest
 from tcdeploy.environment import Environment
 from tcdeploy.plan import Bucket, Plan, make_plan
 from tests.bundle.starts import Starts
@@ -167,7 +167,7 @@ def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manife
     changed = dataclasses.replace(environment, **{factor: value})
     found = forecast(manifest, plan, changed, manifest.origin)
     assert len(found.misses) == 4
-    assert factor in [one.name for one in found.factors] and all(factor in one.reasons for one in found.misses)
+    assert factor in [one.factor for one in found.factors] and all(factor in one.reasons for one in found.misses)
     assert found.miss_seconds == pytest.approx(sum(manifest.cold_seconds().values()))
     assert not any(one.is_estimate for one in found.misses)
 
@@ -197,7 +197,7 @@ def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest)
     plan, environment = planned(manifest)
     other = dataclasses.replace(manifest.origin, sources="0" * 64)
     found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.factors]
+    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.factor for one in found.factors]
 
 
 def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:
@@ -232,6 +232,27 @@ def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
     assert forecast(made, plan, H100, origin).misses == ()
 
 
+def test_more_time_to_tune_is_a_miss_where_something_was_left_untried() -> None:
+    """The plan's key does not hold the time; what wins after all would have to be compiled."""
+    from tests.compiler.test_manifest import MANIFEST
+    from tests.machines import H100
+
+    asked = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}
+    plan = make_plan(ask(**asked), H100, LLAMA_8B)
+    names = {bucket.name: [one.name for one in plan.candidates(bucket)] for bucket in plan.buckets}
+    tried = tuple(
+        dataclasses.replace(one, candidate=names[one.bucket][0], trials=(Trial(names[one.bucket][0], 5.0, 1.0),))
+        for one in MANIFEST.buckets
+    )
+    made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), buckets=tried)
+    longer = make_plan(ask(**{**asked, "tune_seconds": 300.0}), H100, LLAMA_8B)
+    assert longer.key == plan.key
+    assert forecast(made, plan, H100, made.origin).misses == ()
+    missed = forecast(made, longer, H100, made.origin).misses
+    assert {one.bucket for one in missed} == {name for name, all_of_it in names.items() if len(all_of_it) > 1} != set()
+    assert all(one.reasons == ("mode auto would try what it had no time for",) for one in missed)
+
+
 def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
     there = manifest.environment
     installed = {
@@ -240,7 +261,7 @@ def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
     }
     assert quick_factors(manifest, installed) == ()
     (factor,) = quick_factors(manifest, {**installed, "triton": "1.0"})
-    assert (factor.name, factor.here, factor.there) == ("triton", "1.0", there["triton"])
+    assert (factor.factor, factor.here, factor.there) == ("triton", "1.0", there["triton"])
 
 
 # The command

@@ -111,6 +111,35 @@ def test_what_the_parser_refuses_is_an_error_without_a_traceback(arguments: tupl
     assert "error:" in done.stderr.lower()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("warm", "builtin:tiny", "--dry-run", "--require-hit"),
+        ("warm", "builtin:tiny", "--dry-run", "--budget", "6s"),
+        ("warm", "builtin:tiny", "--dry-run", "--cache-from", "/x"),
+        ("warm", "builtin:tiny", "--dry-run", "--cache-to", "/x"),
+        ("warm", "builtin:tiny", "--sign", "ci.key"),
+        ("warm", "builtin:tiny", "--allow-unsigned"),
+        ("warm", "builtin:tiny", "--budget", "soon"),
+        ("warm", "builtin:tiny", "--budget", "-1s"),
+        ("serve", "builtin:tiny", "--allow-unsigned"),
+        ("cache", "verify", "x.tcb", "--model", "builtin:tiny"),
+        ("cache", "pack", "builtin:tiny", "-o", "x.tcb", "--plan", "0" * 16),
+        ("cache", "push", ".", "/x"),
+        ("cache", "find", "http://[bad", "--plan", "0" * 16),
+    ],
+    ids=lambda arguments: " ".join(arguments)[:50],
+)
+def test_a_flag_that_would_do_nothing_is_refused(arguments: tuple[str, ...]) -> None:
+    refused(*arguments)
+
+
+def test_flags_of_a_model_are_refused_where_a_folder_is_packed(tmp_path: Path) -> None:
+    (tmp_path / "manifests").mkdir()
+    error, hint = refused("cache", "pack", str(tmp_path), "-o", "x.tcb", "--dtype", "float16")
+    assert "flags of a model change nothing" in error and "--plan KEY" in hint
+
+
 def test_generate_wants_a_prompt_beside_the_model() -> None:
     for arguments in (("generate", "builtin:tiny"), ("generate", "--recipe", "tiny")):
         error, hint = refused(*arguments)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, cli_command, cli_environment
+from tests.conftest import ROOT, cli_command, cli_environment, mounted
 from tests.families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "1,3")
@@ -49,19 +49,6 @@ def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     assert "4 of 4 buckets had to compile" in result.stderr
     assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
     return cache, home
-
-
-@contextlib.contextmanager
-def mounted(target: Path, *options: str) -> Iterator[Path]:
-    """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
-    target.mkdir(exist_ok=True)
-    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
-    if mount.returncode:
-        pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
-    try:
-        yield target
-    finally:
-        subprocess.run(["umount", "-l", str(target)], check=True)
 
 
 def test_a_moved_cache_under_another_home_hits_in_every_bucket(

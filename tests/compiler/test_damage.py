@@ -194,7 +194,7 @@ def test_discarding_keeps_what_another_plan_vouches_for_and_nothing_else(cache: 
     manifest = read_manifest(first)
     assert manifest is not None
     kept, damaged = names[0], names[1]
-    write_manifest(first.with_name("other.json"), manifest_of(manifest, kept, damaged))
+    write_manifest(first.with_name("other.json"), of_plan("other", manifest_of(manifest, kept, damaged)))
     flip(cache / damaged)
     first.with_name("broken.json").write_text("{")
     (cache / "bundles" / "one").mkdir(parents=True)
@@ -205,6 +205,10 @@ def test_discarding_keeps_what_another_plan_vouches_for_and_nothing_else(cache: 
     assert cachedir.content_of(cache) == [kept]
     assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
     assert (cache / "bundles" / "one" / "index.json").exists()
+
+
+def of_plan(key: str, manifest: Any) -> Any:
+    return replace(manifest, plan={**manifest.plan, "key": key})
 
 
 def manifest_of(manifest: Any, *names: str) -> Any:
@@ -254,7 +258,8 @@ def test_an_entry_that_another_plan_names_is_no_stranger(cache: Path) -> None:
     mine, theirs = (file for file in known.files if file.path.startswith("fxgraph/"))
     shared = Path(mine.path).with_name("theirs").as_posix()
     (cache / shared).write_bytes((cache / theirs.path).read_bytes())
-    write_manifest(manifest.with_name("other.json"), replace(known, files=(replace(theirs, path=shared),)))
+    others = of_plan("other", replace(known, files=(replace(theirs, path=shared),)))
+    write_manifest(manifest.with_name("other.json"), others)
     assert cachedir.read_checked(str(cache), manifest.stem, rebuild=False) == known
     assert (cache / shared).exists()
     manifest.with_name("other.json").unlink()

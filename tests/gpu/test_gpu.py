@@ -235,9 +235,39 @@ def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: 
     for outcome in ("miss", "hit"):
         result = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
         records = json.loads(result.stdout)["buckets"]
-        assert [record["outcome"] for record in records] == [outcome] * 2
+        made = [(record["outcome"], record["kernels_timed"], record["kernels_compiled"]) for record in records]
+        assert [record["outcome"] for record in records] == [outcome] * 2, made
         timed.append(sum(record["kernels_timed"] for record in records))
     assert timed[0] > 100 and timed[1] == 0, timed
+
+
+def test_a_folder_that_was_moved_is_still_full(run_cli: Any, tmp_path: Path) -> None:
+    """Triton's kernels too, ours among them, which Inductor's own hits say nothing of; and every binary is named."""
+    folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
+    flags = (
+        "--load-format",
+        "dummy",
+        "--buckets",
+        "32",
+        "--batch-sizes",
+        "1",
+        "--context",
+        "512",
+        "--kv-blocks",
+        "256",
+    )
+    cold = json.loads(run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "here"), "--json").stdout)
+    assert sum(record["kernels_compiled"] for record in cold["buckets"]) > 4
+    first = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "here"), "--json", "--require-hit")
+    assert first.returncode == 0, first.stderr
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    warm = run_cli("warm", folder, *flags, "--cache-dir", str(moved), "--json", "--require-hit")
+    assert warm.returncode == 0, warm.stderr
+    assert [record["kernels_compiled"] for record in json.loads(warm.stdout)["buckets"]] == [0, 0]
+    (manifest,) = (json.loads(path.read_text()) for path in moved.glob("manifests/*.json"))
+    named = {file["path"] for file in manifest["files"]}
+    loaded = [*moved.glob("triton/*/*.cubin"), *moved.glob("triton/*/*.so")]
+    assert named >= {path.relative_to(moved).as_posix() for path in loaded}
 
 
 def test_a_model_too_large_for_the_gpu_is_told_before_loading(run_cli: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import oci, patience
 from tcdeploy.remote.transfer import find, pull, push
-from tests.compiler.test_cache import mounted
+from tests.conftest import mounted
 from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, Together
 from tests.remote.faulty import Answered, Cut, Drip, Fault, Proxy, Request, Stall, Wait, proxy
 

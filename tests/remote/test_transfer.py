@@ -19,7 +19,7 @@ from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import patience, transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, shown
-from tests.compiler.test_cache import mounted
+from tests.conftest import mounted
 from tests.remote.conftest import OTHER_PLAN, PLAN, Together
 from tests.remote.faulty import Answered, Cut, Drip, Proxy, Stall, Unsized, Wait
 

@@ -1,0 +1,45 @@
+"""Triton's cache without its own place in it: a folder that was moved is still full.
+
+Triton keeps a kernel's files in a folder named by the kernel's key, and in a list of them their absolute paths. Where
+the folder has moved, was copied or came out of a bundle it finds none of them, says nothing, and compiles again, beside
+a hit that Inductor reports. Here the list holds names, and they are looked for where the list stands.
+
+Beside kernels Triton keeps small libraries that launch them, which it builds with a C compiler. In their key stands
+what the `file` command says of Python, so an image without that command found none of them, and had no compiler either.
+
+Triton imports the class by the variable TRITON_CACHE_MANAGER, in Inductor's compile workers too. This is imported where
+Triton is sure to be there. triton 3.6 and 3.7; tests/compiler/test_kernel_cache.py fails when they do without it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+
+from triton.runtime import build
+from triton.runtime.cache import FileCacheManager
+
+
+def name_libraries_by_machine() -> None:
+    """For this process: the keys of what Triton builds hold architecture and system, and no answer of `file`."""
+    build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+
+
+class MovableCacheManager(FileCacheManager):
+    """One kernel's folder. A list that Triton's own manager wrote is read too."""
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        return super().put_group(filename, {name: name for name in group})
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """Name -> path of the kernel's files that are there; None where no list is, or none that can be read."""
+        path = self.get_file(f"__grp__{filename}")
+        if path is None:
+            return None
+        try:
+            names = list(json.loads(Path(path).read_text())["child_paths"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        found = {name: self.get_file(name) for name in names}
+        return {name: file for name, file in found.items() if file is not None}

@@ -1,0 +1,176 @@
+"""Triton's own compiler, for a GPU that is not here: does it find again what it made, where the folder has moved?"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.compiler.cachedir import KERNEL_CACHE
+from tcdeploy.compiler.ledger import read_counts
+from tests.conftest import ROOT
+
+triton = pytest.importorskip("triton")
+
+KERNEL = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def double(source, target, count, block: tl.constexpr):
+    places = tl.arange(0, block)
+    tl.store(target + places, 2 * tl.load(source + places, places < count), places < count)
+"""
+COMPILE = """
+import json, os, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from kernel import double
+
+found = []
+triton.knobs.compilation.listener = lambda **named: found.append((named["cache_hit"], named["metadata_group"]))
+signature = {"source": "*fp32", "target": "*fp32", "count": "i32", "block": "constexpr"}
+made = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
+[(is_hit, files)] = found
+print(json.dumps([is_hit, len(made.kernel), sorted(files.values())]))
+"""
+
+
+BUILD = """
+import sys
+from tcdeploy.compiler.kernel_cache import name_libraries_by_machine
+from triton.runtime.build import compile_module_from_src
+
+if "by machine" in sys.argv:
+    name_libraries_by_machine()
+source = '#include <Python.h>\\n'
+source += 'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", 0, -1, 0};\\n'
+source += 'PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }\\n'
+print(compile_module_from_src(source, "launcher").__file__)
+"""
+
+
+def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:
+    """In a process of its own, with Triton's cache in the folder."""
+    place = folder.parent / "source"
+    place.mkdir(exist_ok=True)
+    (place / "kernel.py").write_text(KERNEL)
+    (place / "main.py").write_text(program)
+    known = {name: value for name, value in os.environ.items() if name != "CC"}
+    environ = {**known, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder), **changed}
+    command = [sys.executable, str(place / "main.py"), *words]
+    return subprocess.run(command, env=environ, capture_output=True, text=True)
+
+
+def compile_in(folder: Path, manager: str = KERNEL_CACHE) -> tuple[bool, int, list[str]]:
+    """Whether Triton found it, the bytes of the kernel, its files."""
+    done = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
+    assert done.returncode == 0, done.stderr
+    found: tuple[bool, int, list[str]] = tuple(json.loads(done.stdout))
+    return found
+
+
+def test_a_kernel_is_found_where_the_folder_has_moved(tmp_path: Path) -> None:
+    was_hit, size, files = compile_in(tmp_path / "here")
+    assert not was_hit and size > 500
+    assert compile_in(tmp_path / "here") == (True, size, files)
+    (tmp_path / "here").rename(tmp_path / "there")
+    moved = [path.replace(f"{tmp_path}/here/", f"{tmp_path}/there/") for path in files]
+    assert compile_in(tmp_path / "there") == (True, size, moved)
+
+
+def test_what_triton_compiles_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "here"))
+    before = read_counts()
+    compile_in(tmp_path / "here")
+    (tmp_path / "here" / "tmp.that-torch-renames").mkdir()
+    cold = read_counts()
+    compile_in(tmp_path / "here")
+    assert (cold - before).outcome == "miss" and (cold - before).kernels_compiled == 1
+    assert (read_counts() - cold).outcome == "reused"
+
+
+def test_a_pickled_configuration_forgets_that_a_descent_found_it() -> None:
+    """When this fails, programs can be read back through Inductor's workers, and `programs.reading` can go."""
+    config = triton.Config({"XBLOCK": 4})
+    config.found_by_coordesc = True
+    assert not hasattr(pickle.loads(pickle.dumps(config)), "found_by_coordesc")
+
+
+def test_triton_s_own_manager_needs_ours(tmp_path: Path) -> None:
+    """When this fails, Triton finds what was moved by itself, and kernel_cache.py can go."""
+    stock = "triton.runtime.cache:FileCacheManager"
+    compile_in(tmp_path / "here", stock)
+    assert compile_in(tmp_path / "here", stock)[0]
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert not compile_in(tmp_path / "there", stock)[0]
+
+
+def test_a_list_of_triton_s_own_is_read_too(tmp_path: Path) -> None:
+    compile_in(tmp_path / "here", "triton.runtime.cache:FileCacheManager")
+    (tmp_path / "here").rename(tmp_path / "there")
+    assert compile_in(tmp_path / "there")[0]
+
+
+def test_no_file_of_a_kernel_tells_where_it_was_compiled(tmp_path: Path) -> None:
+    """The binary alone is not the same bytes each time: ptxas writes a random name of its own into it."""
+    for name in ("here", "there"):
+        compile_in(tmp_path / name)
+    here, there = (
+        {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*.*")}
+        for name in ("here", "there")
+    )
+    assert {path.name for path in here if here[path] != there[path]} <= {"double.cubin"} and len(here) > 4
+    assert not any(str(tmp_path / "here").encode() in content for content in here.values())
+
+
+@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"child_paths": 3}', '{"child_paths": {"gone.cubin": "x"}}'])
+def test_a_list_that_cannot_be_read_is_a_miss_and_is_written_anew(tmp_path: Path, broken: str) -> None:
+    first = compile_in(tmp_path / "here")
+    (listed,) = (tmp_path / "here").rglob("__grp__*.json")
+    whole = listed.read_text()
+    listed.write_text(broken)
+    assert not compile_in(tmp_path / "here")[0]
+    assert listed.read_text() == whole and compile_in(tmp_path / "here") == (True, *first[1:])
+
+
+def test_a_kernel_without_its_binary_is_compiled_again(tmp_path: Path) -> None:
+    compile_in(tmp_path / "here")
+    shutil.copytree(tmp_path / "here", tmp_path / "there")
+    (listed,) = (tmp_path / "there").rglob("__grp__*.json")
+    for path in listed.parent.glob("*.json"):
+        if path != listed:
+            path.unlink()
+    assert not compile_in(tmp_path / "there")[0]
+
+
+@pytest.fixture
+def with_file(tmp_path: Path) -> str:
+    """A PATH on which there is a `file` command."""
+    command = tmp_path / "bin" / "file"
+    command.parent.mkdir()
+    command.write_text("#!/bin/sh\necho ELF 64-bit LSB executable\n")
+    command.chmod(0o755)
+    return f"{command.parent}:{os.environ['PATH']}"
+
+
+def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_path: Path, with_file: str) -> None:
+    built = run(tmp_path / "here", BUILD, "by machine", PATH=with_file)
+    assert built.returncode == 0, built.stderr
+    (tmp_path / "here").rename(tmp_path / "there")
+    found = run(tmp_path / "there", BUILD, "by machine", PATH=str(tmp_path))
+    assert found.stdout == built.stdout.replace("/here/", "/there/"), found.stderr
+
+
+def test_triton_alone_does_not_find_it(tmp_path: Path, with_file: str) -> None:
+    """When this fails, `name_libraries_by_machine` can go."""
+    assert run(tmp_path / "here", BUILD, PATH=with_file).returncode == 0
+    alone = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
+    assert alone.returncode == 1 and "C compiler" in alone.stderr
