@@ -17,7 +17,7 @@ from tcdeploy.recipe import Recipe
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Fitted on an H100 with torch 2.11 and CUDA 13. Llama 3.1 8B with eight buckets in the default mode took 1.41 GiB, for
 # which these constants say 1.40; in mode auto Qwen 2.5 7B with five took 1.26 (1.26), and the 8B shape with an 8,192
-# bucket and batches up to 256 took 2.41 (2.18). Three runs of earlier versions took 1.42, 1.25 and 1.17, of which these
+# bucket and batches up to 256 took 2.26 (2.18). Three runs of earlier versions took 1.42, 1.25 and 1.17, of which these
 # would say 1.58, 1.22 and 1.22.
 CONTEXT_BYTES = 1090 << 20  # the CUDA context, the code of torch's, cuBLAS's and Triton's kernels, and fragments
 CUBLAS_BYTES = 3 * (32 << 20)  # a workspace for each stream that multiplies matrices: eager, and while recording
