@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch._dynamo.callback
@@ -62,7 +63,7 @@ class Counts:
     graph_breaks: int = 0
     graph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
     kernels_timed: int = 0  # variants of kernels that torch timed to choose one; a warm start should need none
-    kernels_compiled: int = 0  # by Triton, wherever: a process that fills the same folder beside this one counts too
+    kernels_compiled: int = 0  # into the cache folder, also by a process that fills it beside this one
 
     def __sub__(self, earlier: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
@@ -79,8 +80,15 @@ class Counts:
         return "hit" if self.cache_hits else "reused"
 
 
+def count_compiles() -> int:
+    """Of Dynamo, hit or miss, since the first call; a server asks once a second."""
+    _listen()
+    return _compile_starts
+
+
 def read_counts() -> Counts:
-    """What has happened so far; compiles and timings are counted from the first reading on."""
+    """What has happened so far; compiles and timings are counted from the first reading on. Looks into the cache
+    folder."""
     _listen()
     counters = torch._dynamo.utils.counters
     inductor = counters["inductor"]
@@ -94,16 +102,19 @@ def read_counts() -> Counts:
         graph_skips=inductor["cudagraph_skips"],
         graph_breaks=sum(counters["graph_break"].values()),
         kernels_timed=_kernels_timed,
-        kernels_compiled=_kernel_folders(),
+        kernels_compiled=_kernels(),
     )
 
 
-def _kernel_folders() -> int:
-    """Triton makes one per kernel; what begins with tmp. torch is yet to rename."""
-    try:
-        return sum(not name.startswith("tmp.") for name in os.listdir(os.environ["TRITON_CACHE_DIR"]))
-    except (KeyError, FileNotFoundError):
-        return 0
+def _kernels() -> int:
+    """Triton's, each in a folder of its own (what begins with tmp. torch is yet to rename), and C++ libraries.
+
+    Inductor's entry of a program may be found, and a kernel that it names is not: it is compiled beside a hit.
+    """
+    triton, inductor = os.environ.get("TRITON_CACHE_DIR"), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    folders = [path for path in Path(triton).glob("*") if not path.name.startswith("tmp.")] if triton else []
+    libraries = list(Path(inductor).glob("??/*.so")) if inductor else []
+    return len(folders) + len(libraries)
 
 
 @dataclass

@@ -90,7 +90,7 @@ class BucketRecord:
     eager_ms: float | None = None
     compiled_ms: float | None = None
     kernels_timed: int = 0  # variants of kernels that torch timed in this run to choose one
-    kernels_compiled: int = 0  # by Triton in this run, in trials and checks too
+    kernels_compiled: int = 0  # by Triton or a C++ compiler in this run, in trials and checks too
     timed_context: int | None = None  # tokens that each sequence held while the step was timed
 
     @property
