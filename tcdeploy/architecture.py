@@ -6,7 +6,18 @@ a test plan for any model on any machine, and lets a plan be explained without l
 
 from __future__ import annotations
 
+import hashlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+# Of transformers' config: names, places and token ids, which no program is made from; nor from what begins with "_".
+NOT_IN_PROGRAMS = {
+    "name_or_path", "architectures", "transformers_version", "use_cache", "initializer_range",
+    "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "return_dict", "output_hidden_states",
+    "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -33,7 +44,7 @@ class Architecture:
 
     `rope_limit` is the length beyond which its rotary factors depend on the longest sequence of a batch (longrope), so
     that neighbours would change one another's answers; 0 where there is none. `siblings` are groups of linear layers
-    that read the same input: their weights can be one matrix.
+    that read the same input: their weights can be one matrix. `config_digest` stands for all that the config says.
     """
 
     model_type: str
@@ -46,8 +57,23 @@ class Architecture:
     rope_limit: int = 0
     activation_values: int = 0  # numbers per token that a layer holds at its widest, estimated from its linear layers
     siblings: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
+    config_digest: str = ""
 
     @property
     def kv_values_per_token(self) -> int:
         """K and V numbers that one token adds over all layers."""
         return sum(attention.kv_values_per_token for attention in self.attentions)
+
+
+def is_in_programs(name: str) -> bool:
+    """Whether programs may be made from this value of the config."""
+    return name not in NOT_IN_PROGRAMS and not name.startswith("_")
+
+
+def digest_config(values: Mapping[str, Any]) -> str:
+    """sha256 of what programs may be made from in a model's config, as transformers writes it into JSON.
+
+    Weights do not count, nor where they come from: a model and its fine-tunes have the same programs.
+    """
+    kept = {name: value for name, value in values.items() if is_in_programs(name)}
+    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()

@@ -66,7 +66,7 @@ NOT_IN_PROGRAMS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory
 
 @dataclass(frozen=True)
 class Difference:
-    factor: str
+    name: str
     here: str
     there: str
 

@@ -13,7 +13,6 @@ _import_started = time.perf_counter()
 
 import dataclasses
 import gc
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,7 +46,7 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import Earlier, warm_buckets
 from tcdeploy.environment import Environment, detect_environment
-from tcdeploy.models.load import load_config, load_model, load_tokenizer
+from tcdeploy.models.load import config_values, load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
 from tcdeploy.models.siblings import pack_siblings
 from tcdeploy.plan import Plan, make_plan
@@ -119,9 +118,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         layers = find_layers(runner.model, architecture)
         edges = find_edges(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
         compile_regions(regions_to_compile(runner.model, layers, plan.region), edges, plan, runner.step)
-        known = Earlier()
-        if earlier:
-            known = Earlier(earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
+        known = _known(decided, earlier)
         with UsedFiles(cache_dir).watching() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
         _spare_the_collector()
@@ -136,11 +133,18 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
 
 
+def _known(decided: Decided, earlier: Manifest | None) -> Earlier:
+    if earlier is None:
+        return Earlier()
+    here, there = origin_of(decided), earlier.origin
+    is_same = (here.sources, here.torch_settings) == (there.sources, there.torch_settings)
+    names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
+    return Earlier(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
+
+
 def origin_of(decided: Decided) -> Origin:
     """What programs are made from here, beside plan and machine."""
-    config = json.loads(decided.config.to_json_string(use_diff=False))
-    config.pop("_name_or_path", None)  # a place
-    return make_origin(decided.recipe, config, sources_digest(), torch_settings())
+    return make_origin(decided.recipe, config_values(decided.config), sources_digest(), torch_settings())
 
 
 def _record_files(

@@ -28,9 +28,12 @@ DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
+# Where weights come from, which CI need not have (of remote code see _plan_key), and sizes that a program holds as
+# symbols.
 NOT_IN_PROGRAMS = {
+    "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "prefill_burst",
-}  # fmt: skip  # sizes that a program holds as symbols
+}  # fmt: skip
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
 # call takes 5 s and each later one 0.1 ms of the host, so it is taken when asked for, or tried by mode auto. Those of
@@ -188,8 +191,10 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
 
 
 def _plan_key(fields: dict[str, object], environment: Environment, architecture: Architecture) -> str:
+    """The same for a model and its fine-tunes, with and without their weights: `architecture` stands for the config."""
     program_fields = {name: value for name, value in fields.items() if name not in NOT_IN_PROGRAMS}
-    plain = [__version__, program_fields, environment.program_factors(), architecture]
+    remote_code = (fields["model"], fields["revision"]) if fields["trust_remote_code"] else None
+    plain = [__version__, program_fields, remote_code, environment.program_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 

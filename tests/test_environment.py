@@ -44,7 +44,7 @@ def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) ->
 
 def test_differences_stand_in_the_order_of_the_fields_and_have_two_sides() -> None:
     there = replace(H100, cpu="AVX2", torch="2.12.0", gpu="NVIDIA A100", cuda="12.8", driver="1", user_cache_dir="/x")
-    assert [item.factor for item in diff(H100, there)] == ["torch", "cuda", "gpu"]
+    assert [item.name for item in diff(H100, there)] == ["torch", "cuda", "gpu"]
     assert [(item.there, item.here) for item in diff(there, H100)] == [
         (item.here, item.there) for item in diff(H100, there)
     ]
@@ -54,7 +54,7 @@ def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_differe
     """Nor is the CPU; what was made on a laptop fails on other factors."""
     there = replace(LAPTOP, compiler="")
     names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
-    assert [item.factor for item in diff(H100, there)] == [item.factor for item in diff(there, H100)] == names
+    assert [item.name for item in diff(H100, there)] == [item.name for item in diff(there, H100)] == names
 
 
 @pytest.mark.parametrize(("machine", "is_another"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])
@@ -67,7 +67,7 @@ def test_another_compiler_is_another_plan_only_where_it_makes_the_programs(
 
 def test_another_patch_of_python_is_no_difference_and_the_next_python_is() -> None:
     assert diff(H100, replace(H100, python=f"{H100.python}9")) == []
-    assert [item.factor for item in diff(H100, replace(H100, python="3.99.0"))] == ["python"]
+    assert [item.name for item in diff(H100, replace(H100, python="3.99.0"))] == ["python"]
 
 
 def test_a_machine_does_not_differ_from_itself() -> None:

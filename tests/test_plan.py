@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tcdeploy.architecture import Architecture
+from tcdeploy.architecture import Architecture, digest_config
 from tcdeploy.environment import Environment
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.plan import PREFERRED_ATTENTION, Bucket, Plan, make_plan
@@ -524,9 +524,6 @@ def test_what_makes_a_cpus_programs_is_in_the_key_only_there(change: dict[str, A
 @pytest.mark.parametrize(
     "change",
     [
-        {"model": "someone/else"},
-        {"revision": "v2"},
-        {"load_format": "dummy"},
         {"region": "blocks"},
         {"mode": "max-autotune"},
         {"graphs": "region"},
@@ -550,8 +547,33 @@ def test_sizes_that_programs_hold_as_symbols_do_not_change_the_key(change: dict[
 
 
 def test_another_model_has_another_key() -> None:
-    wider = replace(LLAMA_8B, vocab_size=LLAMA_8B.vocab_size + 1)
-    assert plan_for(architecture=wider, **SMALL).key != plan_for(**SMALL).key
+    for other in (
+        replace(LLAMA_8B, vocab_size=LLAMA_8B.vocab_size + 1),
+        replace(LLAMA_8B, config_digest=digest_config({"rms_norm_eps": 1e-6})),
+    ):
+        assert plan_for(architecture=other, **SMALL).key != plan_for(**SMALL).key
+
+
+@pytest.mark.parametrize(
+    "change", [{"model": "/a/copy"}, {"model": "a/fine-tune"}, {"revision": "v2"}, {"load_format": "dummy"}]
+)
+def test_where_weights_come_from_does_not_change_the_key(change: dict[str, Any]) -> None:
+    """CI warms a cache without them, and a server with them finds it."""
+    assert plan_for(**{**SMALL, **change}).key == plan_for(**SMALL).key
+
+
+@pytest.mark.parametrize("change", [{"model": "a/fine-tune"}, {"revision": "v2"}, {"trust_remote_code": False}])
+def test_where_code_comes_from_does(change: dict[str, Any]) -> None:
+    remote = {**SMALL, "trust_remote_code": True}
+    assert plan_for(**{**remote, **change}).key != plan_for(**remote).key
+
+
+def test_names_places_and_token_ids_are_not_in_the_digest_of_a_config_and_all_else_is() -> None:
+    config = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}, "eos_token_id": 2, "_name_or_path": "/a"}
+    digest = digest_config(config)
+    assert digest == digest_config({**config, "eos_token_id": [2, 3], "_name_or_path": "/b", "architectures": ["X"]})
+    assert digest != digest_config({**config, "rope_parameters": {"rope_theta": 1e5}})
+    assert digest != digest_config({**config, "new_in_this_family": True})
 
 
 @pytest.mark.parametrize(

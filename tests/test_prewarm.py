@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 
+from tcdeploy.models.load import locate
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 
 ACTION, WORKFLOW = ROOT / ".github/actions/prewarm/action.yml", ROOT / ".github/workflows/prewarm.yml"
-WARM = f"{TINY} --buckets 32 --batch-sizes 1"
+SMALL = ("--buckets", "32", "--batch-sizes", "1")
+WARM = " ".join((TINY, *SMALL, "--load-format", "dummy"))
 LINT = "{extends: default, rules: {line-length: {max: 120}, truthy: {check-keys: false}, document-start: disable}}"
 
 
@@ -115,6 +117,16 @@ def test_the_actions_steps_warm_sign_push_and_comment_and_the_next_runs_hold_it_
     steps = second.run()
     assert [step.done.returncode for step in steps] == [0, 0], steps[-1].done.stderr
     assert "was stored already" in steps[-1].done.stdout and list(store.iterdir()) == [stored]
+
+    (tmp_path / "ci.pub").write_text(keys["public-key"])
+    trusted = ("--trusted-keys", str(tmp_path / "trusted"))
+    home = cli_environment(tmp_path)
+    subprocess.run(cli_command("cache", "trust", "ci", str(tmp_path / "ci.pub"), *trusted), check=True, env=home)
+    real = cli_command(
+        "warm", str(locate(TINY)), *SMALL, "--cache-dir", str(tmp_path / "real"), "--cache-from", str(store), *trusted
+    )
+    served = subprocess.run([*real, "--require-hit"], capture_output=True, text=True, env=home)
+    assert served.returncode == 0, f"warmed without weights, started with them: {served.stderr}"
 
     (tmp_path / "third").mkdir()
     steps = Runner(tmp_path / "third", "pull_request", {**asked, "budget": "0.1s"}).run()

@@ -13,7 +13,7 @@ from tcdeploy.environment import Difference, differing
 
 @dataclass(frozen=True)
 class Comparison:
-    """Differences that differ, and files by where they are: paths."""
+    """What differs of all that both were made from, and files by where they are: paths."""
 
     factors: tuple[Difference, ...]
     only_first: tuple[str, ...]
@@ -24,8 +24,8 @@ class Comparison:
 
 def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     factors = [
-        *differing(_without_places(first.environment), _without_places(second.environment), "environment."),
-        *differing(_without_places(first.plan), _without_places(second.plan), "plan."),
+        *differing(_comparable(first.environment), _comparable(second.environment), "environment."),
+        *differing(_comparable(first.plan), _comparable(second.plan), "plan."),
         *differing(first.origin.model_config, second.origin.model_config, "config."),
         *differing(first.origin.torch_settings, second.origin.torch_settings, "torch."),
         *differing({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
@@ -42,5 +42,5 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     )
 
 
-def _without_places(record: Mapping[str, Any]) -> dict[str, Any]:
+def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in (*PLACES, "decisions")}

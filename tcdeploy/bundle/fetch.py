@@ -95,7 +95,7 @@ def _insist_on_fit(decided: Decided, cached: Manifest, name: str) -> None:
         decided = pipeline.with_compiler(decided, str(cached.environment["compiler"]))  # the bundle brings a stand-in
     found = forecast(cached, decided.plan, decided.environment, pipeline.origin_of(decided))
     if decided.plan.key != cached.plan["key"] or found.misses:
-        names = [one.factor for one in found.factors] or [one.reasons[0] for one in found.misses]
+        names = [one.name for one in found.factors] or [one.reasons[0] for one in found.misses]
         raise OtherEnvironment(
             f"the bundle {name} is of another plan: {', '.join(names[:5]) or 'another version of tcdeploy'}",
             "tcdeploy cache why tells what it would miss here",

@@ -25,7 +25,8 @@ TIE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 @dataclass(frozen=True)
 class Verified:
-    """One plan whose every byte is as recorded. `signer` is None where some was made here, or is allowed unsigned."""
+    """One plan whose every byte is as recorded. `made_here` counts files that are not as they came in the bundle: that
+    a start compiled, or that another plan had first."""
 
     plan_key: str
     model: str
@@ -33,6 +34,7 @@ class Verified:
     bytes: int
     signer: TrustedKey | None
     is_from_bundle: bool
+    made_here: int = 0
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
     manifests = read_manifests(folder)
     found = []
     for key, manifest in manifests.items():
-        files, signer = {file.path: file for file in manifest.files}, None
+        files, signer, made_here = {file.path: file for file in manifest.files}, None, 0
         record = folder / BUNDLES / f"{key}{HEAD}"
         if record.exists():
             header, signer = _read_record(record, trusted, allow_unsigned)
@@ -69,8 +71,8 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
             others = {file for other in manifests if other != key for file in manifests[other].files}
             signed = {file.path: file for file in header.manifest.files}
             files |= {name: file for name, file in signed.items() if files.get(name) not in others}
-            if any(signed.get(name) != file for name, file in files.items() if not name.startswith(TOOLCHAIN)):
-                signer = None  # some of it was made here
+            others_than_signed = [name for name, file in files.items() if signed.get(name) != file]
+            made_here = sum(not name.startswith(TOOLCHAIN) for name in others_than_signed)
         if damage := find_damage(folder, files.values()):
             more = f", and {len(damage) - 1} more are damaged" if len(damage) > 1 else ""
             raise IntegrityError(
@@ -82,7 +84,7 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
                 f"{sorted(strangers)[0]} is named by no manifest, and torch would run it",
                 "remove it; the next start would",
             )
-        found.append(_verified(manifest, signer, record.exists()))
+        found.append(_verified(manifest, signer, record.exists(), made_here))
     _insist_on_known_records(folder)
     if not found:
         raise UsageError(f"the folder {folder} holds no plan that finished warming", "tcdeploy warm MODEL --cache-dir")
@@ -118,10 +120,10 @@ def _insist_on_known_records(folder: Path) -> None:
             raise IntegrityError(f"the plan {path.stem} was unpacked here, and its manifest is gone", "unpack it again")
 
 
-def _verified(manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool) -> Verified:
+def _verified(manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool, made_here: int = 0) -> Verified:
     size = sum(file.bytes for file in manifest.files)
     plan = manifest.plan
-    return Verified(plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle)
+    return Verified(plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle, made_here)
 
 
 def compare_answers(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[Replayed]:

@@ -14,23 +14,21 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from tcdeploy.architecture import is_in_programs
 from tcdeploy.compiler.manifest import BucketRecord, Manifest, Origin
 from tcdeploy.environment import Difference, Environment, diff, differing
 from tcdeploy.plan import NOT_IN_PROGRAMS, Bucket, Plan
 
 # Of the plan: what says where, what and how much, and is in no program.
 NOT_OF_A_BUCKET = NOT_IN_PROGRAMS | {
-    "model", "revision", "load_format", "trust_remote_code", "cache_dir", "decisions", "key", "buckets", "mode",
-    "weight_bytes", "other_attention",
+    "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "other_attention",
 }  # fmt: skip
 OF_PREFILL = {"prefill_attention", "prefill_sequences"}
 OF_DECODE = {"decode_attention"}
-# Of transformers' config: what no program holds, and what only those before and after the layers do.
-IN_NO_PROGRAM = {
-    "num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "_name_or_path", "name_or_path",
-    "architectures", "transformers_version", "use_cache", "initializer_range", "bos_token_id", "eos_token_id",
-    "pad_token_id", "dtype", "torch_dtype", "max_position_embeddings", "n_positions", "model_type", "return_dict",
-    "output_hidden_states", "id2label", "label2id", "problem_type", "chunk_size_feed_forward",
+# Of transformers' config: what the program of one layer does not hold, and what only those before and after them do.
+IN_NO_LAYER = {
+    "num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "max_position_embeddings", "n_positions",
+    "model_type",
 }  # fmt: skip
 IN_EDGES = {"vocab_size", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta"}
 
@@ -68,7 +66,7 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
         everywhere.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
     everywhere += differing(origin.torch_settings, cached.origin.torch_settings, "torch.")
     for one in differing(_of_programs(origin.model_config), _of_programs(cached.origin.model_config), "config."):
-        (of_edges if one.factor.removeprefix("config.") in IN_EDGES else everywhere).append(one)
+        (of_edges if one.name.removeprefix("config.") in IN_EDGES else everywhere).append(one)
     here, there = _plain(asdict(plan)), _plain(cached.plan)
     fields = [name for name in here if name not in NOT_OF_A_BUCKET]
     of_plan = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
@@ -90,7 +88,7 @@ def _has_edges(bucket: Bucket, plan: Plan) -> bool:
 
 def _of(bucket: Bucket, of_plan: list[Difference]) -> list[Difference]:
     others = OF_DECODE if bucket.is_prefill else OF_PREFILL
-    return [one for one in of_plan if one.factor not in others]
+    return [one for one in of_plan if one.name not in others]
 
 
 def best_of(forecasts: list[Forecast]) -> Forecast:
@@ -112,7 +110,7 @@ def _public(version: Any) -> Any:
 
 
 def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list[Difference]) -> BucketForecast:
-    reasons = [one.factor for one in factors]
+    reasons = [one.name for one in factors]
     known = {record.bucket: record for record in cached.buckets}
     if bucket.name not in known:
         reasons.append("the bucket is not in the cache")
@@ -155,7 +153,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _of_programs(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if name not in IN_NO_PROGRAM}
+    return {name: value for name, value in config.items() if is_in_programs(name) and name not in IN_NO_LAYER}
 
 
 def _plain(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def unpack(
     if factors and not any_environment:
         cache_display.show_factors(factors, sys.stderr)
         raise MismatchError(
-            f"{file} was made for another environment: {', '.join(one.factor for one in factors)}",
+            f"{file} was made for another environment: {', '.join(one.name for one in factors)}",
             "tcdeploy cache why tells what it would miss; --any-environment unpacks it all the same",
         )
     cache_display.show_unpacked(put(file, folder, trusted, allow_unsigned), folder, json)

@@ -84,6 +84,7 @@ def show_verified(target: Path, verified: list[Verified], replayed: dict[str, li
         return
     for one in verified:
         origin = _signed(one.signer) if one.is_from_bundle else "made here"
+        origin += f", but {one.made_here} of them made here" if one.made_here else ""
         print(f"{one.plan_key} {one.model}: {one.files} files, {_mb(one.bytes)} MB, every byte as recorded; {origin}")
     rows = [_replayed_row(one) for found in replayed.values() for one in found]
     if rows:
@@ -125,7 +126,7 @@ def _seconds(seconds: float | None, is_estimate: bool) -> str:
 def show_factors(factors: Sequence[Difference], out: TextIO) -> None:
     if not factors:
         return
-    rows = [(one.factor, one.here, one.there) for one in factors]
+    rows = [(one.name, one.here, one.there) for one in factors]
     show_table(("differs", "here", "in the cache"), rows, right=False, out=out)
 
 
@@ -174,7 +175,7 @@ def show_comparison(found: Comparison, json: bool) -> None:
     if json:
         return _print_json("cache diff", found)
     if found.factors:
-        rows = [(one.factor, one.here, one.there) for one in found.factors]
+        rows = [(one.name, one.here, one.there) for one in found.factors]
         show_table(("differs", "first", "second"), rows, right=False)
     kinds = {"only in the first": found.only_first, "only in the second": found.only_second, "other": found.other_bytes}
     for kind, paths in kinds.items():

@@ -64,7 +64,8 @@ def _warn_of_fallbacks(plan: Plan) -> None:
 def _outcome(record: BucketRecord) -> str:
     captured = ", captured" if record.captured else ""
     programs = "1 program" if record.programs == 1 else f"{record.programs} programs"
-    return f"{record.outcome}, {programs}{captured}, KL {record.parity.kl:.1e}"
+    kernels = f", {record.kernels_compiled} kernels compiled" if record.kernels_compiled and record.cache_hits else ""
+    return f"{record.outcome}, {programs}{kernels}{captured}, KL {record.parity.kl:.1e}"
 
 
 class PlainProgress:

@@ -74,7 +74,11 @@ def warm(
 
 
 def _insist_on_hits(deployment: Deployment) -> None:
-    compiled = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    compiled = [
+        record.bucket if record.cache_misses else f"{record.bucket} ({record.kernels_compiled} kernels of its programs)"
+        for record in deployment.records
+        if record.outcome == "miss"
+    ]
     if compiled:
         raise ThresholdError(
             f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",

@@ -238,10 +238,12 @@ def discard(folder: str, plan_key: str) -> None:
     with locked(folder):
         manifest_path(folder, plan_key).unlink(missing_ok=True)
         Path(folder, BUNDLES, f"{plan_key}{HEAD}").unlink(missing_ok=True)
+        paths = list(Path(folder, FOLDER).glob("*.json"))  # first: what is written from now on is none of them
         others = read_manifests(folder, skip_damaged=True)
-        for path in Path(folder, FOLDER).glob("*.json"):
-            if path.stem not in others:
-                path.unlink()  # damaged, or of another version: what it named goes too
+        for path in paths:
+            if path.stem not in others:  # damaged, or of another version: what it named goes too
+                path.unlink(missing_ok=True)
+                Path(folder, BUNDLES, f"{path.stem}{HEAD}").unlink(missing_ok=True)
         vouched = {file for one in others.values() for file in one.files}
         kept = {file.path for file in vouched} - {damage.path for damage in find_damage(folder, vouched)}
         for name in content_of(folder):

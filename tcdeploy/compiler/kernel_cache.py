@@ -4,8 +4,9 @@ Triton keeps a kernel's files in a folder named by the kernel's key, and in a li
 the folder has moved, was copied or came out of a bundle it finds none of them, says nothing, and compiles again, beside
 a hit that Inductor reports. Here the list holds names, and they are looked for where the list stands.
 
-Beside kernels Triton keeps small libraries that launch them, which it builds with a C compiler. In their key stands
-what the `file` command says of Python, so an image without that command found none of them, and had no compiler either.
+Beside kernels Triton keeps libraries that it builds with a C compiler: one that talks to the driver and, in 3.6, one
+per signature that launches. In their key stands what the `file` command says of Python, so an image without that
+command found none of them, and had no compiler either. /sbin/ldconfig must be there: Triton asks it for the driver.
 
 Triton imports the class by the variable TRITON_CACHE_MANAGER, in Inductor's compile workers too. This is imported where
 Triton is sure to be there. triton 3.6 and 3.7; tests/compiler/test_kernel_cache.py fails when they do without it.
@@ -22,18 +23,30 @@ from triton.runtime.cache import FileCacheManager
 
 
 def name_libraries_by_machine() -> None:
-    """For this process: the keys of what Triton builds hold architecture and system, and no answer of `file`."""
+    """For this process: the keys of what Triton builds hold architecture and system, and no answer of `file`.
+
+    Inductor's workers compile kernels and build none of these.
+    """
     build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+
+
+kernels_compiled = 0  # in this process, and libraries that it built
 
 
 class MovableCacheManager(FileCacheManager):
     """One kernel's folder. A list that Triton's own manager wrote is read too."""
 
+    def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
+        global kernels_compiled
+        if filename.startswith("__grp__") or filename.endswith(".so"):  # the last of a kernel's files; a library
+            kernels_compiled += 1
+        return super().put(data, filename, binary)
+
     def put_group(self, filename: str, group: dict[str, str]) -> str:
         return super().put_group(filename, {name: name for name in group})
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Name -> path of the kernel's files that are there; None where no list is, or none that can be read."""
+        """Name -> path of the kernel's files; None where no list is, none that can be read, or a file is gone."""
         path = self.get_file(f"__grp__{filename}")
         if path is None:
             return None
@@ -41,5 +54,5 @@ class MovableCacheManager(FileCacheManager):
             names = list(json.loads(Path(path).read_text())["child_paths"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        found = {name: self.get_file(name) for name in names}
-        return {name: file for name, file in found.items() if file is not None}
+        found = {name: file for name in names if (file := self.get_file(name)) is not None}
+        return found if len(found) == len(names) else None

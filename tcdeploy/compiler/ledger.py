@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch._dynamo.callback
@@ -35,7 +34,7 @@ def _listen() -> None:
     """Be called at every Dynamo compile, hit or miss. torch._dynamo.reset() forgets its listeners, so ask each time."""
     if _count_compile_start not in torch._dynamo.callback.callback_handler.start_callbacks:
         torch._dynamo.callback.on_compile_start(_count_compile_start)
-    for name in ("benchmark_cpu", "benchmark_gpu"):  # all of Inductor times with this one object
+    for name in ("benchmark_cpu", "benchmark_gpu"):  # what torch 2.11 to 2.13 time in this process
         if name not in vars(benchmarker):
             setattr(benchmarker, name, _counted(getattr(benchmarker, name)))
 
@@ -63,7 +62,7 @@ class Counts:
     graph_breaks: int = 0
     graph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
     kernels_timed: int = 0  # variants of kernels that torch timed to choose one; a warm start should need none
-    kernels_compiled: int = 0  # into the cache folder, also by a process that fills it beside this one
+    kernels_compiled: int = 0  # beside programs that were found, too
 
     def __sub__(self, earlier: Counts) -> Counts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
@@ -75,20 +74,13 @@ class Counts:
 
     @property
     def outcome(self) -> str:
-        if self.cache_misses or self.cache_bypasses or self.kernels_compiled or self.cache_hits < self.programs:
+        if self.cache_misses or self.cache_bypasses or self.kernels_compiled > 0 or self.cache_hits < self.programs:
             return "miss"
         return "hit" if self.cache_hits else "reused"
 
 
-def count_compiles() -> int:
-    """Of Dynamo, hit or miss, since the first call; a server asks once a second."""
-    _listen()
-    return _compile_starts
-
-
 def read_counts() -> Counts:
-    """What has happened so far; compiles and timings are counted from the first reading on. Looks into the cache
-    folder."""
+    """What has happened so far; compiles and timings are counted from the first reading on."""
     _listen()
     counters = torch._dynamo.utils.counters
     inductor = counters["inductor"]
@@ -107,14 +99,14 @@ def read_counts() -> Counts:
 
 
 def _kernels() -> int:
-    """Triton's, each in a folder of its own (what begins with tmp. torch is yet to rename), and C++ libraries.
+    """That Triton or a C++ compiler made for this process, Triton's launchers too; Inductor's workers aside.
 
-    Inductor's entry of a program may be found, and a kernel that it names is not: it is compiled beside a hit.
+    Inductor's entry of a program may be found while a kernel that it names is not: that is compiled beside the hit.
+    Where programs are read back there are no workers (`programs.reading`).
     """
-    triton, inductor = os.environ.get("TRITON_CACHE_DIR"), os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    folders = [path for path in Path(triton).glob("*") if not path.name.startswith("tmp.")] if triton else []
-    libraries = list(Path(inductor).glob("??/*.so")) if inductor else []
-    return len(folders) + len(libraries)
+    triton = sys.modules.get("tcdeploy.compiler.kernel_cache")  # Triton imports it, where there is one
+    libraries = torch._dynamo.utils.compilation_time_metrics.get("compile_file", [])
+    return len(libraries) + (triton.kernels_compiled if triton else 0)
 
 
 @dataclass

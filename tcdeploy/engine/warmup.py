@@ -46,8 +46,12 @@ SEED = 20
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier run left in the manifest, by bucket name."""
+    """What an earlier run left in the manifest, by bucket name.
 
+    `buckets` are those whose programs are there: none where they would be made from other sources or settings now.
+    """
+
+    buckets: frozenset[str] = frozenset()
     cold_seconds: dict[str, float] = field(default_factory=dict)
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # that it had for trying
@@ -139,13 +143,14 @@ class _BucketWarmer:
         sequences = self._sequences()
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
-        is_known = self.bucket.name in earlier.cold_seconds
+        is_known = self.bucket.name in earlier.buckets
         settled = self._settle(self._trials(sequences, earlier, tune_seconds), sequences, is_known)
         made = settled.made
         kernels_compiled = (read_counts() - before).kernels_compiled  # in trials and checks too
         counts = dataclasses.replace(made.compile_step.counts, kernels_compiled=kernels_compiled)
-        missed = counts.outcome == "miss"
-        cold_seconds = made.compile_step.seconds if missed else earlier.cold_seconds.get(self.bucket.name)
+        cold_seconds = earlier.cold_seconds.get(self.bucket.name)
+        if made.compile_step.counts.cache_misses or (cold_seconds is None and counts.outcome == "miss"):
+            cold_seconds = made.compile_step.seconds
         eager_ms, compiled_ms = self._time() if measure else (None, None)
         return BucketRecord(
             bucket=self.bucket.name,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,13 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(
             locate(recipe.model), revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
         )
+
+
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Every value, defaults too, as JSON holds it; without the place it came from."""
+    values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
+    values.pop("_name_or_path", None)
+    return values
 
 
 def load_tokenizer(plan: Plan) -> Any:

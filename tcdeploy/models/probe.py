@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.architecture import Architecture, AttentionFacts
+from tcdeploy.architecture import Architecture, AttentionFacts, digest_config
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.load import quiet_transformers
+from tcdeploy.models.load import config_values, quiet_transformers
 
 PROBE_NAME = "tcdeploy-probe"
 PROBE_TOKENS = 8
@@ -90,6 +90,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         rope_limit=_rope_limit(text_config),
         activation_values=_activation_values(linear_inputs, text_config),
         siblings=_siblings(model, linear_inputs),
+        config_digest=digest_config(config_values(config)),
     )
 
 

@@ -65,7 +65,7 @@ class Service:
 
     def take_up(self, deployment: Deployment) -> None:
         """What requests need of the model. In the engine's thread: a grammar of a large vocabulary takes a second."""
-        from tcdeploy.compiler.ledger import count_compiles  # torch, which is there by now
+        from tcdeploy.compiler.ledger import read_counts  # torch, which is there by now
 
         engine = deployment.engine
         self.tokenizer = deployment.tokenizer
@@ -75,12 +75,12 @@ class Service:
         self.structured = Structured(self.tokenizer, stops)
         self.tools = Tools(self.tokenizer, engine.runner.model)
         self.missed = MissedShapes(deployment.plan)
-        self._compiles = count_compiles()
+        self._compiles = read_counts().compiles
 
     def compiles_since_ready(self) -> int:
-        from tcdeploy.compiler.ledger import count_compiles
+        from tcdeploy.compiler.ledger import read_counts
 
-        return count_compiles() - self._compiles
+        return read_counts().compiles - self._compiles
 
     def require_ready(self) -> None:
         if self.worker.deployment is None:

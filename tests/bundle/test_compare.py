@@ -48,7 +48,7 @@ def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first
     second = replace(
         first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
     )
-    found = {one.factor: (one.here, one.there) for one in compare_manifests(first, second).factors}
+    found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).factors}
     assert found == {
         "environment.torch": (first.environment["torch"], "9.9"),
         "plan.dtype": (first.plan["dtype"], "float16"),

@@ -223,10 +223,11 @@ def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> Non
         child.line()
     lease.unlink()
     with cachedir.locked(folder):
-        child = Child(HOLDER, folder, keys[0])
+        child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
         with child:
+            assert child.line() == "at the door"
             time.sleep(2.0)
-            assert not lease.exists(), "it waits at the door"
+            assert not lease.exists(), "it waits there"
     with Child(HOLDER, folder, keys[0]) as child:
         assert child.line() == "ready" and is_held(folder, keys[0])
 

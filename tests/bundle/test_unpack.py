@@ -28,7 +28,7 @@ from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_file, verify_folder
 from tcdeploy.bundle.why import quick_factors
 from tcdeploy.compiler.contents import FileRecord
-from tcdeploy.compiler.manifest import write_manifest
+from tcdeploy.compiler.manifest import SCHEMA_VERSION, write_manifest
 from tcdeploy.environment import installed_versions
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 from tests.bundle.conftest import Keys, Packed
@@ -508,7 +508,7 @@ def test_a_signed_header_that_is_no_document_is_refused(keys: Keys, old: tuple[P
 def test_a_manifest_nested_deeply_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing], depth: int) -> None:
     payload = compressed(tar(*members_of(small.folder, small.manifest.files)))
     nested = "[" * depth + "]" * depth
-    text = json.dumps({"schema": 3, "sha256": "0" * 64, "plan": "here"}).replace('"here"', nested)
+    text = json.dumps({"schema": SCHEMA_VERSION, "sha256": "0" * 64, "plan": "here"}).replace('"here"', nested)
     header = json.dumps({"payload": {"bytes": len(payload), "sha256": "0" * 64}, "manifest": text}).encode()
     refused(forge_header(old[0].parent / "evil.tcb", header, payload, keys.secret), old, keys)
 
@@ -603,7 +603,9 @@ def test_a_large_file_goes_by_in_pieces(small: Packed, keys: Keys, tmp_path: Pat
 def test_a_million_files_are_refused_in_bounded_memory(small: Packed, keys: Keys, tmp_path: Path) -> None:
     """Named as shortly as it goes they are read and counted; with their digests the header is too long to be read."""
     files = ",".join(f'{{"path": "a/{count}", "bytes": 1, "sha256": ""}}' for count in range(1_000_000))
-    few = json.dumps({"payload": {"bytes": 0, "sha256": ""}, "manifest": f'{{"schema": 3, "files": [{files}]}}'})
+    few = json.dumps(
+        {"payload": {"bytes": 0, "sha256": ""}, "manifest": f'{{"schema": {SCHEMA_VERSION}, "files": [{files}]}}'}
+    )
     for header, most in ((few.encode(), 700), (bytes(150 << 20), 100)):
         bundle = forge_header(tmp_path / "many.tcb", header, b"", keys.secret)
         name, peak = peak_of(bundle, keys, tmp_path)

@@ -202,28 +202,26 @@ def test_a_stranger_that_torch_would_unpickle_is_found(unpacked: Path, small: Pa
         verify_folder(unpacked, keys.trusted)
 
 
-def test_what_was_made_here_is_not_said_to_be_signed(unpacked: Path, small: Packed, keys: Keys) -> None:
-    """A start that compiled one program more, and a file that another plan had first: the signer did not see them."""
+def test_what_was_made_here_is_told_beside_who_signed_the_rest(unpacked: Path, small: Packed, keys: Keys) -> None:
+    """A start that compiled one program more: the signer did not see it."""
     (unpacked / "6n" / "more.so").write_bytes(b"compiled here")
     files = record_files(unpacked, [*(file.path for file in small.manifest.files), "6n/more.so"])
     write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
     [found] = verify_folder(unpacked, keys.trusted)
-    assert found.signer is None and found.is_from_bundle
+    assert found.signer is not None and (found.is_from_bundle, found.made_here) == (True, 1)
 
 
-def test_bytes_that_only_another_plan_vouches_for_are_not_said_to_be_signed(
-    unpacked: Path, small: Packed, keys: Keys
-) -> None:
+def test_bytes_that_another_plan_had_first_are_told_too(unpacked: Path, small: Packed, keys: Keys) -> None:
     other = make_small(unpacked, seed=5, bucket=64)
     files = {file.path: file for file in other.files}
     mine = replace(small.manifest, files=tuple(files[file.path] for file in small.manifest.files))
     write_manifest(path_of(unpacked, small.manifest), mine)
     found = {one.plan_key: one for one in verify_folder(unpacked, keys.trusted)}
-    assert found[small.key].signer is None and found[small.key].is_from_bundle
+    assert found[small.key].made_here > 0 and not found[other.plan["key"]].made_here
 
 
 def test_what_another_version_left_is_passed_over(unpacked: Path, small: Packed, keys: Keys) -> None:
-    (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 2, "plan": {}}')
+    (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 3, "plan": {}}')
     assert [one.plan_key for one in verify_folder(unpacked, keys.trusted)] == [small.key]
     assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
     assert cachedir.read_checked(str(unpacked), "f" * 16, rebuild=False) is None

@@ -167,7 +167,7 @@ def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manife
     changed = dataclasses.replace(environment, **{factor: value})
     found = forecast(manifest, plan, changed, manifest.origin)
     assert len(found.misses) == 4
-    assert factor in [one.factor for one in found.factors] and all(factor in one.reasons for one in found.misses)
+    assert factor in [one.name for one in found.factors] and all(factor in one.reasons for one in found.misses)
     assert found.miss_seconds == pytest.approx(sum(manifest.cold_seconds().values()))
     assert not any(one.is_estimate for one in found.misses)
 
@@ -197,7 +197,7 @@ def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest)
     plan, environment = planned(manifest)
     other = dataclasses.replace(manifest.origin, sources="0" * 64)
     found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.factor for one in found.factors]
+    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.factors]
 
 
 def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:
@@ -261,7 +261,7 @@ def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
     }
     assert quick_factors(manifest, installed) == ()
     (factor,) = quick_factors(manifest, {**installed, "triton": "1.0"})
-    assert (factor.factor, factor.here, factor.there) == ("triton", "1.0", there["triton"])
+    assert (factor.name, factor.here, factor.there) == ("triton", "1.0", there["triton"])
 
 
 # The command

@@ -25,7 +25,7 @@ def run(*arguments: str, code: str = "", cwd: Path = ROOT, **environ: str) -> su
     return subprocess.run(
         [sys.executable, *(["-c", code] if code else ["-m", "tcdeploy"]), *arguments],
         cwd=cwd, env={**kept, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environ}, capture_output=True, text=True,
-        stdin=subprocess.DEVNULL,
+        stdin=subprocess.DEVNULL, timeout=120,
     )  # fmt: skip
 
 
@@ -112,26 +112,36 @@ def test_what_the_parser_refuses_is_an_error_without_a_traceback(arguments: tupl
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "reason"),
     [
-        ("warm", "builtin:tiny", "--dry-run", "--require-hit"),
-        ("warm", "builtin:tiny", "--dry-run", "--budget", "6s"),
-        ("warm", "builtin:tiny", "--dry-run", "--cache-from", "/x"),
-        ("warm", "builtin:tiny", "--dry-run", "--cache-to", "/x"),
-        ("warm", "builtin:tiny", "--sign", "ci.key"),
-        ("warm", "builtin:tiny", "--allow-unsigned"),
-        ("warm", "builtin:tiny", "--budget", "soon"),
-        ("warm", "builtin:tiny", "--budget", "-1s"),
-        ("serve", "builtin:tiny", "--allow-unsigned"),
-        ("cache", "verify", "x.tcb", "--model", "builtin:tiny"),
-        ("cache", "pack", "builtin:tiny", "-o", "x.tcb", "--plan", "0" * 16),
-        ("cache", "push", ".", "/x"),
-        ("cache", "find", "http://[bad", "--plan", "0" * 16),
+        (("warm", "builtin:tiny", "--dry-run", "--require-hit"), "a dry run starts nothing"),
+        (("warm", "builtin:tiny", "--dry-run", "--budget", "6s"), "a dry run starts nothing"),
+        (("warm", "builtin:tiny", "--dry-run", "--cache-from", "/x"), "a dry run starts nothing"),
+        (("warm", "builtin:tiny", "--dry-run", "--cache-to", "/x"), "a dry run starts nothing"),
+        (("warm", "builtin:tiny", "--sign", "ci.key"), "--sign is for what is pushed"),
+        (("warm", "builtin:tiny", "--allow-unsigned"), "nothing is fetched that could be signed"),
+        (("serve", "builtin:tiny", "--allow-unsigned"), "nothing is fetched that could be signed"),
+        (("cache", "verify", "x.tcb", "--model", "builtin:tiny"), "--model is for --run"),
+        (("cache", "pack", "builtin:tiny", "-o", "x.tcb", "--plan", "0" * 16), "--plan is for a cache folder"),
     ],
-    ids=lambda arguments: " ".join(arguments)[:50],
+    ids=str,
 )
-def test_a_flag_that_would_do_nothing_is_refused(arguments: tuple[str, ...]) -> None:
-    refused(*arguments)
+def test_a_flag_that_would_do_nothing_is_refused(arguments: tuple[str, ...], reason: str) -> None:
+    assert refused(*arguments)[0] == reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (("warm", "builtin:tiny", "--budget", "soon"), "'soon' is no number of seconds"),
+        (("warm", "builtin:tiny", "--budget", "-1s"), "'-1s' is no number of seconds"),
+        (("cache", "push", ".", "/x"), ". is a folder"),
+        (("cache", "find", "http://[bad", "--plan", "0" * 16), "http://[bad is no URL"),
+    ],
+    ids=str,
+)
+def test_a_value_that_is_none_is_refused(arguments: tuple[str, ...], reason: str) -> None:
+    assert refused(*arguments)[0].startswith(reason)
 
 
 def test_flags_of_a_model_are_refused_where_a_folder_is_packed(tmp_path: Path) -> None:

@@ -261,9 +261,11 @@ def test_a_folder_that_was_moved_is_still_full(run_cli: Any, tmp_path: Path) -> 
     first = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "here"), "--json", "--require-hit")
     assert first.returncode == 0, first.stderr
     moved = (tmp_path / "here").rename(tmp_path / "there")
+    before = {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in moved.glob("triton/*/*")}
     warm = run_cli("warm", folder, *flags, "--cache-dir", str(moved), "--json", "--require-hit")
     assert warm.returncode == 0, warm.stderr
     assert [record["kernels_compiled"] for record in json.loads(warm.stdout)["buckets"]] == [0, 0]
+    assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in moved.glob("triton/*/*")} == before
     (manifest,) = (json.loads(path.read_text()) for path in moved.glob("manifests/*.json"))
     named = {file["path"] for file in manifest["files"]}
     loaded = [*moved.glob("triton/*/*.cubin"), *moved.glob("triton/*/*.so")]
