@@ -85,6 +85,7 @@ class UsedFiles:
         return sorted(path for path in found if is_content(path))
 
 
+libraries_compiled = 0  # by a C++ compiler that this process called while it watched; headers aside
 _watcher: UsedFiles | None = None
 _is_listening = False
 
@@ -103,6 +104,14 @@ def _listen(event: str, args: tuple[object, ...]) -> None:
         _watcher.note(args[0])  # a kernel that C++ code loads: torch lists its folder, and no more
     elif event == "subprocess.Popen":
         _watcher.note(args[1])
+        _count_library(args[1], _watcher.folder)
+
+
+def _count_library(command: object, folder: str) -> None:
+    global libraries_compiled
+    words = [os.fsdecode(word) for word in command] if isinstance(command, list | tuple) else []
+    made = words[words.index("-o") + 1 :][:1] if "-o" in words else []
+    libraries_compiled += any(path.startswith(folder) and path.endswith(".so") for path in made)
 
 
 def _companions(root: Path, path: Path) -> Iterator[Path]:

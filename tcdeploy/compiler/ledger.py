@@ -21,6 +21,8 @@ import torch._dynamo.callback
 import torch._dynamo.utils
 from torch._inductor.runtime.benchmarking import benchmarker
 
+from tcdeploy.compiler import contents
+
 _compile_starts = 0
 _kernels_timed = 0
 
@@ -105,8 +107,7 @@ def _kernels() -> int:
     Where programs are read back there are no workers (`programs.reading`).
     """
     triton = sys.modules.get("tcdeploy.compiler.kernel_cache")  # Triton imports it, where there is one
-    libraries = torch._dynamo.utils.compilation_time_metrics.get("compile_file", [])
-    return len(libraries) + (triton.kernels_compiled if triton else 0)
+    return contents.libraries_compiled + (triton.kernels_compiled if triton else 0)
 
 
 @dataclass

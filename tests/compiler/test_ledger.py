@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import torch
-from torch._dynamo.utils import counters, dynamo_timed
+from torch._dynamo.utils import counters
 from torch._inductor.runtime.benchmarking import benchmarker
 
+from tcdeploy.compiler.contents import UsedFiles
 from tcdeploy.compiler.ledger import measured, read_counts
 
 
@@ -24,13 +28,10 @@ def test_what_a_hit_adds_to_torch_s_counter_does_not() -> None:
     assert found.counts.kernels_timed == 0
 
 
-def test_a_library_that_is_compiled_beside_a_hit_makes_it_a_miss() -> None:
+def test_a_library_that_is_compiled_beside_a_hit_makes_it_a_miss(tmp_path: Path) -> None:
     """Inductor's entry was found, and one of its C++ libraries was gone: it compiles that without a word."""
-    with measured() as found:
-        counters["inductor"]["fxgraph_cache_hit"] += 1
-    assert (found.counts.kernels_compiled, found.counts.outcome) == (0, "hit")
-    with measured() as found:
-        counters["inductor"]["fxgraph_cache_hit"] += 1
-        with dynamo_timed("compile_file"):
-            pass
-    assert (found.counts.kernels_compiled, found.counts.outcome) == (1, "miss")
+    for target, expected in (("ab/kernel.main.so", (1, "miss")), ("header.i", (0, "hit"))):
+        with UsedFiles(tmp_path).watching(), measured() as found:
+            counters["inductor"]["fxgraph_cache_hit"] += 1
+            subprocess.run(["true", "kernel.cpp", "-shared", "-o", str(tmp_path / target)], check=True)
+        assert (found.counts.kernels_compiled, found.counts.outcome) == expected
