@@ -28,6 +28,7 @@ from tcdeploy.attention.kvcache import allocate_kv_cache
 from tcdeploy.compiler import cachedir, toolchain
 from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
 from tcdeploy.compiler.explain import Break, explain_regions
+from tcdeploy.compiler.keys import name_memory_formats_alike
 from tcdeploy.compiler.manifest import (
     BucketRecord,
     Manifest,
@@ -104,6 +105,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     plan, architecture = decided.plan, decided.architecture
     with stages.stage("load"):
         cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
+        name_memory_formats_alike()
         if plan.device == "cuda" and decided.environment.triton:
             from tcdeploy.compiler.kernel_cache import name_libraries_by_machine  # Triton, which a CPU may lack
 

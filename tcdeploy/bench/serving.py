@@ -13,17 +13,21 @@ import dataclasses
 import json
 import random
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
+try:
+    import uvloop
+except ImportError:  # it is not made for every system
+    uvloop = None  # type: ignore[assignment]
 
+from tcdeploy.bench.client import Client
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.settings import ServeSettings
 from tcdeploy.bench.traffic import Latencies, Served, arrivals, latencies
 from tcdeploy.errors import NetworkError
 
+NEW_LOOP = uvloop.new_event_loop if uvloop else None
 LOWEST_ID, HIGHEST_ID = 10, 900  # ids that every vocabulary has, most of them text
 
 
@@ -49,23 +53,21 @@ class ServeRow(Row):
 
 
 def run(settings: ServeSettings) -> Report:
-    row = asyncio.run(load(settings))
+    with asyncio.Runner(loop_factory=NEW_LOOP) as runner:
+        row = runner.run(load(settings))
     asked = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
     return Report("serve", {}, {}, asked, [row])
 
 
 async def load(settings: ServeSettings) -> ServeRow:
     """Raises NetworkError where nobody answers at the address."""
-    connector = aiohttp.TCPConnector(limit=0)
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
-    async with aiohttp.ClientSession(connector=connector, timeout=timeout, headers=settings.headers) as session:
-        model = settings.served_model or await _only_model(session, settings)
-        clock = _Clock()
-        if settings.concurrency:
-            asked = await _closed(session, settings, model, clock)
-        else:
-            asked = await _open(session, settings, model, clock)
-        seconds = clock.now()
+    client = Client(settings.url, settings.headers)
+    model = settings.served_model or await _only_model(client, settings.url)
+    bodies = [_body(settings, model, number) for number in range(settings.requests)]  # before time counts
+    clock = _Clock()
+    asked = await (_closed if settings.concurrency else _open)(client, settings, bodies, clock)
+    seconds = clock.now()
+    client.close()
     good = [one for one in asked if not one.failure]
     failures: dict[str, int] = {}
     for one in asked:
@@ -92,32 +94,30 @@ class _Clock:
         return time.perf_counter() - self._start
 
 
-async def _open(session: aiohttp.ClientSession, settings: ServeSettings, model: str, clock: _Clock) -> list[Asked]:
-    async def later(number: int, arrival: float) -> Asked:
+async def _open(client: Client, settings: ServeSettings, bodies: list[bytes], clock: _Clock) -> list[Asked]:
+    async def later(body: bytes, arrival: float) -> Asked:
         await asyncio.sleep(max(0.0, arrival - clock.now()))
-        return await _ask(session, settings, model, number, Asked(arrival), clock)
+        return await _ask(client, body, Asked(arrival), clock)
 
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
-    return list(await asyncio.gather(*(later(number, arrival) for number, arrival in enumerate(times))))
+    return list(await asyncio.gather(*map(later, bodies, times)))
 
 
-async def _closed(session: aiohttp.ClientSession, settings: ServeSettings, model: str, clock: _Clock) -> list[Asked]:
-    numbers = iter(range(settings.requests))
-    asked: list[Asked] = []
+async def _closed(client: Client, settings: ServeSettings, bodies: list[bytes], clock: _Clock) -> list[Asked]:
+    waiting, asked = iter(bodies), []
 
-    async def client() -> None:
-        for number in numbers:
-            asked.append(await _ask(session, settings, model, number, Asked(clock.now()), clock))
+    async def one() -> None:
+        for body in waiting:
+            asked.append(await _ask(client, body, Asked(clock.now()), clock))
 
-    await asyncio.gather(*(client() for _ in range(settings.concurrency)))
+    await asyncio.gather(*(one() for _ in range(settings.concurrency)))
     return asked
 
 
-async def _ask(
-    session: aiohttp.ClientSession, settings: ServeSettings, model: str, number: int, asked: Asked, clock: _Clock
-) -> Asked:
+def _body(settings: ServeSettings, model: str, number: int) -> bytes:
+    """Request `number`, as it is sent."""
     source = random.Random(settings.seed * 1_000_003 + number)
-    body: dict[str, Any] = {
+    body = {
         "model": model,
         "prompt": [source.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(settings.input_length)],
         "max_tokens": settings.output_length,
@@ -126,39 +126,53 @@ async def _ask(
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    return json.dumps(body).encode()
+
+
+async def _ask(client: Client, body: bytes, asked: Asked, clock: _Clock) -> Asked:
+    events = _Events(asked, clock)
     try:
-        async with session.post(f"{settings.url}/v1/completions", json=body) as response:
-            if response.status != 200:
-                asked.failure = f"HTTP {response.status}"
-                return asked
-            async for event in _events(response):
-                if "error" in event:
-                    asked.failure = str(event["error"].get("code") or "error")
-                    return asked
-                if event.get("usage"):
-                    asked.output_tokens = event["usage"]["completion_tokens"]
-                if event["choices"]:
-                    asked.token_times.append(clock.now())
-    except (aiohttp.ClientError, ConnectionError) as error:
-        asked.failure = type(error).__name__
+        status = await client.request("POST", "/v1/completions", body, events.receive)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        asked.failure = asked.failure or type(error).__name__
         return asked
-    if not asked.token_times:
+    if status != 200:
+        asked.failure = f"HTTP {status}"
+    elif not asked.failure and not asked.token_times:
         asked.failure = "no token"
     asked.output_tokens = asked.output_tokens or len(asked.token_times)
     return asked
 
 
-async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    async for line in response.content:
-        if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-            yield json.loads(line[6:])
+class _Events:
+    """Server-sent events, read as they come."""
+
+    def __init__(self, asked: Asked, clock: _Clock) -> None:
+        self._asked, self._clock, self._rest = asked, clock, b""
+
+    def receive(self, piece: bytes) -> None:
+        now = self._clock.now()
+        *lines, self._rest = (self._rest + piece).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
+                self._note(json.loads(line[6:]), now)
+
+    def _note(self, event: dict[str, Any], now: float) -> None:
+        if "error" in event:
+            self._asked.failure = str(event["error"].get("code") or "error")
+            return
+        if event.get("usage"):
+            self._asked.output_tokens = event["usage"]["completion_tokens"]
+        if event["choices"]:
+            self._asked.token_times.append(now)
 
 
-async def _only_model(session: aiohttp.ClientSession, settings: ServeSettings) -> str:
+async def _only_model(client: Client, url: str) -> str:
+    pieces: list[bytes] = []
     try:
-        async with session.get(f"{settings.url}/v1/models") as response:
-            return str((await response.json())["data"][0]["id"])
-    except (aiohttp.ClientError, OSError, KeyError, IndexError, ValueError) as error:
+        await client.request("GET", "/v1/models", b"", pieces.append)
+        return str(json.loads(b"".join(pieces))["data"][0]["id"])
+    except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise NetworkError(
-            f"{settings.url}/v1/models gives no model: {type(error).__name__} {error}", "is it ready? --api-key?"
+            f"{url}/v1/models gives no model: {type(error).__name__} {error}", "is it ready? --api-key?"
         ) from None

@@ -27,7 +27,7 @@ from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.plan import Plan
 from tcdeploy.recipe import Recipe
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 FOLDER = "manifests"
 
 

@@ -27,6 +27,7 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.worker import Answer, EngineDied, Exchange
 
 KEEP_ALIVE_SECONDS = 10.0
+HEAD_START = 0.001  # seconds that this loop rests so that the engine's thread has Python's lock, and begins at once
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
@@ -55,13 +56,13 @@ class Running:
                 params = sampling_params(asked, len(prompt.token_ids), service.limits, number, constraint)
                 requests.append((prompt.token_ids, params))
                 self.choices.append(self._choice(prompt))
-        self.exchange = Exchange(service.worker, requests)
         self.stopwatches = [Stopwatch(service.metrics, service.recent) for _ in requests]
+        self.exchange = Exchange(service.worker, requests)
+        self.exchange.start()  # the engine works on it while the rest is done
         for prompt in prompts:
             service.missed.note("prefill", len(prompt.token_ids))
         service.missed.note("decode", service.admission.inside)
         service.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
-        self.exchange.start()  # the engine works on it while the response has its beginning told
 
     def _choice(self, prompt: Prompt) -> Choice:
         asked = self.asked
@@ -195,6 +196,7 @@ class EventStream(StreamingResponse):
                 raise _Stalled from None
 
         try:
+            await asyncio.sleep(HEAD_START)
             await super().stream_response(send_in_time)
         finally:
             await self._content.aclose()

@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
@@ -27,6 +28,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import BoundedProtocol
+from tcdeploy.server.rehearsal import rehearse
 from tcdeploy.server.service import Service
 from tcdeploy.server.worker import EngineDied, Worker
 
@@ -88,7 +90,7 @@ class _Server:
     async def run(self) -> int:
         config = uvicorn.Config(
             make_app(self.service), log_level="warning", access_log=False, timeout_keep_alive=60, lifespan="off",
-            http=BoundedProtocol, ws="none", timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            http=BoundedProtocol, ws="none", proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )  # fmt: skip
         http = uvicorn.Server(config)
         http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
@@ -110,9 +112,15 @@ class _Server:
         self.service.take_up(deployment)
 
     def _ready(self) -> None:
-        assert self.worker.deployment is not None
-        self.admission.open(self.worker.deployment.plan.decode_buckets[-1].size)
-        self._on_ready(self.worker.deployment, self.address)
+        self._opening = asyncio.create_task(self._open())
+
+    async def _open(self) -> None:
+        deployment, start = self.worker.deployment, time.perf_counter()
+        assert deployment is not None
+        await rehearse(self.service)
+        deployment.stage_seconds["rehearse"] = time.perf_counter() - start
+        self.admission.open(deployment.plan.decode_buckets[-1].size)
+        self._on_ready(deployment, self.address)
 
     @property
     def address(self) -> str:

@@ -1,0 +1,132 @@
+"""The load generator's client against a server that answers by the byte, whole and broken."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+import pytest
+
+from tcdeploy.bench import serving
+from tcdeploy.bench.client import Client
+from tcdeploy.bench.settings import ServeSettings
+from tcdeploy.errors import NetworkError
+
+Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n"
+EVENTS = b'data: {"choices":[{"text":"a"}]}\n\ndata: {"choices":[],"usage":{"completion_tokens":7}}\n\ndata: [DONE]\n\n'
+MODELS = b'{"data": [{"id": "m"}]}'
+
+
+def chunked(body: bytes, size: int = 1000) -> bytes:
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+
+def lengthed(body: bytes) -> bytes:
+    return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+class Canned:
+    """Answers GET with a model and POST with `answer`, written in pieces of so many bytes; then closes, if asked."""
+
+    def __init__(self, answer: bytes, piece: int = 1000, closes: bool = False) -> None:
+        self.answer, self.piece, self.closes = answer, piece, closes
+        self.connections = 0
+        self.requests: list[bytes] = []
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = next(
+                    int(line.split()[1]) for line in head.split(b"\r\n") if line.startswith(b"content-length")
+                )
+                self.requests.append(head + await reader.readexactly(length))
+                is_get = head.startswith(b"GET")
+                answer, piece = (lengthed(MODELS), 1000) if is_get else (self.answer, self.piece)
+                for start in range(0, len(answer), piece):
+                    writer.write(answer[start : start + piece])
+                    await asyncio.sleep(0)
+                if self.closes and not is_get:
+                    break
+        except asyncio.IncompleteReadError:
+            pass
+        finally:
+            writer.close()
+
+
+def measured(canned: Canned, **settings: object) -> serving.ServeRow:
+    async def run() -> serving.ServeRow:
+        server = await asyncio.start_server(canned, "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        asked = ServeSettings(url=url, requests=4, input_length=3, output_length=2, concurrency=1)
+        row = await serving.load(dataclasses.replace(asked, **settings))  # type: ignore[arg-type]
+        server.close()
+        return row
+
+    with asyncio.Runner(loop_factory=serving.NEW_LOOP) as runner:
+        return runner.run(run())
+
+
+@pytest.mark.parametrize("piece", [1, 7, 1000])
+@pytest.mark.parametrize("body", [lengthed(EVENTS), HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(EVENTS, 11)])
+def test_answers_are_read_however_they_are_cut_and_the_connection_is_kept(body: bytes, piece: int) -> None:
+    canned = Canned(body, piece)
+    row = measured(canned, api_key="secret")
+    assert (row.requests, row.failures, row.output_tokens, canned.connections) == (4, {}, 28, 1)
+    assert row.latencies is not None and row.latencies.first_token_ms.count == 4
+    assert all(b"authorization: Bearer secret\r\n" in request for request in canned.requests)
+    assert canned.requests[1].startswith(b"POST /v1/completions HTTP/1.1\r\n")
+
+
+def test_an_answer_may_end_with_its_connection() -> None:
+    canned = Canned(HEAD + b"connection: close\r\n\r\n" + EVENTS, closes=True)
+    row = measured(canned)
+    assert (row.failures, row.output_tokens, canned.connections) == ({}, 28, 5 - 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "failure"),
+    [
+        (b"HTTP/1.1 503 Busy\r\ncontent-length: 2\r\n\r\n{}", "HTTP 503"),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(EVENTS)[:-5], "ConnectionResetError"),
+        (HEAD + b"content-length: 900\r\n\r\n" + EVENTS, "ConnectionResetError"),
+        (b"", "ConnectionResetError"),
+        (b"SSH-2.0-OpenSSH\r\n", "ConnectionError"),
+        (lengthed(b"data: {\n\n"), "ConnectionError"),
+        (lengthed(b'data: {"error": {"code": "engine_died"}}\n\ndata: [DONE]\n\n'), "engine_died"),
+        (lengthed(b"data: [DONE]\n\n"), "no token"),
+    ],
+)
+def test_what_fails_is_counted_by_its_kind_and_is_no_figure(answer: bytes, failure: str) -> None:
+    row = measured(Canned(answer, closes=True))
+    assert (row.failures, row.output_tokens, row.latencies) == ({failure: 4}, 0, None)
+
+
+def test_clients_at_once_have_a_connection_each() -> None:
+    canned = Canned(lengthed(EVENTS), 5)
+    assert measured(canned, requests=12, concurrency=3).failures == {}
+    assert canned.connections == 3
+
+
+def test_nobody_there_is_a_network_error() -> None:
+    with pytest.raises(NetworkError, match="gives no model"):
+        asyncio.run(serving.load(ServeSettings(url="http://127.0.0.1:9")))
+
+
+def test_a_path_before_the_api_and_another_port_are_kept() -> None:
+    async def run() -> bytes:
+        canned = Canned(lengthed(EVENTS))
+        server = await asyncio.start_server(canned, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        client = Client(f"http://127.0.0.1:{port}/prefix", {})
+        assert await client.request("GET", "/v1/models", b"", lambda piece: None) == 200
+        client.close()
+        server.close()
+        return canned.requests[0]
+
+    request = asyncio.run(run())
+    assert request.startswith(b"GET /prefix/v1/models HTTP/1.1\r\nhost: 127.0.0.1:")
