@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
-from tcdeploy.compiler import additions, early_rows, gates, nodes, norms, one_row, rotary
+from tcdeploy.compiler import additions, early_rows, gates, keys, nodes, norms, one_row, rotary
 from tcdeploy.compiler.additions import add_in_place, add_residuals
 from tcdeploy.compiler.early_rows import choose_early
 from tcdeploy.compiler.gates import end_in_gates
@@ -44,7 +44,7 @@ aten = torch.ops.aten
 PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
-MODULES = (additions, early_rows, gates, nodes, norms, one_row, rotary)
+MODULES = (additions, early_rows, gates, keys, nodes, norms, one_row, rotary)
 OP_FOLDERS = ("attention", "linear")
 
 
@@ -82,7 +82,7 @@ def sources_digest() -> str:
 
 @functools.cache
 def sources() -> tuple[str, ...]:
-    """The files that decide what a program with our ops in it does, beside those that torch hashes."""
+    """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
     root = Path(__file__).parent.parent
     ops = [path for folder in OP_FOLDERS for path in sorted((root / folder).glob("*.py"))]
     return (__file__, *(str(module.__file__) for module in MODULES), *(str(path) for path in ops))
