@@ -69,8 +69,9 @@ def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, p
     body = tiny_deployment.plan.weight_bytes // 4 - 2048 * 192
     assert rows[1].floor_ms == pytest.approx(2 * body * 200 / 1e11 * 1e3)
     assert rows[0].floor_ms == pytest.approx(tiny_deployment.plan.weight_bytes / 1e10 * 1e3)
-    assert rows[1].device_ms and rows[1].device_ms.p50 < rows[1].first_token_ms.p50
-    assert rows[2].device_ms is None
+    assert rows[1].device_ms and rows[1].device_ms.count == 3 and rows[2].device_ms is None
+    assert rows[1].share_of_floor == pytest.approx(rows[1].floor_ms / rows[1].device_ms.p50)
+    assert rows[3].share_of_floor == pytest.approx(rows[3].floor_ms / rows[3].first_token_ms.p50)
 
 
 def test_default_lengths_are_those_that_the_context_holds(session: Session) -> None:
