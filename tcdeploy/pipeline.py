@@ -25,6 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_step, register_attention
 from tcdeploy.attention.kvcache import allocate_kv_cache
+from tcdeploy.collector import spare_what_stands
 from tcdeploy.compiler import cachedir, toolchain
 from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
 from tcdeploy.compiler.explain import Break, explain_regions
@@ -123,7 +124,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         known = _known(decided, earlier)
         with UsedFiles(cache_dir).watching() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
-        _spare_the_collector()
+        spare_what_stands()
     with stages.stage("record"):
         files = _record_files(decided, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)
@@ -173,13 +174,6 @@ def release() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _spare_the_collector() -> None:
-    """Python's full collection visits what torch made while it compiled, half a million objects: 0.3 s in which no
-    token comes. What stands now is to stay, so it is never visited again."""
-    gc.collect()
-    gc.freeze()
 
 
 def _workspace_bytes(plan: Plan) -> int | None:

@@ -12,12 +12,24 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.collector import expect_a_start
+from tests.forks import Forks
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
+# Torch tries six sets of vector instructions by compiling and loading a library for each: 8 s in every new cache
+# folder, 1 s in every process. This takes the processor at its word. What travels, and what needs no compiler, is
+# tested without it (`tried_vectors`).
+VECTORS = "TORCHINDUCTOR_VEC_ISA_OK"
+os.environ.setdefault(VECTORS, "1")
+KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", VECTORS)
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
+
+
+expect_a_start()  # as the command does
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,6 +42,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def own_headers() -> None:
+    """A warm start in this process has told Inductor that there is no header to prepare: what is compiled by a test
+    that starts nothing would take twice as long."""
+    if "torch._inductor.codecache" in sys.modules:
+        from tcdeploy.compiler.toolchain import use_precompiled_headers
+
+        use_precompiled_headers(True)
 
 
 @pytest.fixture(scope="session")
@@ -78,20 +100,36 @@ def reference_tiny() -> Any:
     return AutoModelForCausalLM.from_pretrained(locate(TINY), dtype=torch.float32).eval()
 
 
+@pytest.fixture(scope="module")
+def tried_vectors() -> Iterator[None]:
+    """In this module, what the processor can do is found out as it is for users."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv(VECTORS)
+        yield
+
+
+@pytest.fixture(scope="session")
+def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
+    found = Forks(cli_environment(tmp_path_factory.mktemp("forks")))
+    yield found
+    found.end()
+
+
 @pytest.fixture
-def run_cli(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder."""
+def run_cli(tmp_path: Path, forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder.
+
+    It is a fork of one that has imported all where a fork can have that environment, and unless it is to be `new`.
+    """
 
     def run(
-        *arguments: str, timeout: float = 600, cwd: str | None = None, **environ: str
+        *arguments: str, timeout: float = 600, cwd: str | None = None, new: bool = False, **environ: str
     ) -> subprocess.CompletedProcess[str]:
+        environment = cli_environment(tmp_path, **environ)
+        if forks.can_have(environment) and not (new or cwd):
+            return forks.run(*arguments, environ=environment, timeout=timeout)
         return subprocess.run(
-            cli_command(*arguments),
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            env=cli_environment(tmp_path, **environ),
-            cwd=cwd,
+            cli_command(*arguments), capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
         )
 
     return run
@@ -102,9 +140,7 @@ def cli_command(*arguments: str) -> list[str]:
 
 
 def cli_environment(home: Path, **environ: str) -> dict[str, str]:
-    kept = {
-        name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES") if name in os.environ
-    }
+    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
     return {
         **kept,
         "HOME": str(home),

@@ -22,7 +22,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 ORDER = (  # from the ground up; what stands together in one storey does not import each other
-    {"errors"},
+    {"errors", "collector"},
     {"recipe", "environment", "architecture", "candidate"},
     {"capability", "memory"},
     {"plan"},
@@ -37,8 +37,8 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
 )
 STOREY = {name: number for number, names in enumerate(ORDER) for name in names}
 DECIDING = (
-    "errors", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan", "progress",
-    "compiler.contents", "compiler.manifest", "compiler.toolchain", "compiler.cachedir", "engine.sequence",
+    "errors", "collector", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan",
+    "progress", "compiler.contents", "compiler.manifest", "compiler.toolchain", "compiler.cachedir", "engine.sequence",
     "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol", "server.limits", "server.admission",
     "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
     "bundle.verify", "bundle.why", "bundle.keep", "bundle.compare", "cli.app", "cli.cache", "cli.options",

@@ -20,6 +20,7 @@ from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
+from tcdeploy.collector import expect_a_start
 from tcdeploy.errors import TcdeployError
 
 app = typer.Typer(
@@ -59,6 +60,7 @@ def root(
 
 def main() -> None:
     """Run the CLI; typer itself ends the process on success and on what its parser refuses (exit code 2)."""
+    expect_a_start()
     try:
         app()
     except TcdeployError as error:

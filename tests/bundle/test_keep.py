@@ -23,6 +23,7 @@ from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.folders import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
 from tests.conftest import mounted
+from tests.forks import Forks
 from tests.server.conftest import serving
 
 DAY = 86400.0
@@ -364,10 +365,10 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 
 
-def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path, forks: Forks) -> None:
     """Fault 15, with the real server: all that may go is asked to go, and it still answers."""
     cache = tmp_path / "cache"
-    with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1") as served:
+    with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", forks=forks) as served:
         [entry] = list_plans(cache)
         other = key_of(make_small(cache, bucket=32))
 

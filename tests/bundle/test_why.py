@@ -1,7 +1,7 @@
 """What `why` says before a start, held against what torch then does: each case is a forecast and a real start.
 
 The cache is filled once, with two prefill and two decode buckets of a small llama; every case starts from a copy of it,
-in a process as fresh as a new one (starts.py), with one thing changed, or several, or none.
+in a process as fresh as a new one (forks.py), with one thing changed, or several, or none.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,10 @@ from tcdeploy.bundle.why import best_of, forecast, quick_factors
 from tcdeploy.compiler.manifest import Manifest, Trial, manifest_path, read_manifest
 from tcdeploy.environment import Environment
 from tcdeploy.plan import Bucket, Plan, make_plan
-from tests.bundle.starts import Starts
+from tests.bundle.starts import forecast_and_start
 from tests.conftest import ROOT
 from tests.families import save_config
+from tests.forks import Forks
 from tests.machines import LLAMA_8B, ask
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
@@ -82,15 +82,15 @@ CASES = [
 
 
 class Cached:
-    """A filled cache, and the process that starts from copies of it."""
+    """A filled cache, and starts from copies of it."""
 
-    def __init__(self, place: Path) -> None:
-        self.place, self.starts, self.copies = place, Starts(place), 0
+    def __init__(self, place: Path, forks: Forks) -> None:
+        self.place, self.forks, self.copies = place, forks, 0
         self.model = self.config("model")
         self.folder = place / "filled"
         self.flags = {"model": self.model, "load_format": "dummy"}
         asked = {**self.flags, "buckets": "16,48", "batch_sizes": "1,3", "cache_dir": str(self.folder)}
-        filled = self.starts.ask(flags=asked, cached=str(self.folder))
+        filled = forecast_and_start(self.forks, place, flags=asked, cached=str(self.folder))
         assert set(filled["happened"].values()) == {"miss"}
         assert "forecast" not in filled, "there was nothing to forecast from"
 
@@ -103,14 +103,12 @@ class Cached:
         shutil.copytree(self.folder, copy)
         model = self.config(f"model{self.copies}", **case.config) if case.config else self.model
         flags = {**self.flags, **SMALL, **case.flags, "model": model, "cache_dir": str(copy)}
-        return self.starts.ask(flags=flags, cached=str(self.folder), before=[case.before])
+        return forecast_and_start(self.forks, self.place, flags=flags, cached=str(self.folder), before=case.before)
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cached]:
-    found = Cached(tmp_path_factory.mktemp("why"))
-    yield found
-    found.starts.end()
+def cached(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Cached:
+    return Cached(tmp_path_factory.mktemp("why"), forks)
 
 
 def test_there_are_enough_cases_of_every_kind() -> None:

@@ -19,8 +19,8 @@ import pytest
 from tests.conftest import ROOT, cli_command, cli_environment, mounted
 from tests.families import save_config
 
-BUCKETS = ("--buckets", "16,48", "--batch-sizes", "1,3")
-NUMBER_OF_BUCKETS = 4
+BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
+NUMBER_OF_BUCKETS = 3
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=cli_environment(home)
     )
     assert result.returncode == 6, "a cold run cannot meet --require-hit: " + result.stderr
-    assert "4 of 4 buckets had to compile" in result.stderr
+    assert "3 of 3 buckets had to compile" in result.stderr
     assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
     return cache, home
 
@@ -56,7 +56,7 @@ def test_a_moved_cache_under_another_home_hits_in_every_bucket(
 ) -> None:
     moved = tmp_path / "elsewhere" / "deeper" / "cache"
     shutil.copytree(warmed[0], moved)
-    result = run_cli(*warm(model, moved, "--require-hit"))
+    result = run_cli(*warm(model, moved, "--require-hit"), new=True)
     assert result.returncode == 0, result.stderr
     assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
     document = json.loads(result.stdout)
@@ -89,8 +89,8 @@ def test_another_bucket_is_a_miss_and_the_old_ones_stay_hits(
     arguments = [item if item != "16,48" else "16,32,48" for item in warm(model, cache, "--require-hit")]
     result = run_cli(*arguments)
     assert result.returncode == 6
-    assert "1 of 5 buckets had to compile: prefill:32" in result.stderr
-    assert outcomes(result) == ["hit", "miss", "hit", "hit", "hit"]
+    assert "1 of 4 buckets had to compile: prefill:32" in result.stderr
+    assert outcomes(result) == ["hit", "miss", "hit", "hit"]
 
 
 def test_another_context_and_another_batch_size_keep_the_hits(
@@ -99,9 +99,9 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     """The KV cache's size follows the machine and the request: programs must not."""
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
-    arguments = [item if item != "1,3" else "1,3,5" for item in warm(model, cache, "--context", "200")]
+    arguments = [item if item != "2" else "2,5" for item in warm(model, cache, "--context", "200")]
     result = run_cli(*arguments)
-    assert outcomes(result) == ["hit", "hit", "hit", "hit", "miss"], result.stderr
+    assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
 
 
 @pytest.mark.parametrize("file", ["attention/reference.py", "linear/vector.py"])
@@ -125,9 +125,10 @@ def test_a_cache_that_is_switched_off_is_no_hit(
 ) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
-    result = run_cli(*warm(model, cache, "--require-hit"), TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    arguments = [item if item != "16,48" else "16" for item in warm(model, cache, "--require-hit")]
+    result = run_cli(*arguments, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
     assert result.returncode == 6
-    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+    assert outcomes(result) == ["miss", "miss"]
 
 
 def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -> None:
@@ -152,7 +153,7 @@ def files_in(folder: Path) -> set[Path]:
     return {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
 
 
-@pytest.mark.parametrize("finished_buckets", [0, 1, 3])
+@pytest.mark.parametrize("finished_buckets", [0, 1, 2])
 def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, finished_buckets: int) -> None:
     """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
     cache = tmp_path / "cache"

@@ -19,13 +19,14 @@ import openai
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
+from tests.forks import Fork, Forks
 
 FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
 
 
 @dataclass
 class Served:
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | Fork
     address: str
     said: list[str]  # its lines on stderr
 
@@ -80,16 +81,23 @@ def post_of(path: str, body: bytes) -> bytes:
 
 
 @contextmanager
-def serving(home: Path, cache: Path, *flags: str, script: str = "", model: str = TINY) -> Iterator[Served]:
+def serving(
+    home: Path, cache: Path, *flags: str, forks: Forks | None = None, script: str = "", model: str = TINY
+) -> Iterator[Served]:
     """`script` runs in the server's process before the command does."""
-    command = cli_command("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
-    if script:
-        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
-        command = [command[0], "-c", f"{script}\n{run}", *command[3:]]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_environment(home),
-        start_new_session=True,
-    )  # fmt: skip
+    asked = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
+    environ = cli_environment(home)
+    process: subprocess.Popen[str] | Fork
+    if forks is not None and forks.can_have(environ):
+        process = forks.open(*asked, environ=environ, script=script)
+    else:
+        command = cli_command(*asked)
+        if script:
+            run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
+            command = [command[0], "-c", f"{script}\n{run}", *asked]
+        process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+        )
     assert process.stdout is not None and process.stderr is not None
     said: list[str] = []
     listener = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
@@ -111,12 +119,12 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[Served]:
-    """One server for all tests that leave it as it was."""
+    """One server for all tests that leave it as it was; a new process, as for users."""
     with serving(tmp_path_factory.mktemp("home"), warm_cache) as found:
         yield found
 
 
 @pytest.fixture
-def serve(tmp_path: Path, warm_cache: Path, served: Served) -> Callable[..., Any]:
+def serve(tmp_path: Path, warm_cache: Path, served: Served, forks: Forks) -> Callable[..., Any]:
     """A server of one's own, from the same warm cache."""
-    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, **asked)
+    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, forks=forks, **asked)

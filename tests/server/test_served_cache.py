@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
+from tests.forks import Forks
 from tests.server.conftest import FLAGS, Served, serving
 
 
@@ -50,9 +51,9 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
     assert "ready: " not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path) -> None:
+def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path, forks: Forks) -> None:
     cache, library = damaged
-    with serving(tmp_path, cache, "--on-bad-cache", "rebuild") as served:
+    with serving(tmp_path, cache, "--on-bad-cache", "rebuild", forks=forks) as served:
         assert any(", miss," in line for line in served.said)
         assert httpx.get(f"{served.address}/ready").status_code == 200
         assert served.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None

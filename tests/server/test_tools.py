@@ -25,6 +25,7 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.tools import Markup, Tools, find_markup
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
+from tests.forks import Forks
 from tests.server.conftest import Served, serving
 
 CHAT_TEMPLATE = """{{- bos_token }}
@@ -330,9 +331,10 @@ def test_marks_that_are_tokens_are_forced_as_those_tokens(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served) -> Iterator[Served]:
+def able(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served, forks: Forks) -> Iterator[Served]:
     folder = make_model(tmp_path_factory.mktemp("able") / "model")
-    with serving(tmp_path_factory.mktemp("home"), warm_cache, "--served-name", TINY, model=str(folder)) as found:
+    home = tmp_path_factory.mktemp("home")
+    with serving(home, warm_cache, "--served-name", TINY, model=str(folder), forks=forks) as found:
         yield found
 
 
