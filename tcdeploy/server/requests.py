@@ -27,7 +27,7 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.worker import Answer, EngineDied, Exchange
 
 KEEP_ALIVE_SECONDS = 10.0
-HEAD_START = 0.001  # seconds that this loop rests so that the engine's thread has Python's lock, and begins at once
+HEAD_START = 0.001  # seconds that an answer rests so that the engine's thread has Python's lock, and begins at once
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
@@ -178,6 +178,7 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
+            await asyncio.sleep(HEAD_START)
             await super().__call__(scope, receive, send)
         except _Stalled:
             log.warning("a client took nothing of its stream for %.0f s and was let go", self._stall_seconds)
@@ -196,7 +197,6 @@ class EventStream(StreamingResponse):
                 raise _Stalled from None
 
         try:
-            await asyncio.sleep(HEAD_START)
             await super().stream_response(send_in_time)
         finally:
             await self._content.aclose()

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
     from tcdeploy.pipeline import Deployment
 
 STOP = None  # the message that ends the thread
+FIRST_TOKEN_REST = (
+    0.0002  # seconds without Python's lock after an answer's first token: the event loop sends it at once
+)
 Receive: TypeAlias = "Callable[[Answer, NewToken | Exception], None]"
 
 
@@ -120,6 +124,8 @@ class Worker:
                 for token in tokens:
                     if token.finish_reason:
                         del self._running[token.request_id]
+                if any(token.queue_seconds is not None for token in tokens):
+                    time.sleep(FIRST_TOKEN_REST)
 
     def _take(self, wait: bool) -> bool:
         """Do what was asked since the last step; False where that is to stop."""
