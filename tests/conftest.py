@@ -21,7 +21,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with 
 # tested without it (`tried_vectors`).
 VECTORS = "TORCHINDUCTOR_VEC_ISA_OK"
 os.environ.setdefault(VECTORS, "1")
-KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", VECTORS)
+KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+_asked_of_runs = [VECTORS]
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "builtin:tiny"
@@ -102,15 +103,15 @@ def reference_tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def tried_vectors() -> Iterator[None]:
-    """In this module, what the processor can do is found out as it is for users."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv(VECTORS)
-        yield
+    """In this module's runs of the command, what the processor can do is found out as it is for users."""
+    _asked_of_runs.remove(VECTORS)
+    yield
+    _asked_of_runs.append(VECTORS)
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    found = Forks(cli_environment(tmp_path_factory.mktemp("forks")))
+    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), VECTORS: "1"})
     yield found
     found.end()
 
@@ -119,7 +120,7 @@ def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
 def run_cli(tmp_path: Path, forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder.
 
-    It is a fork of one that has imported all where a fork can have that environment, and unless it is to be `new`.
+    It is a fork of one that has imported all, where a fork can have that environment and it is not to be `new`.
     """
 
     def run(
@@ -147,6 +148,7 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        **dict.fromkeys(_asked_of_runs, "1"),
         **environ,
     }
 

@@ -2,8 +2,10 @@
 
 To import torch and transformers takes a command 5 s, and looking at a warm cache less than one. A child of a process
 that has done no more than import is as fresh as a new one: nothing was compiled, no cache folder was read, no thread
-was started. What a variable of the environment changes while torch is imported it cannot show, so a run with
-variables of its own is a new process (conftest.py), and so are the runs that prove the cache.
+was started. All of them share what Python draws at its start (the hashes of strings) and what libraries take from HOME
+while they are imported. What a variable changes then they cannot show, so a run with variables of its own is a new
+process (conftest.py); so are the run that fills the cache of test_cache.py, the one that proves it elsewhere, the
+server that most tests share, and all runs that travel.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ import traceback
 from typing import IO, Any, NoReturn
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
-MOST_BYTES = 1 << 20  # of a request: arguments, environment and script
+HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
+MOST_BYTES = 128 << 10  # of a request: arguments, environment and script
+GONE = -signal.SIGKILL  # said of a run whose end nobody could tell
 
 
 class Fork:
@@ -33,8 +37,11 @@ class Fork:
     def __init__(self, status: socket.socket, stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> None:
         self._status, self.stdout, self.stderr = status, stdout, stderr
         self._lock = threading.Lock()  # one thread waits, another may poll
-        self.pid = int(status.recv(64))
         self.returncode: int | None = None
+        kind, _, number = status.recv(64).partition(b" ")
+        if kind != b"pid":
+            raise RuntimeError("the process that forks could not, or has ended; its stderr says why")
+        self.pid = int(number)
 
     def poll(self) -> int | None:
         if self._lock.acquire(blocking=False):
@@ -57,13 +64,19 @@ class Fork:
         self._status.settimeout(timeout)
         with contextlib.suppress(TimeoutError, BlockingIOError):
             told = self._status.recv(64)
-            assert told, "the process that forks is gone"
-            self.returncode = int(told)
+            if not told:  # nobody is left who could say
+                self.kill_group()
+            self.returncode = int(told.partition(b" ")[2]) if told else GONE
             self._status.close()
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+        with contextlib.suppress(ProcessLookupError):
+            if self.poll() is None:
+                os.kill(self.pid, number)
+
+    def kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Forks:
@@ -74,9 +87,12 @@ class Forks:
         self._server: subprocess.Popen[bytes] | None = None
 
     def can_have(self, environ: dict[str, str]) -> bool:
-        """Whether a fork is like a new process with that environment: HOME alone is another, and there is no GPU,
-        which a process that forks must not have touched."""
-        return not HAS_GPU and {**environ, "HOME": ""} == {**self._environ, "HOME": ""}
+        """Whether a fork is like a new process with that environment: HOME alone is another. Where there is a GPU it
+        was never tried."""
+        return HAS_PIDFD and not HAS_GPU and self._has(environ)
+
+    def _has(self, environ: dict[str, str]) -> bool:
+        return {**environ, "HOME": ""} == {**self._environ, "HOME": ""}
 
     def run(
         self, *arguments: str, environ: dict[str, str], timeout: float = 600, script: str = ""
@@ -88,7 +104,7 @@ class Forks:
                 code = fork.wait(timeout)
             finally:
                 if fork.returncode is None:
-                    os.killpg(fork.pid, signal.SIGKILL)
+                    fork.kill_group()
             stdout.seek(0), stderr.seek(0)
             return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
 
@@ -108,11 +124,13 @@ class Forks:
     def _start(
         self, arguments: tuple[str, ...], environ: dict[str, str], script: str, stdout: int, stderr: int
     ) -> socket.socket:
+        assert self._has(environ), "what a variable changes while torch is imported, a fork cannot show"
         if self._server is None:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._server = subprocess.Popen(
                 [sys.executable, "-m", "tests.forks", str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ, pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for who asked
             )  # fmt: skip
             theirs.close()
         ours, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -130,6 +148,7 @@ def _serve(control: socket.socket) -> dict[str, Any]:
     import tcdeploy.cli.app
     import tcdeploy.pipeline  # noqa: F401 - what takes the time
 
+    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
     watched = selectors.DefaultSelector()
     watched.register(control, selectors.EVENT_READ)
     while True:
@@ -140,31 +159,39 @@ def _serve(control: socket.socket) -> dict[str, Any]:
                 watched.unregister(key.fileobj)
                 os.close(key.fd)
                 with contextlib.suppress(OSError):  # nobody waits for it
-                    status.send(str(os.waitstatus_to_exitcode(code)).encode())
+                    status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
                 status.close()
                 continue
             message, descriptors, *_ = socket.recv_fds(control, MOST_BYTES, 3)
-            if not message:
+            children = [key.data for key in watched.get_map().values() if key.data]
+            if not message:  # nobody asks any more, and nobody waits
+                for child, _ in children:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(child, signal.SIGKILL)
                 os._exit(0)
+            status = socket.socket(fileno=descriptors[2])
             child = os.fork()
             if child == 0:
-                control.close()
+                os.setsid()
+                with contextlib.suppress(OSError):
+                    status.send(f"pid {os.getpid()}".encode())
                 for descriptor, target in zip(descriptors, (1, 2), strict=False):
                     os.dup2(descriptor, target)
-                for descriptor in descriptors:
-                    os.close(descriptor)
+                for opened in (*descriptors[:2], *(key.fd for key in watched.get_map().values())):
+                    os.close(opened)
+                watched.close()
+                for own in (status, *(other for _, other in children)):
+                    own.close()
                 asked: dict[str, Any] = json.loads(message)
+                control.detach()
                 return asked
             for descriptor in descriptors[:2]:
                 os.close(descriptor)
-            status = socket.socket(fileno=descriptors[2])
-            status.send(str(child).encode())
             watched.register(os.pidfd_open(child), selectors.EVENT_READ, (child, status))
 
 
 def _become(asked: dict[str, Any]) -> int:
     """As if this process had been started so; its exit code."""
-    os.setsid()
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["environ"])
@@ -187,7 +214,8 @@ def _become(asked: dict[str, Any]) -> int:
 
 
 def _end(code: int) -> NoReturn:
-    """What an interpreter does at its end, but for taking apart each of two million objects: 1.3 s."""
+    """What an interpreter does at its end, but for finalization: it takes two million objects apart in 1.3 s."""
+    threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(code)

@@ -23,9 +23,9 @@ if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
     from tcdeploy.pipeline import Deployment
 
 STOP = None  # the message that ends the thread
-FIRST_TOKEN_REST = (
-    0.0002  # seconds without Python's lock after an answer's first token: the event loop sends it at once
-)
+# Seconds without Python's lock after an answer's first token, so that the event loop sends it at once: it took 0.48 ms
+# from step to loop without, and 0.21 with (medians, a tiny model on two cores).
+FIRST_TOKEN_REST = 0.0002
 Receive: TypeAlias = "Callable[[Answer, NewToken | Exception], None]"
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ROOT
+
 RunCli = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--buckets", "32", "--batch-sizes", "2", "--context", "128")
 
@@ -36,9 +38,12 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
         (("startup", "--warm-runs", "0"), "warm runs is 0"),
     ],
 )
-def test_bad_input_is_refused_before_torch(run_cli: RunCli, arguments: tuple[str, ...], word: str) -> None:
+def test_bad_input_is_refused_before_torch(
+    run_cli: RunCli, tmp_path: Path, arguments: tuple[str, ...], word: str
+) -> None:
+    (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
     command, *options = arguments
-    done = run_cli("bench", command, "builtin:tiny", *options)
+    done = run_cli("bench", command, "builtin:tiny", *options, PYTHONPATH=f"{tmp_path}:{ROOT}")
     lines = done.stderr.splitlines()
     assert (done.returncode, done.stdout, [line.partition(" ")[0] for line in lines]) == (2, "", ["error:", "hint:"])
     assert word in lines[0]

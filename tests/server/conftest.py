@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -107,8 +108,9 @@ def serving(
         assert ready is not None, "".join(said)
         yield Served(process, ready.split()[1], said)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 

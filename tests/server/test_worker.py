@@ -51,7 +51,7 @@ def test_it_rests_after_first_tokens_and_after_no_other(monkeypatch: pytest.Monk
     async def run() -> list[int]:
         ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         deployment: Any = SimpleNamespace(engine=Engine())
-        one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), lambda _: None)
+        one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), ready.set_exception)
         one.start()
         await ready
         exchange = Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
@@ -63,7 +63,7 @@ def test_it_rests_after_first_tokens_and_after_no_other(monkeypatch: pytest.Monk
                 answer.is_open = not token.finish_reason
         one.stop()
         one._thread.join(10)
-        assert one.failure is None
+        assert one.failure is None and not one._thread.is_alive()
         return said
 
     assert asyncio.run(run()) == [1, 2, 3]
