@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import pytest
@@ -60,7 +61,9 @@ def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
 
 def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, plain: PlainModel) -> None:
     settings = PrefillSettings(lengths=(8, 200), repeats=3)
+    begin = time.perf_counter()
     rows = list(prefill.measure("tcdeploy", tiny_deployment, (8, 200), session, settings))
+    spent_ms = (time.perf_counter() - begin) * 1e3
     rows += list(prefill.measure_plain(plain, (8, 200), session, settings))
     assert [(row.subject, row.tokens) for row in rows] == [
         ("tcdeploy", 8), ("tcdeploy", 200), ("eager", 8), ("eager", 200),
@@ -70,6 +73,7 @@ def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, p
     assert rows[1].floor_ms == pytest.approx(2 * body * 200 / 1e11 * 1e3)
     assert rows[0].floor_ms == pytest.approx(tiny_deployment.plan.weight_bytes / 1e10 * 1e3)
     assert rows[1].device_ms and rows[1].device_ms.count == 3 and rows[2].device_ms is None
+    assert sum(3 * (row.first_token_ms.p10 + row.device_ms.p10) for row in rows[:2] if row.device_ms) < spent_ms
     assert rows[1].share_of_floor == pytest.approx(rows[1].floor_ms / rows[1].device_ms.p50)
     assert rows[3].share_of_floor == pytest.approx(rows[3].floor_ms / rows[3].first_token_ms.p50)
 
