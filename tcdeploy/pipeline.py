@@ -109,8 +109,10 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         name_memory_formats_alike()
         if plan.device == "cuda" and decided.environment.triton:
             from tcdeploy.compiler.kernel_cache import name_libraries_by_machine  # Triton, which a CPU may lack
+            from tcdeploy.compiler.winners import look_here
 
             name_libraries_by_machine()
+            look_here()
         cachedir.hold(cache_dir, plan.key)
         earlier = cachedir.read_checked(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)

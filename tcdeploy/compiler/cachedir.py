@@ -11,7 +11,7 @@
 folder can be written, since torch would raise a bare OSError 30 from deep inside. One that cannot (an image's, a
 read-only mount) and holds the plan is copied to a folder of this process for as long as it lives. TRITON_CACHE_DIR and
 TRITON_CACHE_MANAGER, where they were set, give way: a cache that travels must be one folder, and without its own place
-in it (kernel_cache.py).
+in it (kernel_cache.py, winners.py).
 """
 
 from __future__ import annotations

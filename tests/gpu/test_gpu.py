@@ -227,18 +227,23 @@ def test_each_flash_attention_that_is_installed_serves_a_whole_model(
 
 
 def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: Path) -> None:
-    """Each start in a process of its own. max-autotune descends by coordinates as well, over some hundred variants."""
+    """Each start in a process of its own, the last where the folder has moved and nothing may be written at its old
+    place. max-autotune descends by coordinates as well, over some hundred variants.
+    """
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
     flags += ("--context", "512", "--kv-blocks", "256")
-    timed = []
-    for outcome in ("miss", "hit"):
-        result = run_cli("warm", folder, *flags, "--cache-dir", str(tmp_path / "cache"), "--json")
+    here, there, timed = tmp_path / "here", tmp_path / "there", []
+    for outcome, place in (("miss", here), ("hit", here), ("hit", there)):
+        if place == there:
+            here.rename(there)
+        result = run_cli("warm", folder, *flags, "--cache-dir", str(place), "--json")
         records = json.loads(result.stdout)["buckets"]
         made = [(record["outcome"], record["kernels_timed"], record["kernels_compiled"]) for record in records]
         assert [record["outcome"] for record in records] == [outcome] * 2, made
         timed.append(sum(record["kernels_timed"] for record in records))
-    assert timed[0] > 100 and timed[1] == 0, timed
+    assert timed[0] > 100 and timed[1:] == [0, 0], timed
+    assert not here.exists()
 
 
 def test_a_folder_that_was_moved_is_still_full(run_cli: Any, tmp_path: Path) -> None:
