@@ -84,9 +84,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("requests", "input_length", "output_length"):
             positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
-        positive("request rate", self.request_rate, "--request-rate 5")
-        if self.concurrency and not math.isinf(self.request_rate):
-            raise UsageError("a request rate and a concurrency exclude each other", "give one of the two")
+        _check_load(self.request_rate, self.concurrency)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -114,19 +112,20 @@ class PrefillSettings(Outlet):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings(Outlet):
-    """`request_rate` in requests a second with Poisson arrivals; infinity: all at once."""
+    """`request_rate` in requests a second with Poisson arrivals; infinity: all at once. `concurrency` as below."""
 
     requests: int = 64
     input_length: int = 512
     output_length: int = 128
     request_rate: float = math.inf
+    concurrency: int = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         positive("number of requests", self.requests, "--requests 64")
         positive("input length", self.input_length, "--input-length 512")
         positive("output length", self.output_length, "--output-length 128")
-        positive("request rate", self.request_rate, "--request-rate inf, or requests a second")
+        _check_load(self.request_rate, self.concurrency)
 
     def check_against(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
@@ -153,6 +152,15 @@ def positive(name: str, value: float, hint: str) -> None:
     """NaN is refused as well: it is not above anything."""
     if not value > 0:
         raise UsageError(f"{name} is {value}, and must be above 0", hint)
+
+
+def _check_load(request_rate: float, concurrency: int) -> None:
+    """Requests arrive by themselves, or each of `concurrency` clients asks again when it has its answer."""
+    positive("request rate", request_rate, "--request-rate inf, or requests a second")
+    if concurrency < 0:
+        raise UsageError(f"concurrency is {concurrency}", "a number of clients, or 0: none waits")
+    if concurrency and not math.isinf(request_rate):
+        raise UsageError("a request rate and a concurrency exclude each other", "give one of the two")
 
 
 def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:

@@ -1,7 +1,8 @@
 """Many requests through one engine: how many tokens a second, and what each request waited for.
 
 The loop is a server without its HTTP: submit what has arrived, step, note who got a token and when. `traffic.py` says
-which percentiles are over what. Prompts are random, all of one length, and every answer runs to its full length.
+which percentiles are over what. Prompts are random, all of one length, and every answer runs to its full length. With
+`concurrency` so many clients each wait for their answer before they ask again, as in `bench serve`.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
     captured_before, preemptions_before = captured(engine), engine.scheduler.load.preemptions
     with measured() as compiled:
-        drive = _Drive(engine, settings.output_length)
+        drive = _Drive(engine, settings.output_length, settings.concurrency)
         drive.run(list(zip(times, waiting, strict=True)))
     counts = EngineCounts(
         steps=drive.steps,
@@ -94,10 +95,14 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
 
 @dataclass
 class _Drive:
-    """One run of the loop, and what it noted. Requests are (arrival, prompt), in the order of arrival."""
+    """One run of the loop, and what it noted. Requests are (arrival, prompt), in the order of arrival.
+
+    With clients that wait, a request arrives when one of them is free.
+    """
 
     engine: Engine
     output_length: int
+    concurrency: int = 0
     served: dict[int, Served] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     timeline: list[tuple[float, int, int]] = field(default_factory=list)
@@ -105,6 +110,7 @@ class _Drive:
     host_seconds: float = 0.0
     _begin: float = 0.0
     _next: int = 0  # of the requests that are yet to arrive
+    _open: int = 0  # answers that are not complete
 
     def run(self, requests: list[tuple[float, list[int]]]) -> None:
         self._begin = time.perf_counter()
@@ -119,12 +125,15 @@ class _Drive:
         return time.perf_counter() - self._begin
 
     def _submit_arrived(self, requests: list[tuple[float, list[int]]]) -> None:
-        while self._next < len(requests) and requests[self._next][0] <= self._now():
-            arrival, prompt = requests[self._next]
+        while self._next < len(requests):
+            (arrival, prompt), now = requests[self._next], self._now()
+            if self._open == self.concurrency if self.concurrency else arrival > now:
+                return
             sequence = submit(self.engine, prompt, self.output_length)
             self.sequences.append(sequence)
-            self.served[sequence.request_id] = Served(arrival)
+            self.served[sequence.request_id] = Served(now if self.concurrency else arrival)
             self._next += 1
+            self._open += 1
 
     def _step(self) -> None:
         waited_before, start = self.engine.waited_seconds, self._now()
@@ -132,6 +141,7 @@ class _Drive:
         now = self._now()
         for token in tokens:
             self.served[token.request_id].token_times.append(now)
+            self._open -= bool(token.finish_reason)
         load = self.engine.scheduler.load
         self.timeline.append((now, load.running, load.waiting))
         self.steps += 1
@@ -140,8 +150,10 @@ class _Drive:
 
 def measure_plain(plain: PlainModel, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
     """Batches as large as our largest decode bucket, one after another. Raises UsageError for arrivals over time."""
-    if not math.isinf(settings.request_rate):
-        raise UsageError("it serves whole batches, and knows no arrivals over time", "--request-rate inf")
+    if settings.concurrency or not math.isinf(settings.request_rate):
+        raise UsageError(
+            "it serves whole batches, and knows no arrivals over time", "without --request-rate and --concurrency"
+        )
     prompts = Prompts(session.decided.architecture.vocab_size, settings.seed)
     largest = plain.plan.decode_buckets[-1].size
     drawn = [prompts.draw(settings.input_length) for _ in range(settings.requests)]

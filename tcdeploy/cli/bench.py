@@ -36,6 +36,7 @@ Plot = Annotated[str | None, typer.Option(help="Draw the figures into this file:
 Output = Annotated[str | None, typer.Option(help="Write the JSON document into this file as well", metavar="FILE")]
 Price = Annotated[float | None, typer.Option(help="Of the machine: adds what a million output tokens cost")]
 Seed = Annotated[int, typer.Option(help="Of the random prompts and arrivals")]
+Concurrency = Annotated[int, typer.Option(help="Clients that each wait for their answer; 0: none waits")]
 
 
 @app.command("decode")
@@ -126,6 +127,7 @@ def throughput(
     request_rate: Annotated[
         str, typer.Option(help="Requests a second, arriving at random; inf: all at once")
     ] = f"{ThroughputSettings.request_rate}",
+    concurrency: Concurrency = ThroughputSettings.concurrency,
     baseline: Baseline = None,
     plot: Plot = None,
     output: Output = None,
@@ -138,6 +140,7 @@ def throughput(
         input_length=input_length,
         output_length=output_length,
         request_rate=_rate(request_rate),
+        concurrency=concurrency,
         baselines=tuple(baseline or ()),
         plot=plot,
         output=output,
@@ -194,7 +197,7 @@ def serve(
     input_length: Annotated[int, typer.Option(help="Tokens of each prompt")] = ServeSettings.input_length,
     output_length: Annotated[int, typer.Option(help="Tokens of each answer")] = ServeSettings.output_length,
     request_rate: Annotated[str, typer.Option(help="Arrivals a second; inf: all at once")] = "inf",
-    concurrency: Annotated[int, typer.Option(help="Clients that each wait for their answer; 0: none waits")] = 0,
+    concurrency: Concurrency = ServeSettings.concurrency,
     output: Output = None,
     seed: Seed = ServeSettings.seed,
 ) -> None:

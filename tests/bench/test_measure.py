@@ -99,6 +99,16 @@ def test_every_request_is_served_whole(tiny_deployment: Any, session: Session, r
     assert not tiny_deployment.engine.has_work
 
 
+def test_a_client_that_waits_asks_again_when_it_has_its_answer(tiny_deployment: Any, session: Session) -> None:
+    settings = ThroughputSettings(requests=6, input_length=12, output_length=5, concurrency=2)
+    [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
+    assert isinstance(row, throughput.ThroughputRow) and row.engine
+    assert row.requests == 6 and row.engine.peak_running == 2
+    arrivals, ends = sorted(one[0] for one in row.served), sorted(one[2] for one in row.served)
+    assert all(end <= arrival for end, arrival in zip(ends, arrivals[2:], strict=False))
+    assert not tiny_deployment.engine.has_work
+
+
 def test_a_baseline_serves_batches_one_after_another(session: Session, plain: PlainModel) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5)
     [row] = throughput.measure_plain(plain, session, settings)
@@ -109,8 +119,9 @@ def test_a_baseline_serves_batches_one_after_another(session: Session, plain: Pl
 
 
 def test_a_baseline_refuses_arrivals_over_time(session: Session, plain: PlainModel) -> None:
-    with pytest.raises(UsageError, match="whole batches"):
-        next(throughput.measure_plain(plain, session, ThroughputSettings(request_rate=1.0)))
+    for settings in (ThroughputSettings(request_rate=1.0), ThroughputSettings(concurrency=1)):
+        with pytest.raises(UsageError, match="whole batches"):
+            next(throughput.measure_plain(plain, session, settings))
 
 
 def test_a_timeline_is_thinned_and_keeps_its_end() -> None:

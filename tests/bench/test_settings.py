@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
+from tcdeploy.bench.settings import (
+    DecodeSettings,
+    PrefillSettings,
+    ServeSettings,
+    StartupSettings,
+    ThroughputSettings,
+)
 from tcdeploy.errors import UsageError
 from tcdeploy.plan import Plan, make_plan
 from tests.machines import LAPTOP, LLAMA_8B, ask
@@ -47,6 +55,14 @@ def test_what_is_not_above_nothing_is_refused(kind: Any, given: dict[str, Any]) 
     ) as found:
         kind(**given)
     assert found.value.hint
+
+
+@pytest.mark.parametrize("make", [ThroughputSettings, functools.partial(ServeSettings, url="http://127.0.0.1:1")])
+def test_clients_wait_or_requests_arrive(make: Callable[..., Any]) -> None:
+    with pytest.raises(UsageError, match="exclude each other"):
+        make(request_rate=3.0, concurrency=2)
+    with pytest.raises(UsageError, match="concurrency is -1"):
+        make(concurrency=-1)
 
 
 def test_an_unknown_baseline_names_the_known_ones() -> None:
