@@ -21,7 +21,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with 
 # tested without it (`tried_vectors`).
 VECTORS = "TORCHINDUCTOR_VEC_ISA_OK"
 os.environ.setdefault(VECTORS, "1")
-KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+# A cold start is mostly g++, 0.6 s a kernel, and many tests start the same model: a kernel that this run of the tests
+# has compiled comes from this folder the next time. Torch calls a compiler all the same.
+REMEMBERED = "REMEMBERED"
+KEPT = ("PATH", REMEMBERED, "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 _asked_of_runs = [VECTORS]
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -43,6 +46,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def remembering_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Before all others on PATH, for whatever starts from here on. Workers share what is remembered."""
+    own = tmp_path_factory.getbasetemp()
+    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "remembered"
+    folder.mkdir(exist_ok=True)
+    os.environ[REMEMBERED] = str(folder)
+    os.environ["PATH"] = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(autouse=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import logging
 import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -44,14 +45,15 @@ OPEN_PATHS = ("/health", "/ready")  # without a key
 REFERENCE = "#/components/schemas/{model}"
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+log = logging.getLogger("tcdeploy.server")
 
 
-def make_app(service: Service) -> FastAPI:
+def make_app(service: Service) -> ASGIApp:
     app = FastAPI(title="tcdeploy", version=__version__)
     app.add_exception_handler(ApiError, lambda _, error: _answer(error))  # type: ignore[arg-type]
     app.add_exception_handler(HTTPException, lambda _, error: _answer(_named(error)))  # type: ignore[arg-type]
     app.add_exception_handler(ClientDisconnect, _to_nobody)
-    app.add_exception_handler(Exception, lambda _, error: _answer(ApiError(500, f"{type(error).__name__}: {error}")))
+    app.add_exception_handler(Exception, lambda _, error: _answer(_ours(error)))
 
     @app.get("/health")
     async def health() -> Response:
@@ -119,10 +121,8 @@ def make_app(service: Service) -> FastAPI:
     async def chat(request: Request) -> Response:
         return await _complete(service, request, await _read(service, request, ChatRequest))
 
-    shortcuts = {"/v1/completions": completions, "/v1/chat/completions": chat}
-    app.add_middleware(_Guard, service=service, shortcuts=shortcuts)  # type: ignore[arg-type,unused-ignore]
     app.openapi = lambda: _described(app)  # type: ignore[method-assign]
-    return app
+    return _Guard(app, service, {"/v1/completions": completions, "/v1/chat/completions": chat})
 
 
 async def _complete(service: Service, request: Request, asked: CompletionRequest | ChatRequest) -> Response:
@@ -133,12 +133,14 @@ async def _complete(service: Service, request: Request, asked: CompletionRequest
     if not answers:
         raise refusal("there is no prompt", "prompt")
     service.admission.enter(answers)
-    running = None
+    running, stream = None, None
     try:
         prompts = await service.prompts(asked)
         running = Running(service, asked, prompts, await service.constraint(asked, prompts))
+        await running.begin()
         if asked.stream:
-            return EventStream(running, service.stall_timeout)
+            stream = EventStream(running, service.stall_timeout)
+            return stream
         return JSONResponse(await until_gone(request, whole(running)))
     except EngineDied as error:
         raise ApiError(503, str(error), code=error.code) from None
@@ -147,7 +149,7 @@ async def _complete(service: Service, request: Request, asked: CompletionRequest
     finally:
         if running is None:
             service.admission.leave(answers)
-        elif not asked.stream:
+        elif stream is None:
             running.close()  # a stream does so when it ends
 
 
@@ -171,7 +173,7 @@ async def _read(service: Service, request: Request, kind: type[Shape]) -> Shape:
 class _Guard:
     """The key, and a request id on the answer. Bare ASGI: the framework's kind wakes a task for each event.
 
-    `shortcuts` are endpoints that ask the framework for nothing: its routes describe them, and are not searched.
+    `shortcuts` are endpoints that ask the framework for nothing: its routes describe them, and are passed by.
     """
 
     def __init__(self, app: ASGIApp, service: Service, shortcuts: dict[str, Endpoint]) -> None:
@@ -183,10 +185,10 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-        request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
+                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -206,6 +208,9 @@ def _direct(endpoint: Endpoint) -> ASGIApp:
             response = _answer(error)
         except ClientDisconnect:
             response = _to_nobody()
+        except Exception as error:
+            log.exception("a request failed")
+            response = _answer(_ours(error))
         await response(scope, receive, send)
 
     return app
@@ -222,6 +227,11 @@ def _has_key(request: Request, key: str) -> bool:
 def _answer(error: ApiError) -> JSONResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return JSONResponse(error.body, error.status, headers)
+
+
+def _ours(error: Exception) -> ApiError:
+    """What nobody expected."""
+    return ApiError(500, f"{type(error).__name__}: {error}")
 
 
 def _named(error: HTTPException) -> ApiError:

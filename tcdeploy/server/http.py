@@ -16,12 +16,17 @@ from tcdeploy.server.protocol import ApiError
 
 MOST_HEAD_BYTES = 64 << 10  # and what else comes with its last packet
 REQUEST_SECONDS = 30.0  # from the connection, or the first byte of the next request; longer where an answer runs
-ABORT = "tcdeploy.abort"
+ABORT, IS_FULL = "tcdeploy.abort", "tcdeploy.is_full"
 
 
 def abort(scope: MutableMapping[str, Any]) -> None:
     """End the connection of a request now; what was not sent is lost."""
     scope["extensions"][ABORT]()
+
+
+def is_full(scope: MutableMapping[str, Any]) -> bool:
+    """Whether the client has so much to read that `send` waits; what is sent else goes out at once."""
+    return bool(scope["extensions"][IS_FULL]()) if "extensions" in scope else True
 
 
 class BoundedProtocol(HttpToolsProtocol):
@@ -52,7 +57,9 @@ class BoundedProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._set_deadline()  # the last request may have ended in the same packet
-        self.scope.setdefault("extensions", {})[ABORT] = self.transport.abort  # type: ignore[typeddict-item,assignment]
+        extensions = self.scope.setdefault("extensions", {})
+        extensions[ABORT] = self.transport.abort  # type: ignore[typeddict-item,assignment]
+        extensions[IS_FULL] = lambda: self.flow.write_paused  # type: ignore[typeddict-item,assignment]
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._head_bytes = False, 0

@@ -97,20 +97,6 @@ def sampling_params(
         "seed": (request.seed, "seed"),
         "logprobs": (request.wanted_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
     }  # fmt: skip
-    for name, (value, field) in asked.items():
-        if value is None:
-            continue
-        try:
-            ACCEPTED[name].check(value)
-        except UsageError as error:
-            raise refusal(error.message, field) from None
-    if longest > room:
-        raise refusal(
-            f"the prompt has {prompt_length} tokens, {length_field} is {longest}, and this model's context is "
-            f"{limits.context}", length_field, "context_length_exceeded",
-        )  # fmt: skip
-    if (request.min_tokens or 0) > longest:
-        raise refusal(f"min_tokens is more than {length_field}", "min_tokens")
     values = {name: value for name, (value, _) in asked.items()}
     if request.seed is not None and choice:
         values["seed"] = (request.seed + choice) % 2**63
@@ -120,15 +106,34 @@ def sampling_params(
         raise refusal(f"stop_token_ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids")
     echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     try:
-        return SamplingParams(
+        params = SamplingParams(
             **values,  # type: ignore[arg-type]
             stop_token_ids=tuple(dict.fromkeys((*stops, *own))),
             logit_bias=_biases(request, limits.vocab_size),
             prompt_logprobs=request.wanted_logprobs if echoed else None,
             constraint=constraint,
         )
-    except UsageError as error:  # the ids of stops count as biases where min_tokens forbids them
+    except UsageError as error:
+        for name, (value, field) in asked.items():
+            if value is not None:
+                _blame(name, value, field)
+        # the ids of stops count as biases where min_tokens forbids them
         raise refusal(error.message, "logit_bias" if request.logit_bias else "stop_token_ids") from None
+    if longest > room:
+        raise refusal(
+            f"the prompt has {prompt_length} tokens, {length_field} is {longest}, and this model's context is "
+            f"{limits.context}", length_field, "context_length_exceeded",
+        )  # fmt: skip
+    if (request.min_tokens or 0) > longest:
+        raise refusal(f"min_tokens is more than {length_field}", "min_tokens")
+    return params
+
+
+def _blame(name: str, value: Any, field: str) -> None:
+    try:
+        ACCEPTED[name].check(value)
+    except UsageError as error:
+        raise refusal(error.message, field) from None
 
 
 def _biases(request: Request, vocab_size: int) -> tuple[tuple[int, float], ...]:

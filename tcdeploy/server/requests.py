@@ -7,6 +7,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
+from functools import cached_property
 from typing import Any
 
 from fastapi import Request
@@ -18,7 +19,7 @@ from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.answers import Chat, Choice, Completions, Dialect, usage_of
-from tcdeploy.server.http import abort
+from tcdeploy.server.http import abort, is_full
 from tcdeploy.server.limits import sampling_params
 from tcdeploy.server.metrics import Stopwatch
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, refusal
@@ -27,7 +28,7 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.worker import Answer, EngineDied, Exchange
 
 KEEP_ALIVE_SECONDS = 10.0
-HEAD_START = 0.001  # seconds that an answer rests so that the engine's thread has Python's lock, and begins at once
+HEAD_START = 0.001  # seconds that a request rests when the engine has it
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
@@ -35,7 +36,10 @@ KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
 
 class Running:
-    """A request that was admitted, from now to `close`: choice i * n + j is the j-th answer to prompt i."""
+    """A request that was admitted, from now to `close`: choice i * n + j is the j-th answer to prompt i.
+
+    What only the answers need is made after `begin`.
+    """
 
     def __init__(
         self,
@@ -45,26 +49,37 @@ class Running:
         constraint: Constraint | None = None,
     ) -> None:
         self.service, self.asked, self.prompts = service, asked, prompts
-        self.dialect: Dialect
-        if isinstance(asked, ChatRequest):
-            self.dialect = Chat(asked, service.model, service.vocabulary)
-        else:
-            self.dialect = Completions(asked, service.model, service.vocabulary)
-        requests, self.choices = [], []
-        for prompt in prompts:
-            for number in range(asked.choices):
-                params = sampling_params(asked, len(prompt.token_ids), service.limits, number, constraint)
-                requests.append((prompt.token_ids, params))
-                self.choices.append(self._choice(prompt))
+        requests = [
+            (prompt.token_ids, sampling_params(asked, len(prompt.token_ids), service.limits, number, constraint))
+            for prompt in prompts
+            for number in range(asked.choices)
+        ]
         self.stopwatches = [Stopwatch(service.metrics, service.recent) for _ in requests]
         self.exchange = Exchange(service.worker, requests)
-        self.exchange.start()  # the engine works on it while the rest is done
-        for prompt in prompts:
-            service.missed.note("prefill", len(prompt.token_ids))
-        service.missed.note("decode", service.admission.inside)
-        service.metrics.prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
 
-    def _choice(self, prompt: Prompt) -> Choice:
+    async def begin(self) -> None:
+        """To the engine with it, and all else later: its thread needs Python's lock to begin."""
+        self.exchange.start()
+        await asyncio.sleep(HEAD_START)
+        service, lengths = self.service, [len(prompt.token_ids) for prompt in self.prompts]
+        for length in lengths:
+            service.missed.note("prefill", length)
+        service.missed.note("decode", service.admission.inside)
+        service.metrics.prompt_tokens.inc(sum(lengths))
+
+    @cached_property
+    def dialect(self) -> Dialect:
+        asked, service = self.asked, self.service
+        if isinstance(asked, ChatRequest):
+            return Chat(asked, service.model, service.vocabulary)
+        return Completions(asked, service.model, service.vocabulary)
+
+    @cached_property
+    def choices(self) -> list[Choice]:
+        each = self.asked.choices
+        return [self._choice(index, self.prompts[index // each]) for index in range(len(self.prompts) * each)]
+
+    def _choice(self, index: int, prompt: Prompt) -> Choice:
         asked = self.asked
         echo = prompt.text if isinstance(asked, CompletionRequest) and asked.echo else None
         reader = None
@@ -72,7 +87,7 @@ class Running:
             reader = self.service.tools.reader(asked, prompt.text or "")
         skips_special = asked.skip_special_tokens is not False and reader is None  # they may be the marks of a call
         return Choice(
-            index=len(self.choices),
+            index=index,
             text=AnswerText(self.service.tokenizer, asked.stops, skips_special),
             reader=reader,
             prompt_tokens=len(prompt.token_ids),
@@ -109,7 +124,7 @@ class Running:
     def close(self) -> None:
         """What is still open ends, and the places of all answers are free."""
         self.exchange.close()
-        self.service.admission.leave(len(self.choices))
+        self.service.admission.leave(len(self.stopwatches))
 
     @property
     def usage(self) -> Any:
@@ -177,8 +192,8 @@ class EventStream(StreamingResponse):
         super().__init__(self._content, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope = scope
         try:
-            await asyncio.sleep(HEAD_START)
             await super().__call__(scope, receive, send)
         except _Stalled:
             log.warning("a client took nothing of its stream for %.0f s and was let go", self._stall_seconds)
@@ -190,6 +205,9 @@ class EventStream(StreamingResponse):
         """The server's `send` returns when its buffer has room again; the engine's tokens wait meanwhile."""
 
         async def send_in_time(message: Message) -> None:
+            if not is_full(self._scope):
+                await send(message)
+                return
             try:
                 async with asyncio.timeout(self._stall_seconds):
                     await send(message)
