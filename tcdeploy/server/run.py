@@ -89,8 +89,9 @@ class _Server:
 
     async def run(self) -> int:
         config = uvicorn.Config(
-            make_app(self.service), log_level="warning", access_log=False, timeout_keep_alive=60, lifespan="off",
-            http=BoundedProtocol, ws="none", proxy_headers=False, timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            make_app(self.service), interface="asgi3", http=BoundedProtocol, ws="none", lifespan="off",
+            log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
         )  # fmt: skip
         http = uvicorn.Server(config)
         http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
