@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,15 +18,15 @@ from tests.forks import Forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
 # Torch tries six sets of vector instructions by compiling and loading a library for each: 8 s in every new cache
-# folder, 1 s in every process. This takes the processor at its word. What travels, and what needs no compiler, is
-# tested without it (`tried_vectors`).
+# folder, 1 s in every process. This takes the processor at its word.
 VECTORS = "TORCHINDUCTOR_VEC_ISA_OK"
 os.environ.setdefault(VECTORS, "1")
 # A cold start is mostly g++, 0.6 s a kernel, and many tests start the same model: a kernel that this run of the tests
-# has compiled comes from this folder the next time. Torch calls a compiler all the same.
-REMEMBERED = "REMEMBERED"
-KEPT = ("PATH", REMEMBERED, "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
-_asked_of_runs = [VECTORS]
+# has compiled comes from this folder the next time (compilers/g++). Torch calls a compiler all the same.
+REMEMBERED = "REMEMBERED_LIBRARIES"
+KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+SOONER = (VECTORS, REMEMBERED)
+_sooner = list(SOONER)  # what runs of the command are given, but where it would hide something
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "builtin:tiny"
@@ -50,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def remembering_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Before all others on PATH, for whatever starts from here on. Workers share what is remembered."""
+    """Before the others on PATH, for whatever starts from here on. Workers share what is remembered."""
+    if shutil.which("g++") is None:
+        return
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "remembered"
     folder.mkdir(exist_ok=True)
@@ -115,16 +118,17 @@ def reference_tiny() -> Any:
 
 
 @pytest.fixture(scope="module")
-def tried_vectors() -> Iterator[None]:
-    """In this module's runs of the command, what the processor can do is found out as it is for users."""
-    _asked_of_runs.remove(VECTORS)
+def as_for_users() -> Iterator[None]:
+    """In this module's runs of the command, vectors are tried, and every kernel is compiled for its own place."""
+    _sooner.clear()
     yield
-    _asked_of_runs.append(VECTORS)
+    _sooner.extend(SOONER)
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), VECTORS: "1"})
+    sooner = {name: os.environ[name] for name in SOONER if name in os.environ}
+    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), **sooner})
     yield found
     found.end()
 
@@ -161,7 +165,7 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        **dict.fromkeys(_asked_of_runs, "1"),
+        **{name: os.environ[name] for name in _sooner if name in os.environ},
         **environ,
     }
 

@@ -112,13 +112,13 @@ class PrefillSettings(Outlet):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings(Outlet):
-    """`request_rate` in requests a second with Poisson arrivals; infinity: all at once. `concurrency` as below."""
+    """`request_rate` in requests a second with Poisson arrivals; infinity: all at once. `concurrency`: of clients."""
 
     requests: int = 64
     input_length: int = 512
     output_length: int = 128
     request_rate: float = math.inf
-    concurrency: int = 0
+    concurrency: int = 0  # clients that each wait for their answer; 0: none waits
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -127,7 +127,8 @@ class _Drive:
     def _submit_arrived(self, requests: list[tuple[float, list[int]]]) -> None:
         while self._next < len(requests):
             (arrival, prompt), now = requests[self._next], self._now()
-            if self._open == self.concurrency if self.concurrency else arrival > now:
+            is_early = self._open == self.concurrency if self.concurrency else arrival > now
+            if is_early:
                 return
             sequence = submit(self.engine, prompt, self.output_length)
             self.sequences.append(sequence)

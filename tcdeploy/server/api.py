@@ -195,7 +195,7 @@ class _Guard:
         key, app = self._service.api_key, self._app
         if scope["method"] == "POST":
             app = self._shortcuts.get(scope["path"], app)
-        if key and request.url.path not in OPEN_PATHS and not _has_key(request, key):
+        if key and scope["path"] not in OPEN_PATHS and not _has_key(request, key):
             app = _answer(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
         await app(scope, receive, send_named)
 

@@ -25,8 +25,9 @@ def abort(scope: MutableMapping[str, Any]) -> None:
 
 
 def is_full(scope: MutableMapping[str, Any]) -> bool:
-    """Whether the client has so much to read that `send` waits; what is sent else goes out at once."""
-    return bool(scope["extensions"][IS_FULL]()) if "extensions" in scope else True
+    """Whether `send` may wait, because the client has much to read. Of another server's request nothing is known."""
+    asked = scope.get("extensions", {}).get(IS_FULL)
+    return asked is None or bool(asked())
 
 
 class BoundedProtocol(HttpToolsProtocol):

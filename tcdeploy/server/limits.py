@@ -116,7 +116,7 @@ def sampling_params(
     except UsageError as error:
         for name, (value, field) in asked.items():
             if value is not None:
-                _blame(name, value, field)
+                _check_field(name, value, field)
         # the ids of stops count as biases where min_tokens forbids them
         raise refusal(error.message, "logit_bias" if request.logit_bias else "stop_token_ids") from None
     if longest > room:
@@ -129,7 +129,8 @@ def sampling_params(
     return params
 
 
-def _blame(name: str, value: Any, field: str) -> None:
+def _check_field(name: str, value: Any, field: str) -> None:
+    """Raises ApiError that names the field where it is this value that the engine does not take."""
     try:
         ACCEPTED[name].check(value)
     except UsageError as error:

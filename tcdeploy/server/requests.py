@@ -7,7 +7,6 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncGenerator, Coroutine
-from functools import cached_property
 from typing import Any
 
 from fastapi import Request
@@ -28,7 +27,7 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.worker import Answer, EngineDied, Exchange
 
 KEEP_ALIVE_SECONDS = 10.0
-HEAD_START = 0.001  # seconds that a request rests when the engine has it
+HEAD_START = 0.001  # seconds without Python's lock when the engine has a request, so that its thread begins at once
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
@@ -36,10 +35,10 @@ KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
 
 class Running:
-    """A request that was admitted, from now to `close`: choice i * n + j is the j-th answer to prompt i.
+    """A request that was admitted, from now to `close`: choice i * n + j is the j-th answer to prompt i."""
 
-    What only the answers need is made after `begin`.
-    """
+    dialect: Dialect
+    choices: list[Choice]
 
     def __init__(
         self,
@@ -58,26 +57,22 @@ class Running:
         self.exchange = Exchange(service.worker, requests)
 
     async def begin(self) -> None:
-        """To the engine with it, and all else later: its thread needs Python's lock to begin."""
+        """To the engine with it; what only the answers and the books need is made while it works."""
         self.exchange.start()
         await asyncio.sleep(HEAD_START)
-        service, lengths = self.service, [len(prompt.token_ids) for prompt in self.prompts]
+        asked, service = self.asked, self.service
+        if isinstance(asked, ChatRequest):
+            self.dialect = Chat(asked, service.model, service.vocabulary)
+        else:
+            self.dialect = Completions(asked, service.model, service.vocabulary)
+        self.choices = [
+            self._choice(index, self.prompts[index // asked.choices]) for index in range(len(self.stopwatches))
+        ]
+        lengths = [len(prompt.token_ids) for prompt in self.prompts]
         for length in lengths:
             service.missed.note("prefill", length)
         service.missed.note("decode", service.admission.inside)
         service.metrics.prompt_tokens.inc(sum(lengths))
-
-    @cached_property
-    def dialect(self) -> Dialect:
-        asked, service = self.asked, self.service
-        if isinstance(asked, ChatRequest):
-            return Chat(asked, service.model, service.vocabulary)
-        return Completions(asked, service.model, service.vocabulary)
-
-    @cached_property
-    def choices(self) -> list[Choice]:
-        each = self.asked.choices
-        return [self._choice(index, self.prompts[index // each]) for index in range(len(self.prompts) * each)]
 
     def _choice(self, index: int, prompt: Prompt) -> Choice:
         asked = self.asked

@@ -16,11 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT, cli_command, cli_environment, mounted
+from tests.conftest import REMEMBERED, ROOT, cli_command, cli_environment, mounted
 from tests.families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
 NUMBER_OF_BUCKETS = 3
+COMPILES = {REMEMBERED: ""}  # every kernel: what is killed, or writes beside another, is the compiler
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +44,9 @@ def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
     """A cache folder filled by one cold run, and the home it was filled under."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
     result = subprocess.run(
-        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=cli_environment(home)
-    )
+        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True,
+        env=cli_environment(home, **COMPILES),
+    )  # fmt: skip
     assert result.returncode == 6, "a cold run cannot meet --require-hit: " + result.stderr
     assert "3 of 3 buckets had to compile" in result.stderr
     assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
@@ -136,7 +138,7 @@ def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -
     runs = [
         subprocess.Popen(
             cli_command(*warm(model, cache)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=cli_environment(tmp_path / f"home{number}"),
+            env=cli_environment(tmp_path / f"home{number}", **COMPILES),
         )
         for number in range(2)
     ]  # fmt: skip
@@ -157,7 +159,7 @@ def files_in(folder: Path) -> set[Path]:
 def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, finished_buckets: int) -> None:
     """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
     cache = tmp_path / "cache"
-    environment = {**cli_environment(tmp_path), "PYTHONUNBUFFERED": "1"}
+    environment = cli_environment(tmp_path, PYTHONUNBUFFERED="1", **COMPILES)
     run = subprocess.Popen(
         cli_command(*warm(model, cache)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
         start_new_session=True,

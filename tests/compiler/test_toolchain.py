@@ -21,7 +21,7 @@ from tcdeploy.compiler.manifest import Manifest, read_manifest
 from tcdeploy.errors import TcdeployError
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 
-pytestmark = pytest.mark.usefixtures("tried_vectors")
+pytestmark = pytest.mark.usefixtures("as_for_users")
 PROMPT = ("This module provides", "--max-new-tokens", "12")
 
 

@@ -50,7 +50,7 @@ print(json.dumps(found))
 
 
 def test_a_winner_is_found_where_the_folder_has_moved(tmp_path: Path) -> None:
-    """Where the second or the third line fails, tcdeploy/compiler/winners.py is needed no more."""
+    """Where `torch_finds` or `torch_writes` fails, tcdeploy/compiler/winners.py is needed no more."""
     command = [sys.executable, "-c", MOVE, str(tmp_path / "here"), str(tmp_path / "there")]
     done = subprocess.run(command, env=cli_environment(tmp_path), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
