@@ -133,7 +133,7 @@ def test_a_cache_that_is_switched_off_is_no_hit(
     assert outcomes(result) == ["miss", "miss"]
 
 
-def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -> None:
+def test_two_processes_may_warm_one_folder_at_once(run_cli: Any, model: str, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     runs = [
         subprocess.Popen(
@@ -145,9 +145,7 @@ def test_two_processes_may_warm_one_folder_at_once(model: str, tmp_path: Path) -
     for run in runs:
         _, stderr = run.communicate(timeout=600)
         assert run.returncode == 0, stderr
-    after = subprocess.run(
-        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=cli_environment(tmp_path)
-    )
+    after = run_cli(*warm(model, cache, "--require-hit"))
     assert after.returncode == 0, after.stderr
 
 
@@ -156,7 +154,9 @@ def files_in(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("finished_buckets", [0, 1, 2])
-def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, finished_buckets: int) -> None:
+def test_killed_in_the_middle_the_next_run_recovers(
+    run_cli: Any, model: str, tmp_path: Path, finished_buckets: int
+) -> None:
     """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
     cache = tmp_path / "cache"
     environment = cli_environment(tmp_path, PYTHONUNBUFFERED="1", **COMPILES)
@@ -176,12 +176,10 @@ def test_killed_in_the_middle_the_next_run_recovers(model: str, tmp_path: Path, 
     run.wait()
     assert run.returncode == -signal.SIGKILL, "it finished before it was killed"
     assert not list((cache / "manifests").glob("*.json")), "a manifest says that all buckets are done"
-    again = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=environment)
+    again = run_cli(*warm(model, cache))
     assert outcomes(again).count("hit") >= finished_buckets
     assert outcomes(again).count("miss") >= 1, "it was killed before all was compiled"
-    last = subprocess.run(
-        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True, env=environment
-    )
+    last = run_cli(*warm(model, cache, "--require-hit"))
     assert last.returncode == 0, last.stderr
 
 
