@@ -25,8 +25,8 @@ os.environ.setdefault(VECTORS, "1")
 # has compiled comes from this folder the next time (compilers/g++). Torch calls a compiler all the same.
 REMEMBERED = "REMEMBERED_LIBRARIES"
 KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
-SOONER = (VECTORS, REMEMBERED)
-_sooner = list(SOONER)  # what runs of the command are given, but where it would hide something
+SHORTCUTS = (VECTORS, REMEMBERED)
+_shortcuts = list(SHORTCUTS)  # that runs of the command take, but where one would hide something
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = "builtin:tiny"
@@ -120,15 +120,15 @@ def reference_tiny() -> Any:
 @pytest.fixture(scope="module")
 def as_for_users() -> Iterator[None]:
     """In this module's runs of the command, vectors are tried, and every kernel is compiled for its own place."""
-    _sooner.clear()
+    _shortcuts.clear()
     yield
-    _sooner.extend(SOONER)
+    _shortcuts.extend(SHORTCUTS)
 
 
 @pytest.fixture(scope="session")
 def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    sooner = {name: os.environ[name] for name in SOONER if name in os.environ}
-    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), **sooner})
+    shortcuts = {name: os.environ[name] for name in SHORTCUTS if name in os.environ}
+    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), **shortcuts})
     yield found
     found.end()
 
@@ -165,7 +165,7 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        **{name: os.environ[name] for name in _sooner if name in os.environ},
+        **{name: os.environ[name] for name in _shortcuts if name in os.environ},
         **environ,
     }
 

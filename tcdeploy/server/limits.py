@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import ACCEPTED, SamplingParams
 from tcdeploy.errors import UsageError
-from tcdeploy.server.protocol import ChatRequest, CompletionRequest, Request, refusal
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, Request, refusal
 
 MOST_CHOICES = 128  # n
 MOST_STOPS = 16
@@ -113,12 +113,9 @@ def sampling_params(
             prompt_logprobs=request.wanted_logprobs if echoed else None,
             constraint=constraint,
         )
-    except UsageError as error:
-        for name, (value, field) in asked.items():
-            if value is not None:
-                _check_field(name, value, field)
-        # the ids of stops count as biases where min_tokens forbids them
-        raise refusal(error.message, "logit_bias" if request.logit_bias else "stop_token_ids") from None
+    except UsageError as error:  # the ids of stops count as biases where min_tokens forbids them
+        biased = "logit_bias" if request.logit_bias else "stop_token_ids"
+        raise _refusal_of_one(asked) or refusal(error.message, biased) from None
     if longest > room:
         raise refusal(
             f"the prompt has {prompt_length} tokens, {length_field} is {longest}, and this model's context is "
@@ -129,12 +126,15 @@ def sampling_params(
     return params
 
 
-def _check_field(name: str, value: Any, field: str) -> None:
-    """Raises ApiError that names the field where it is this value that the engine does not take."""
-    try:
-        ACCEPTED[name].check(value)
-    except UsageError as error:
-        raise refusal(error.message, field) from None
+def _refusal_of_one(asked: dict[str, tuple[Any, str]]) -> ApiError | None:
+    """By the name of its field, the first value that the engine does not take; `asked`: parameter -> (value, field)."""
+    for name, (value, field) in asked.items():
+        try:
+            if value is not None:
+                ACCEPTED[name].check(value)
+        except UsageError as error:
+            return refusal(error.message, field)
+    return None
 
 
 def _biases(request: Request, vocab_size: int) -> tuple[tuple[int, float], ...]:
