@@ -159,10 +159,11 @@ def cli_command(*arguments: str) -> list[str]:
 
 def cli_environment(home: Path, **environ: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    packages = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # where the tests found what they import
     return {
         **kept,
         "HOME": str(home),
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(packages),
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         **{name: os.environ[name] for name in _shortcuts if name in os.environ},

@@ -16,18 +16,33 @@ from __future__ import annotations
 
 import json
 import platform
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
 
 
 def name_libraries_by_machine() -> None:
-    """For this process: the keys of what Triton builds hold architecture and system, and no answer of `file`.
+    """For this process and Inductor's workers: the keys of what Triton builds hold architecture and system, and no
+    answer of `file`.
 
-    Inductor's workers compile kernels and build none of these.
+    A worker asks for the library that talks to the driver as soon as it loads a kernel's source. By another name it
+    would build one more, which nobody uses.
     """
+    from torch._inductor import async_compile
+
     build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+    async_compile._worker_compile_triton = compile_in_worker  # type: ignore[attr-defined]
+
+
+def compile_in_worker(load_kernel: Callable[[], Any], extra_env: dict[str, str], extra_config: dict[str, Any]) -> Any:
+    """What Inductor's own function of this place does, in a worker of which nothing was told yet."""
+    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+
+    name_libraries_by_machine()
+    return _worker_compile_triton(load_kernel, extra_env, extra_config)
 
 
 kernels_compiled = 0  # in this process, and libraries that it built

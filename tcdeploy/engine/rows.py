@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
-import numpy
 import torch
 from torch import Tensor
 
 from tcdeploy.engine.batch import DecodeRows
+from tcdeploy.engine.constraint import Matcher, fill_masks
 from tcdeploy.engine.sampling import Features, row_seed, set_biases, set_history
 from tcdeploy.engine.sequence import Chunk, Sequence
 
@@ -73,20 +73,22 @@ class RowSeating:
 
         The tokens of all steps before must have been read: a matcher is asked what comes after them.
         """
-        rows, found = [], []
+        rows: list[int] = []
+        matchers: list[Matcher] = []
         for row, sequence in enumerate(sequences):
             if sequence is None or sequence.matcher is None or sequence.finish_reason:  # a token that nobody reads
                 continue
             assert sequence.in_flight == 1, "only this step's"
             rows.append(row)
-            found.append(sequence.matcher.mask())
+            matchers.append(sequence.matcher)
         device, words = self.state.token_ids.device, -(-self.state.sampling.in_prompt.shape[1] // 32)
-        packed = numpy.zeros((len(found), words * 4), dtype=numpy.uint8)
-        for line, mask in zip(packed, found, strict=True):
-            line[: len(mask)] = numpy.frombuffer(mask, dtype=numpy.uint8)[: len(line)]
+        packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
+        lines = packed.numpy()
+        lines.fill(0)  # by one thread: torch would wake one per core for this, each of which then spins for a while
+        fill_masks(zip(matchers, lines, strict=True))
         masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
         index = _device_tensor(rows, torch.int64, device)
-        return masks.index_copy_(0, index, _device_tensor(packed.view(numpy.int32), torch.int32, device))
+        return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
 
     def _reseat(self, running: ListLike[Sequence]) -> None:
         before = {id(sequence): row for row, sequence in enumerate(self._seated)}
@@ -158,7 +160,7 @@ def _features(sequences: ListLike[Sequence]) -> Features:
 
 
 def _device_tensor(
-    values: ListLike[float] | ListLike[tuple[int, ...]] | numpy.ndarray, dtype: torch.dtype, device: torch.device
+    values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
     if device.type != "cuda":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -56,11 +57,41 @@ print(compile_module_from_src(source, "launcher").__file__)
 """
 
 
+POOL = """
+import json, sys
+
+from torch._inductor import async_compile
+from torch._inductor.compile_worker.subproc_pool import SubprocPool
+from tcdeploy.compiler.kernel_cache import name_libraries_by_machine
+from triton.runtime import build
+
+from kernel import Loaded
+
+if __name__ == "__main__":
+    if "by machine" in sys.argv:
+        name_libraries_by_machine()
+    pool = SubprocPool(1)
+    kernel, _ = pool.submit(async_compile._worker_compile_triton, Loaded, {}, {}).result()
+    pool.shutdown()
+    print(json.dumps([build.platform_key(), kernel.platform_key]))
+"""
+LOADED = """
+class Loaded:  # as a kernel of Inductor's
+    def __init__(self):
+        from triton.runtime import build
+        self.platform_key = build.platform_key()
+
+    def precompile(self, warm_cache_only): pass
+
+    def prepare_for_pickle(self): pass
+"""
+
+
 def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, with Triton's cache in the folder."""
     place = folder.parent / "source"
     place.mkdir(exist_ok=True)
-    (place / "kernel.py").write_text(KERNEL)
+    (place / "kernel.py").write_text(KERNEL + LOADED)
     (place / "main.py").write_text(program)
     known = {name: value for name, value in os.environ.items() if name != "CC"}
     environ = {**known, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder), **changed}
@@ -156,6 +187,14 @@ def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_pa
     (tmp_path / "here").rename(tmp_path / "there")
     found = run(tmp_path / "there", BUILD, "by machine", PATH=str(tmp_path))
     assert found.stdout == built.stdout.replace("/here/", "/there/"), found.stderr
+
+
+def test_inductor_s_workers_name_libraries_alike(tmp_path: Path, with_file: str) -> None:
+    told = {words: run(tmp_path / "here", POOL, *words, PATH=with_file) for words in ((), ("by machine",))}
+    assert all(done.returncode == 0 for done in told.values()), told
+    alone, ours = (json.loads(done.stdout) for done in told.values())
+    assert alone[0] == alone[1] and "ELF" in alone[0]
+    assert ours == [f"{platform.machine()},{platform.system()}"] * 2
 
 
 def test_triton_alone_does_not_find_it(tmp_path: Path, with_file: str) -> None:

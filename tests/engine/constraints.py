@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy
 
-from tcdeploy.engine.constraint import Verdict
+from tcdeploy.engine.constraint import Mask, Verdict
 
 MODULUS = 5
 
@@ -33,10 +33,13 @@ class ChainMatcher:
     accepted: list[int] = field(default_factory=list)
     asked_at: list[int] = field(default_factory=list)  # how many tokens it knew when it was asked for a mask
 
-    def mask(self) -> bytes:
-        self.asked_at.append(len(self.accepted))
-        allowed = [self.chain.allows(self.accepted, token_id) for token_id in range(self.chain.vocab_size)]
-        return numpy.packbits(allowed, bitorder="little").tobytes()
+    @staticmethod
+    def fill(places: list[tuple[ChainMatcher, Mask]]) -> None:
+        for matcher, mask in places:
+            matcher.asked_at.append(len(matcher.accepted))
+            for token_id in range(matcher.chain.vocab_size):
+                if matcher.chain.allows(matcher.accepted, token_id):
+                    mask.view(numpy.uint32)[token_id // 32] |= numpy.uint32(1 << token_id % 32)
 
     def accept(self, token_id: int) -> Verdict:
         if not self.chain.allows(self.accepted, token_id):

@@ -13,7 +13,7 @@ from tcdeploy.compiler.ledger import measured
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import tiny_with
-from tests.engine.constraints import Chain
+from tests.engine.constraints import Chain, ChainMatcher
 
 LENGTH = 20
 VOCAB = 2000  # the model's is 2048: a tokenizer may have less than its model
@@ -158,14 +158,31 @@ def test_a_stop_token_of_the_request_still_ends_it(tiny_deployment: Any) -> None
     assert ids_of(cut) == ids_of(whole)[: first + 1] and cut[-1].finish_reason == "stop"
 
 
+def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one kind: each call of a library may wait for Python's lock."""
+    engine, found, asked = tiny_deployment.engine, {}, []
+    fill = ChainMatcher.fill
+    monkeypatch.setattr(ChainMatcher, "fill", lambda places: (asked.append(len(places)), fill(places)))
+    chain = Chain(LENGTH, VOCAB)
+    for prompt in PROMPTS:
+        submit(engine, prompt, found, constraint=chain)
+    submit(engine, PROMPTS[0], found, constraint=Broken())
+    drain(engine, found)
+    assert max(asked) == len(PROMPTS) and sum(asked) == len(PROMPTS) * LENGTH
+    assert len(asked) < 2 * LENGTH, "one call for each row"
+    assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop", "stop", "stop", "error"]
+    idle(engine)
+
+
 class Broken:
     """Allows nothing and accepts nothing: what a grammar does that has reached its limits."""
 
     def start(self) -> Broken:
         return self
 
-    def mask(self) -> bytes:
-        return b""
+    @staticmethod
+    def fill(places: Any) -> None:
+        pass
 
     def accept(self, token_id: int) -> Any:
         return "error"

@@ -12,11 +12,12 @@ from typing import Any
 
 import httpx
 import jsonschema
+import numpy
 import openai
 import pytest
 
 from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.structured import MOST_SCHEMA_CHARACTERS, Structured
+from tcdeploy.server.structured import MOST_SCHEMA_CHARACTERS, Position, Structured
 from tests.server.conftest import Served
 
 MODEL = "builtin:tiny"
@@ -251,19 +252,21 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(locate(MODEL))
 
 
-def allowed(mask: bytes) -> set[int]:
-    return {token for token in range(8 * len(mask)) if mask[token // 8] >> token % 8 & 1}
+def allowed(position: Position, words: int = 100) -> set[int]:
+    mask = numpy.zeros(words, dtype=numpy.int32)
+    Position.fill([(position, mask)])
+    return {token for token in range(32 * words) if mask[token // 32] >> token % 32 & 1}
 
 
 def test_the_end_is_allowed_where_the_json_is_whole_and_only_there(tokenizer: Any) -> None:
     structured = Structured(tokenizer, (tokenizer.eos_token_id,))
     grammar = asyncio.run(structured.of_schema({"type": "integer"}, "response_format"))
     one, other = grammar.start(), grammar.start()
-    assert tokenizer.eos_token_id not in allowed(one.mask())
+    assert tokenizer.eos_token_id not in allowed(one)
     [digit] = tokenizer("7", add_special_tokens=False).input_ids
-    assert digit in allowed(one.mask()) and one.accept(digit) == ""
-    assert tokenizer.eos_token_id in allowed(one.mask())
-    assert tokenizer.eos_token_id not in allowed(other.mask()), "they share a place"
+    assert digit in allowed(one) and one.accept(digit) == ""
+    assert tokenizer.eos_token_id in allowed(one)
+    assert tokenizer.eos_token_id not in allowed(other), "they share a place"
     assert one.accept(tokenizer.eos_token_id) == "stop"
     assert other.accept(tokenizer.eos_token_id) == "error" == other.accept(digit), "it is for good"
 
@@ -274,7 +277,7 @@ def test_white_space_has_an_end(tokenizer: Any) -> None:
     position, space = grammar.start(), tokenizer(" ", add_special_tokens=False).input_ids[0]
     assert position.accept(tokenizer("{", add_special_tokens=False).input_ids[0]) == ""
     taken = 0
-    while space in allowed(position.mask()):
+    while space in allowed(position):
         assert position.accept(space) == ""
         taken += 1
     assert 0 < taken <= 40

@@ -1,0 +1,102 @@
+"""Whatever a request may ask for: a server on the GPU says what one on the CPU says, of the same model in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+
+from tests.conftest import TINY
+from tests.server.conftest import Served, serving
+from tests.server.test_structured import PERSON, json_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler for the CPU's server"),
+]
+PROMPT = "This module provides"
+LONG = [10 + 7 * place % 900 for place in range(300)]  # of several chunks
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "long": {"prompt": LONG},
+    "sampled": {"temperature": 0.9, "seed": 7},
+    "filters": {"temperature": 1.3, "seed": 8, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
+    "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
+    "biases": {"logit_bias": {"300": 100, "301": 100}, "frequency_penalty": 2},
+    "least length": {"min_tokens": 30, "max_tokens": 60},
+    "stop": {"stop": [" the", "\n"], "max_tokens": 100},
+    "choices": {"n": 3, "temperature": 1, "seed": 3},
+    "prompts": {"prompt": [PROMPT, "A list is", "To be "]},
+    "logprobs": {"logprobs": 3},
+    "echo": {"echo": True, "logprobs": 2, "max_tokens": 5},
+    "echo of a long prompt": {"prompt": LONG, "echo": True, "logprobs": 0, "max_tokens": 1},
+    "schema": {"response_format": json_of(PERSON), "max_tokens": 200},
+    "schema, sampled": {"response_format": json_of(PERSON), "max_tokens": 200, "temperature": 1, "seed": 9, "n": 2},
+}
+
+
+class Both(NamedTuple):
+    cpu: Served
+    gpu: Served
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+    home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("cache")
+    flags = ("--dtype", "float32", "--device")
+    with serving(home, cache, *flags, "cpu") as cpu, serving(home, cache, *flags, "cuda", "--kv-blocks", "256") as gpu:
+        yield Both(cpu, gpu)
+
+
+def answers(served: Served, **asked: Any) -> list[dict[str, Any]]:
+    body = {"model": TINY, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, **asked}
+    if body.get("stream"):
+        return streamed(served, body)
+    made = httpx.post(f"{served.address}/v1/completions", json=body, timeout=120)
+    assert made.status_code == 200, made.text
+    return list(made.json()["choices"])
+
+
+def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+    found: dict[int, dict[str, Any]] = {}
+    with httpx.stream("POST", f"{served.address}/v1/completions", json=body, timeout=120) as made:
+        for line in made.iter_lines():
+            if line.startswith("data: {"):
+                for choice in json.loads(line[6:])["choices"]:
+                    whole = found.setdefault(choice["index"], {"text": ""})
+                    whole["text"] += choice["text"]
+                    whole["finish_reason"] = choice["finish_reason"]
+    return [found[index] for index in sorted(found)]
+
+
+def words_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    return [(choice["text"], choice["finish_reason"]) for choice in choices]
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+def test_the_gpu_says_what_the_cpu_says(both: Both, asked: dict[str, Any]) -> None:
+    here, there = answers(both.cpu, **asked), answers(both.gpu, **asked)
+    assert words_of(there) == words_of(here)
+    for choice, other in zip(here, there, strict=True):
+        if choice["logprobs"] is None:
+            continue
+        assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]
+        known, found = (
+            [value for value in one["logprobs"]["token_logprobs"] if value is not None] for one in (choice, other)
+        )
+        assert found == pytest.approx(known, abs=1e-3) and len(found) > 4
+    assert words_of(answers(both.gpu, **asked, stream=True)) == words_of(there)
+
+
+def test_all_at_once_get_what_each_gets_alone(both: Both) -> None:
+    alone = [words_of(answers(both.gpu, **asked)) for asked in ASKED.values()]
+    with ThreadPoolExecutor(len(ASKED)) as pool:
+        together = list(pool.map(lambda asked: words_of(answers(both.gpu, **asked)), ASKED.values()))
+    assert together == alone
+    assert both.gpu.until_idle(10) < 10
+    assert both.gpu.metric("recompiles_total") == 0
