@@ -9,7 +9,8 @@ per signature that launches. In their key stands what the `file` command says of
 command found none of them, and had no compiler either. /sbin/ldconfig must be there: Triton asks it for the driver.
 
 Triton imports the class by the variable TRITON_CACHE_MANAGER, in Inductor's compile workers too. This is imported where
-Triton is sure to be there. triton 3.6 and 3.7; tests/compiler/test_kernel_cache.py fails when they do without it.
+Triton is sure to be there. triton 3.6 and 3.7, torch 2.11 to 2.13; tests/compiler/test_kernel_cache.py fails when they
+do without it.
 """
 
 from __future__ import annotations
@@ -33,15 +34,19 @@ def name_libraries_by_machine() -> None:
     """
     from torch._inductor import async_compile
 
-    build.platform_key = lambda: f"{platform.machine()},{platform.system()}"
+    build.platform_key = _platform_key
     async_compile._worker_compile_triton = compile_in_worker  # type: ignore[attr-defined]
 
 
+def _platform_key() -> str:
+    return f"{platform.machine()},{platform.system()}"
+
+
 def compile_in_worker(load_kernel: Callable[[], Any], extra_env: dict[str, str], extra_config: dict[str, Any]) -> Any:
-    """What Inductor's own function of this place does, in a worker of which nothing was told yet."""
+    """What Inductor's own function of this place does, in a worker that has been told nothing yet."""
     from torch._inductor.runtime.compile_tasks import _worker_compile_triton
 
-    name_libraries_by_machine()
+    build.platform_key = _platform_key
     return _worker_compile_triton(load_kernel, extra_env, extra_config)
 
 

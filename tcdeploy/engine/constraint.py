@@ -1,35 +1,48 @@
 """What a request may demand of its answer's form: at each position, which tokens may come. No torch.
 
-The engine knows no grammar. It starts one `Matcher` per sequence, tells it every token that the host reads, and asks
-it which may come next. So a matcher always stands where the sequence's `token_ids` end: pre-emption and a step that
-did not run lose keys or tokens nobody read, and neither was ever told to it.
+The engine knows no grammar. It starts one `Matcher` per sequence, tells it every token that the host reads, and has a
+`Masker` say which may come next. So a matcher always stands where the sequence's `token_ids` end: pre-emption and a
+step that did not run lose keys or tokens nobody read, and neither was ever told to it.
 
 Rejected: a matcher that looks into logits. It would need them on the host; a mask is 16 KB up per constrained row and
-step (128,256 tokens), and nothing down. And masks one by one: a library gives Python's lock away for each, and where an
-event loop is busy, gets it back 5 ms later.
+step (128,256 tokens), and nothing down. And a mask of each matcher's own: a library gives Python's lock away for each,
+and gets it back up to 5 ms later where an event loop is busy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
-import numpy
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy
+    from numpy.typing import NDArray
 
 Verdict: TypeAlias = Literal["", "stop", "error"]  # open; complete; it cannot be kept to its form any more
-Mask: TypeAlias = NDArray[numpy.int32]  # [words]: token t may come next where bit t % 32 of word t // 32 is set
+
+
+class Masker(Protocol):
+    """Computes the masks of several matchers in one call. May not raise: a step serves others too."""
+
+    def fill(self, matchers: Sequence[Any], masks: NDArray[numpy.int32]) -> None:
+        """Row i of masks [n, words] is for matchers[i], which have this masker; its words are 0 so far.
+
+        A token t that may come next sets bit t % 32 of word t // 32. The rest stays 0, also for tokens that the model
+        has and this knows nothing of.
+        """
 
 
 class Matcher(Protocol):
-    """One sequence's place in its form. Neither method may raise: a step serves others too."""
+    """One sequence's place in its form."""
 
-    @staticmethod
-    def fill(places: Sequence[tuple[Any, Mask]]) -> None:
-        """For each of these matchers, all of this class, the tokens that may come next: its mask, zeros so far."""
+    @property
+    def masker(self) -> Masker: ...
 
     def accept(self, token_id: int) -> Verdict:
-        """The next token; what the answer is with it. Anything but "" ends the sequence, with this as its reason."""
+        """The next token; what the answer is with it. Anything but "" ends the sequence, with this as its reason.
+
+        May not raise: a step serves others too.
+        """
 
 
 class Constraint(Protocol):
@@ -37,12 +50,3 @@ class Constraint(Protocol):
 
     def start(self) -> Matcher:
         """At the first token. Cheap: the engine calls it between two steps."""
-
-
-def fill_masks(places: Iterable[tuple[Matcher, Mask]]) -> None:
-    """As `Matcher.fill` says, whatever their classes."""
-    by_kind: dict[type[Matcher], list[tuple[Matcher, Mask]]] = {}
-    for place in places:
-        by_kind.setdefault(type(place[0]), []).append(place)
-    for kind, of_kind in by_kind.items():
-        kind.fill(of_kind)

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as ListLike
 
+import numpy
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.engine.batch import DecodeRows
-from tcdeploy.engine.constraint import Matcher, fill_masks
+from tcdeploy.engine.constraint import Masker, Matcher
 from tcdeploy.engine.sampling import Features, row_seed, set_biases, set_history
 from tcdeploy.engine.sequence import Chunk, Sequence
 
@@ -82,10 +84,10 @@ class RowSeating:
             rows.append(row)
             matchers.append(sequence.matcher)
         device, words = self.state.token_ids.device, -(-self.state.sampling.in_prompt.shape[1] // 32)
+        # Torch's memory, which it can pin and keeps until the copy is done, written by numpy: torch pins no tensor that
+        # it makes from an array, and fills a large one with a thread per core, each of which spins for a while after.
         packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
-        lines = packed.numpy()
-        lines.fill(0)  # by one thread: torch would wake one per core for this, each of which then spins for a while
-        fill_masks(zip(matchers, lines, strict=True))
+        _fill(matchers, packed.numpy())
         masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
         index = _device_tensor(rows, torch.int64, device)
         return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
@@ -147,6 +149,17 @@ class RowSeating:
 
     def _upload(self, target: Tensor, values: ListLike[float]) -> None:
         target[: len(values)].copy_(_device_tensor(values, target.dtype, target.device), non_blocking=True)
+
+
+def _fill(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> None:
+    """Row i of masks [n, words] becomes what matchers[i] allows; each masker is asked once."""
+    rows_of: dict[Masker, list[int]] = {}
+    for row, matcher in enumerate(matchers):
+        rows_of.setdefault(matcher.masker, []).append(row)
+    for masker, rows in rows_of.items():
+        found = numpy.zeros((len(rows), masks.shape[1]), dtype=numpy.int32)
+        masker.fill([matchers[row] for row in rows], found)
+        masks[rows] = found
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:

@@ -25,6 +25,10 @@ log = logging.getLogger("tcdeploy.server")
 TOKENS = 4
 COMPLETION = {"prompt": [0], "max_tokens": TOKENS, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": TOKENS}
+SAMPLED = {  # whatever a step may have to do beside its program
+    **COMPLETION, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.1, "logit_bias": {"0": 1}, "logprobs": 1
+}  # fmt: skip
+JSON = {"prompt": [0], "max_tokens": TOKENS, "response_format": {"type": "json_object"}}
 SCOPE = {
     "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
     "scheme": "http", "root_path": "", "query_string": b"", "client": None, "server": None,
@@ -33,19 +37,21 @@ SCOPE = {
 
 
 async def rehearse(service: Service) -> None:
-    """Ask once of each kind, streamed and whole. What fails is logged: the model may refuse what we ask."""
+    """Ask once of each kind. What fails is logged: the model may refuse what we ask."""
     app = make_app(_with_own_books(service))
-    asked = [("/v1/completions", COMPLETION)]
+    asked = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
     if service.tokenizer.chat_template:
-        asked.append(("/v1/chat/completions", CHAT))
-    for path, body in asked:
-        for stream in (True, False):
-            try:
-                status = await _post(app, path, {**body, "stream": stream})
-            except Exception as error:  # the framework answers 500, and raises it too
-                log.warning("the rehearsal of %s failed: %s: %s", path, type(error).__name__, error)
-            else:
-                log.log(logging.DEBUG if status == 200 else logging.WARNING, "rehearsed %s: %d", path, status)
+        asked += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
+    asked.append(("/v1/completions", SAMPLED, False))
+    if service.structured.is_available:
+        asked.append(("/v1/completions", JSON, False))
+    for path, body, stream in asked:
+        try:
+            status = await _post(app, path, {**body, "stream": stream})
+        except Exception as error:  # the framework answers 500, and raises it too
+            log.warning("the rehearsal of %s failed: %s: %s", path, type(error).__name__, error)
+        else:
+            log.log(logging.DEBUG if status == 200 else logging.WARNING, "rehearsed %s: %d", path, status)
 
 
 def _with_own_books(service: Service) -> Service:

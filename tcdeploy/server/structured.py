@@ -6,8 +6,10 @@ would save that time and add up its states over all who use it, until the limit 
 
 What a stranger's schema can cost is bounded: its size here, the rest by llguidance. A mask takes 0.01 to 0.2 ms, and
 under these limits 13 to 18 ms, once, in the worst that we made: 100 patterns in one array, of which each answer ends
-with an error after some 170 random tokens. Its mean is 1.1 ms. (AMD EPYC, two cores, November 2026.) A step's masks are
-computed together: beside a thread that keeps Python busy, 32 took 161 ms one by one, and 5.4 in one call.
+with an error after some 170 random tokens. Its mean is 1.1 ms. A step's masks are computed in one call: of 32 answers,
+each with a grammar of its own, they took 161 ms one by one beside a thread that kept Python busy, and 5.4 together. The
+choices of one request share a lock within the library, so theirs are computed one after another. (AMD EPYC, two cores,
+November 2026.)
 
 White space within the JSON is free up to MOST_SPACES characters at a time: a model that has lost its way would fill its
 context with it.
@@ -16,7 +18,6 @@ context with it.
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
 import logging
 from collections.abc import Sequence
@@ -24,16 +25,17 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy
+from numpy.typing import NDArray
 
-from tcdeploy.engine.constraint import Mask, Verdict
+from tcdeploy.engine.constraint import Verdict
 from tcdeploy.server.protocol import ApiError, refusal
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MOST_SCHEMA_CHARACTERS = 128 << 10
 MOST_SPACES = 40
-COMPILERS, MASKERS = 2, 4  # threads
+COMPILERS, MASKERS = 2, 4  # threads; 32 masks took 0.24, 0.29 and 0.17 ms with 1, 2 and 4 on those two cores
 LIMITS = {
     "max_items_in_row": 8_000,  # an object of 1,000 optional fields takes 4,007
     "step_lexer_fuel": 50_000,
@@ -55,10 +57,15 @@ class Structured:
             from llguidance.hf import from_tokenizer
 
             self._tokenizer = from_tokenizer(tokenizer, eos_token=list(stop_token_ids) or None)
+            self._masks = Masks(self._tokenizer)
         except ImportError:
             self._missing = "needs llguidance, which is not installed: pip install 'tcdeploy[structured]'"
         except Exception as error:  # whatever a foreign library says of a foreign tokenizer
             self._missing = f"does not work with this model's tokenizer: {error}"
+
+    @property
+    def is_available(self) -> bool:
+        return not self._missing
 
     def require(self, field: str) -> None:
         """Raises ApiError that names `field`, whose meaning needs a grammar, where there can be none."""
@@ -93,49 +100,48 @@ class Structured:
         matcher.compute_bitmask()  # most of a first token's work; and a schema that nothing satisfies is found here
         if matcher.is_error() or matcher.is_stopped():
             raise _refused(matcher.get_error() or "nothing satisfies it", field)
-        return Grammar(matcher, -(-self._tokenizer.vocab_size // 32))
+        return Grammar(matcher, self._masks)
+
+
+class Masks:
+    """Of all answers of one model, as the engine's `Masker`: the library has threads for it, without Python's lock."""
+
+    def __init__(self, tokenizer: LLTokenizer) -> None:
+        from llguidance import LLExecutor
+        from llguidance.numpy import fill_next_token_bitmask_par
+
+        self._executor, self._fill = LLExecutor(MASKERS), fill_next_token_bitmask_par
+        self._words = -(-tokenizer.vocab_size // 32)  # the model may have more tokens, or fewer
+
+    def fill(self, matchers: Sequence[Position], masks: NDArray[numpy.int32]) -> None:
+        found = numpy.zeros((len(matchers), self._words), dtype=numpy.int32)
+        self._fill(self._executor, [(one.matcher, row) for row, one in enumerate(matchers)], found)
+        shared = min(masks.shape[1], self._words)
+        masks[:, :shared] = found[:, :shared]
 
 
 class Grammar:
     """A compiled schema, as the engine's `Constraint`."""
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher, self._words = matcher, words
+    def __init__(self, matcher: LLMatcher, masks: Masks) -> None:
+        self._matcher, self._masks = matcher, masks
 
     def start(self) -> Position:
-        return Position(self._matcher.deep_copy(), self._words)  # 10 us: the compiled parts are shared
+        return Position(self._matcher.deep_copy(), self._masks)  # 10 us: the compiled parts are shared
 
 
 class Position:
     """One answer's place in a grammar. The library reports and does not raise; whatever it reports is for good."""
 
-    def __init__(self, matcher: LLMatcher, words: int) -> None:
-        self._matcher, self._words = matcher, words  # of 32 tokens that the tokenizer has; the model may have others
-
-    @staticmethod
-    def fill(places: Sequence[tuple[Position, Mask]]) -> None:
-        from llguidance.numpy import fill_next_token_bitmask_par
-
-        found = numpy.zeros((len(places), places[0][0]._words), dtype=numpy.int32)
-        asked = [(position._matcher, row) for row, (position, _) in enumerate(places)]
-        fill_next_token_bitmask_par(_maskers(), asked, found)
-        for (_, mask), line in zip(places, found, strict=True):
-            shared = min(len(mask), len(line))
-            mask[:shared] = line[:shared]
+    def __init__(self, matcher: LLMatcher, masker: Masks) -> None:
+        self.matcher, self.masker = matcher, masker
 
     def accept(self, token_id: int) -> Verdict:
-        self._matcher.consume_token(token_id)
-        if self._matcher.is_error():
-            log.warning("a grammar could not go on: %s", self._matcher.get_error())
+        self.matcher.consume_token(token_id)
+        if self.matcher.is_error():
+            log.warning("a grammar could not go on: %s", self.matcher.get_error())
             return "error"
-        return "stop" if self._matcher.is_stopped() else ""
-
-
-@functools.cache
-def _maskers() -> LLExecutor:
-    from llguidance import LLExecutor
-
-    return LLExecutor(MASKERS)
+        return "stop" if self.matcher.is_stopped() else ""
 
 
 def with_bounded_spaces(schema: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch._inductor.async_compile import AsyncCompile
 
 from tcdeploy.compiler.cachedir import KERNEL_CACHE
 from tests.conftest import ROOT
@@ -94,7 +95,8 @@ def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.C
     (place / "kernel.py").write_text(KERNEL + LOADED)
     (place / "main.py").write_text(program)
     known = {name: value for name, value in os.environ.items() if name != "CC"}
-    environ = {**known, "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(folder), **changed}
+    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environ = {**known, "PYTHONPATH": packages, "TRITON_CACHE_DIR": str(folder), **changed}
     command = [sys.executable, str(place / "main.py"), *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
@@ -195,6 +197,7 @@ def test_inductor_s_workers_name_libraries_alike(tmp_path: Path, with_file: str)
     alone, ours = (json.loads(done.stdout) for done in told.values())
     assert alone[0] == alone[1] and "ELF" in alone[0]
     assert ours == [f"{platform.machine()},{platform.system()}"] * 2
+    assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls it by another name"
 
 
 def test_triton_alone_does_not_find_it(tmp_path: Path, with_file: str) -> None:

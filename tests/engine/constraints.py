@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy
+from numpy.typing import NDArray
 
-from tcdeploy.engine.constraint import Mask, Verdict
+from tcdeploy.engine.constraint import Verdict
 
 MODULUS = 5
 
@@ -27,19 +28,24 @@ class Chain:
         return token_id < self.vocab_size and token_id % MODULUS == sum(before) % MODULUS
 
 
-@dataclass(eq=False)
-class ChainMatcher:
-    chain: Chain
-    accepted: list[int] = field(default_factory=list)
-    asked_at: list[int] = field(default_factory=list)  # how many tokens it knew when it was asked for a mask
-
-    @staticmethod
-    def fill(places: list[tuple[ChainMatcher, Mask]]) -> None:
-        for matcher, mask in places:
+class ChainMasker:
+    def fill(self, matchers: list[ChainMatcher], masks: NDArray[numpy.int32]) -> None:
+        for matcher, mask in zip(matchers, masks.view(numpy.uint32), strict=True):
             matcher.asked_at.append(len(matcher.accepted))
             for token_id in range(matcher.chain.vocab_size):
                 if matcher.chain.allows(matcher.accepted, token_id):
-                    mask.view(numpy.uint32)[token_id // 32] |= numpy.uint32(1 << token_id % 32)
+                    mask[token_id // 32] |= numpy.uint32(1 << token_id % 32)
+
+
+MASKER = ChainMasker()
+
+
+@dataclass(eq=False)
+class ChainMatcher:
+    masker = MASKER
+    chain: Chain
+    accepted: list[int] = field(default_factory=list)
+    asked_at: list[int] = field(default_factory=list)  # how many tokens it knew when it was asked for a mask
 
     def accept(self, token_id: int) -> Verdict:
         if not self.chain.allows(self.accepted, token_id):

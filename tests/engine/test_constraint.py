@@ -13,7 +13,7 @@ from tcdeploy.compiler.ledger import measured
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import tiny_with
-from tests.engine.constraints import Chain, ChainMatcher
+from tests.engine.constraints import MASKER, Chain
 
 LENGTH = 20
 VOCAB = 2000  # the model's is 2048: a tokenizer may have less than its model
@@ -159,10 +159,10 @@ def test_a_stop_token_of_the_request_still_ends_it(tiny_deployment: Any) -> None
 
 
 def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one kind: each call of a library may wait for Python's lock."""
+    """Of one masker: each call of a library may wait for Python's lock."""
     engine, found, asked = tiny_deployment.engine, {}, []
-    fill = ChainMatcher.fill
-    monkeypatch.setattr(ChainMatcher, "fill", lambda places: (asked.append(len(places)), fill(places)))
+    fill = MASKER.fill
+    monkeypatch.setattr(MASKER, "fill", lambda matchers, masks: (asked.append(len(matchers)), fill(matchers, masks)))
     chain = Chain(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, found, constraint=chain)
@@ -177,11 +177,14 @@ def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: p
 class Broken:
     """Allows nothing and accepts nothing: what a grammar does that has reached its limits."""
 
+    @property
+    def masker(self) -> Broken:
+        return self
+
     def start(self) -> Broken:
         return self
 
-    @staticmethod
-    def fill(places: Any) -> None:
+    def fill(self, matchers: Any, masks: Any) -> None:
         pass
 
     def accept(self, token_id: int) -> Any:

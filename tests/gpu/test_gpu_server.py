@@ -1,4 +1,4 @@
-"""Whatever a request may ask for: a server on the GPU says what one on the CPU says, of the same model in float32."""
+"""What requests ask of a step beside its program: on the GPU a server says what it says on the CPU, in float32."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.server.conftest import Served, serving
-from tests.server.test_structured import PERSON, json_of
+from tests.server.test_structured import PERSON, QUESTION, json_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -34,6 +34,9 @@ ASKED: dict[str, dict[str, Any]] = {
     "prompts": {"prompt": [PROMPT, "A list is", "To be "]},
     "logprobs": {"logprobs": 3},
     "echo": {"echo": True, "logprobs": 2, "max_tokens": 5},
+    "ids to stop at": {"stop_token_ids": list(range(0, 2000, 16)), "max_tokens": 100},
+    "chat": {"messages": QUESTION, "logprobs": True, "top_logprobs": 3},
+    "chat, any object": {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200},
     "echo of a long prompt": {"prompt": LONG, "echo": True, "logprobs": 0, "max_tokens": 1},
     "schema": {"response_format": json_of(PERSON), "max_tokens": 200},
     "schema, sampled": {"response_format": json_of(PERSON), "max_tokens": 200, "temperature": 1, "seed": 9, "n": 2},
@@ -54,24 +57,42 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def answers(served: Served, **asked: Any) -> list[dict[str, Any]]:
-    body = {"model": TINY, "prompt": PROMPT, "max_tokens": 40, "temperature": 0, **asked}
+    is_chat = "messages" in asked
+    url = f"{served.address}/v1/{'chat/' if is_chat else ''}completions"
+    body = {"model": TINY, "max_tokens": 40, "temperature": 0, **({} if is_chat else {"prompt": PROMPT}), **asked}
     if body.get("stream"):
-        return streamed(served, body)
-    made = httpx.post(f"{served.address}/v1/completions", json=body, timeout=120)
+        return streamed(url, body)
+    made = httpx.post(url, json=body, timeout=120)
     assert made.status_code == 200, made.text
-    return list(made.json()["choices"])
+    return [
+        {**choice, "text": choice["message"]["content"]} if is_chat else choice for choice in made.json()["choices"]
+    ]
 
 
-def streamed(served: Served, body: dict[str, Any]) -> list[dict[str, Any]]:
+def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     found: dict[int, dict[str, Any]] = {}
-    with httpx.stream("POST", f"{served.address}/v1/completions", json=body, timeout=120) as made:
+    with httpx.stream("POST", url, json=body, timeout=120) as made:
         for line in made.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
                     whole = found.setdefault(choice["index"], {"text": ""})
-                    whole["text"] += choice["text"]
+                    whole["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
                     whole["finish_reason"] = choice["finish_reason"]
     return [found[index] for index in sorted(found)]
+
+
+def logprobs_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
+    """Each token with its log-probability and those of the likeliest; a prompt's first has none."""
+    found = choice["logprobs"]
+    if found is None:
+        return []
+    if "content" in found:
+        return [
+            (one["token"], one["logprob"], {other["token"]: other["logprob"] for other in one["top_logprobs"]})
+            for one in found["content"]
+        ]
+    rows = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"] or [{}] * 1000, strict=False)
+    return [(token, value, top) for token, value, top in rows if value is not None]
 
 
 def words_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
@@ -82,14 +103,13 @@ def words_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def test_the_gpu_says_what_the_cpu_says(both: Both, asked: dict[str, Any]) -> None:
     here, there = answers(both.cpu, **asked), answers(both.gpu, **asked)
     assert words_of(there) == words_of(here)
-    for choice, other in zip(here, there, strict=True):
-        if choice["logprobs"] is None:
-            continue
-        assert choice["logprobs"]["tokens"] == other["logprobs"]["tokens"]
-        known, found = (
-            [value for value in one["logprobs"]["token_logprobs"] if value is not None] for one in (choice, other)
+    for known, found in zip(map(logprobs_of, here), map(logprobs_of, there), strict=True):
+        assert [token for token, _, _ in found] == [token for token, _, _ in known]
+        assert [value for _, value, _ in found] == pytest.approx([value for _, value, _ in known], abs=1e-3)
+        assert all(
+            top == pytest.approx(other, abs=1e-3) for (_, _, top), (_, _, other) in zip(found, known, strict=True)
         )
-        assert found == pytest.approx(known, abs=1e-3) and len(found) > 4
+        assert (len(found) > 4) == ("logprobs" in asked)
     assert words_of(answers(both.gpu, **asked, stream=True)) == words_of(there)
 
 

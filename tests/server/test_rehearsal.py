@@ -27,18 +27,23 @@ def test_it_has_answered_and_no_figure_tells_of_it(serve: Callable[..., Any]) ->
         assert (status["answers"], status["generation_tokens"], status["kv_use"], status["running"]) == (0, 0, 0, 0)
 
 
+@pytest.mark.parametrize("has_grammars", [False, True])
 @pytest.mark.parametrize("template", [None, "a template"])
-def test_each_kind_is_asked_streamed_and_whole(template: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_kind_is_asked(template: str | None, has_grammars: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
     async def post(app: object, path: str, body: dict[str, object]) -> int:
-        asked.append((path, body["stream"]))
+        asked.append((path, body["stream"], "temperature" in body, "response_format" in body))
         return 200
 
     monkeypatch.setattr(rehearsal, "_post", post)
-    asyncio.run(rehearsal.rehearse(service_with(template)))
+    asyncio.run(rehearsal.rehearse(service_with(template, has_grammars)))
     kinds = ["/v1/completions", *(["/v1/chat/completions"] if template else [])]
-    assert asked == [(kind, stream) for kind in kinds for stream in (True, False)]
+    assert asked == [
+        *[(kind, stream, False, False) for kind in kinds for stream in (True, False)],
+        ("/v1/completions", False, True, False),
+        *([("/v1/completions", False, False, True)] if has_grammars else []),
+    ]
 
 
 def test_what_fails_is_said_and_keeps_nobody_from_starting(
@@ -57,10 +62,12 @@ def test_what_fails_is_said_and_keeps_nobody_from_starting(
     assert [record.getMessage() for record in caplog.records] == [
         *["the rehearsal of /v1/completions failed: RuntimeError: out of order"] * 2,
         "rehearsed /v1/chat/completions: 400",
+        "the rehearsal of /v1/completions failed: RuntimeError: out of order",
     ]
 
 
-def service_with(template: str | None) -> Service:
+def service_with(template: str | None, has_grammars: bool = False) -> Service:
     made = Service(SimpleNamespace(deployment=None, failure=None), Admission(1), "model")  # type: ignore[arg-type]
     made.tokenizer = SimpleNamespace(chat_template=template)
+    made.structured = SimpleNamespace(is_available=has_grammars)  # type: ignore[assignment]
     return made

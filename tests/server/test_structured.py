@@ -253,9 +253,9 @@ def tokenizer() -> Any:
 
 
 def allowed(position: Position, words: int = 100) -> set[int]:
-    mask = numpy.zeros(words, dtype=numpy.int32)
-    Position.fill([(position, mask)])
-    return {token for token in range(32 * words) if mask[token // 32] >> token % 32 & 1}
+    masks = numpy.zeros((1, words), dtype=numpy.int32)
+    position.masker.fill([position], masks)
+    return {token for token in range(32 * words) if masks[0, token // 32] >> token % 32 & 1}
 
 
 def test_the_end_is_allowed_where_the_json_is_whole_and_only_there(tokenizer: Any) -> None:
