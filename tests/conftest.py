@@ -29,6 +29,7 @@ SHORTCUTS = (VECTORS, REMEMBERED)
 _shortcuts = list(SHORTCUTS)  # that runs of the command take, but where one would hide something
 
 ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # as the tests found theirs
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
@@ -159,11 +160,10 @@ def cli_command(*arguments: str) -> list[str]:
 
 def cli_environment(home: Path, **environ: str) -> dict[str, str]:
     kept = {name: os.environ[name] for name in KEPT if name in os.environ}
-    packages = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # where the tests found what they import
     return {
         **kept,
         "HOME": str(home),
-        "PYTHONPATH": os.pathsep.join(packages),
+        "PYTHONPATH": PACKAGES,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         **{name: os.environ[name] for name in _shortcuts if name in os.environ},

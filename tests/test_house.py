@@ -246,6 +246,12 @@ def test_the_deciding_half_imports_no_torch() -> None:
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
+def test_the_server_binds_its_socket_before_it_imports_what_takes_long() -> None:
+    slow = (*HEAVY, "numpy")
+    done = run("-c", f"import sys, {PACKAGE}.server.run; print(*[name for name in {slow} if name in sys.modules])")
+    assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

@@ -24,11 +24,11 @@ Verdict: TypeAlias = Literal["", "stop", "error"]  # open; complete; it cannot b
 class Masker(Protocol):
     """Computes the masks of several matchers in one call. May not raise: a step serves others too."""
 
-    def fill(self, matchers: Sequence[Any], masks: NDArray[numpy.int32]) -> None:
-        """Row i of masks [n, words] is for matchers[i], which have this masker; its words are 0 so far.
+    def fill(self, places: Sequence[tuple[Any, int]], masks: NDArray[numpy.int32]) -> None:
+        """For each (matcher, row), which have this masker: that row of masks [n, words], whose words are 0 so far.
 
         A token t that may come next sets bit t % 32 of word t // 32. The rest stays 0, also for tokens that the model
-        has and this knows nothing of.
+        has and this knows nothing of; and so do the other rows.
         """
 
 

@@ -153,13 +153,12 @@ class RowSeating:
 
 def _fill(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> None:
     """Row i of masks [n, words] becomes what matchers[i] allows; each masker is asked once."""
-    rows_of: dict[Masker, list[int]] = {}
+    masks.fill(0)
+    places_of: dict[Masker, list[tuple[Matcher, int]]] = {}
     for row, matcher in enumerate(matchers):
-        rows_of.setdefault(matcher.masker, []).append(row)
-    for masker, rows in rows_of.items():
-        found = numpy.zeros((len(rows), masks.shape[1]), dtype=numpy.int32)
-        masker.fill([matchers[row] for row in rows], found)
-        masks[rows] = found
+        places_of.setdefault(matcher.masker, []).append((matcher, row))
+    for masker, places in places_of.items():
+        masker.fill(places, masks)
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:

@@ -24,14 +24,13 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-import numpy
-from numpy.typing import NDArray
-
 from tcdeploy.engine.constraint import Verdict
 from tcdeploy.server.protocol import ApiError, refusal
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # numpy takes a tenth of a second, before which no socket would answer
+    import numpy
     from llguidance import LLMatcher, LLTokenizer
+    from numpy.typing import NDArray
 
 MOST_SCHEMA_CHARACTERS = 128 << 10
 MOST_SPACES = 40
@@ -113,11 +112,15 @@ class Masks:
         self._executor, self._fill = LLExecutor(MASKERS), fill_next_token_bitmask_par
         self._words = -(-tokenizer.vocab_size // 32)  # the model may have more tokens, or fewer
 
-    def fill(self, matchers: Sequence[Position], masks: NDArray[numpy.int32]) -> None:
-        found = numpy.zeros((len(matchers), self._words), dtype=numpy.int32)
-        self._fill(self._executor, [(one.matcher, row) for row, one in enumerate(matchers)], found)
-        shared = min(masks.shape[1], self._words)
-        masks[:, :shared] = found[:, :shared]
+    def fill(self, places: Sequence[tuple[Position, int]], masks: NDArray[numpy.int32]) -> None:
+        import numpy
+
+        words = masks.shape[1]
+        found = masks if words == self._words else numpy.zeros((len(masks), self._words), masks.dtype)
+        self._fill(self._executor, [(position.matcher, row) for position, row in places], found)
+        if found is not masks:
+            for _, row in places:
+                masks[row, : self._words] = found[row, :words]
 
 
 class Grammar:

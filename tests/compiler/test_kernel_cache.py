@@ -14,7 +14,7 @@ import pytest
 from torch._inductor.async_compile import AsyncCompile
 
 from tcdeploy.compiler.cachedir import KERNEL_CACHE
-from tests.conftest import ROOT
+from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
 
@@ -97,8 +97,7 @@ def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.C
     (place / "kernel.py").write_text(KERNEL + LOADED)
     (place / "main.py").write_text(program)
     known = {name: value for name, value in os.environ.items() if name != "CC"}
-    packages = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environ = {**known, "PYTHONPATH": packages, "TRITON_CACHE_DIR": str(folder), **changed}
+    environ = {**known, "PYTHONPATH": PACKAGES, "TRITON_CACHE_DIR": str(folder), **changed}
     command = [sys.executable, str(place / "main.py"), *words]
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 

@@ -29,8 +29,9 @@ class Chain:
 
 
 class ChainMasker:
-    def fill(self, matchers: list[ChainMatcher], masks: NDArray[numpy.int32]) -> None:
-        for matcher, mask in zip(matchers, masks.view(numpy.uint32), strict=True):
+    def fill(self, places: list[tuple[ChainMatcher, int]], masks: NDArray[numpy.int32]) -> None:
+        for matcher, row in places:
+            mask = masks[row].view(numpy.uint32)
             matcher.asked_at.append(len(matcher.accepted))
             for token_id in range(matcher.chain.vocab_size):
                 if matcher.chain.allows(matcher.accepted, token_id):

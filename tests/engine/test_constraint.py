@@ -162,7 +162,7 @@ def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: p
     """Of one masker: each call of a library may wait for Python's lock."""
     engine, found, asked = tiny_deployment.engine, {}, []
     fill = MASKER.fill
-    monkeypatch.setattr(MASKER, "fill", lambda matchers, masks: (asked.append(len(matchers)), fill(matchers, masks)))
+    monkeypatch.setattr(MASKER, "fill", lambda places, masks: (asked.append(len(places)), fill(places, masks)))
     chain = Chain(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, found, constraint=chain)
@@ -184,7 +184,7 @@ class Broken:
     def start(self) -> Broken:
         return self
 
-    def fill(self, matchers: Any, masks: Any) -> None:
+    def fill(self, places: Any, masks: Any) -> None:
         pass
 
     def accept(self, token_id: int) -> Any:

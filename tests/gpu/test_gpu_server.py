@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def logprobs_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, floa
             (one["token"], one["logprob"], {other["token"]: other["logprob"] for other in one["top_logprobs"]})
             for one in found["content"]
         ]
-    rows = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"] or [{}] * 1000, strict=False)
+    rows = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"] or itertools.repeat({}), strict=False)
     return [(token, value, top) for token, value, top in rows if value is not None]
 
 

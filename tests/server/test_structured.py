@@ -254,7 +254,7 @@ def tokenizer() -> Any:
 
 def allowed(position: Position, words: int = 100) -> set[int]:
     masks = numpy.zeros((1, words), dtype=numpy.int32)
-    position.masker.fill([position], masks)
+    position.masker.fill([(position, 0)], masks)
     return {token for token in range(32 * words) if masks[0, token // 32] >> token % 32 & 1}
 
 
