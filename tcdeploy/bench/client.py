@@ -32,12 +32,20 @@ class Client:
 
     async def request(self, method: str, path: str, body: bytes, receive: Receive) -> int:
         """The status, when the answer is complete. Raises OSError, or a ConnectionError where it breaks off."""
+        return await self.send(self.prepared(method, path, body), receive)
+
+    def prepared(self, method: str, path: str, body: bytes) -> bytes:
+        """What `send` takes: made before time counts, it is no part of an answer's."""
         head = f"{method} {self._path}{path} HTTP/1.1\r\n{self._head}content-length: {len(body)}\r\n"
         head += "content-type: application/json\r\n\r\n" if body else "\r\n"
+        return head.encode() + body
+
+    async def send(self, request: bytes, receive: Receive) -> int:
+        """As `request`."""
         while True:
             connection = self._kept() or await self._connect()
             try:
-                status = await connection.ask(head.encode() + body, receive)
+                status = await connection.ask(request, receive)
             except ConnectionError:
                 if connection.answers and not connection.has_begun:
                     continue  # the server closed it while it was not in use

@@ -2,8 +2,9 @@
 
 Open loop: requests arrive when they arrive (`request_rate`), whatever the server does; one that has to wait for a slow
 server waits in our figures too. Closed loop: so many clients, each of which asks again when it has its answer
-(`concurrency`). Prompts are random token ids, so the server's tokenizer has nothing to do; answers run to their length
-(`ignore_eos`). An event of the stream counts as a token in the gaps; how many there were, the server says itself.
+(`concurrency`); one alone stays awake while it waits, since its waking up would count as the server's time. Prompts are
+random token ids, so the server's tokenizer has nothing to do; answers run to their length (`ignore_eos`). An event of
+the stream counts as a token in the gaps; how many there were, the server says itself.
 """
 
 from __future__ import annotations
@@ -63,9 +64,9 @@ async def load(settings: ServeSettings) -> ServeRow:
     """Raises NetworkError where nobody answers at the address."""
     client = Client(settings.url, settings.headers)
     model = settings.served_model or await _only_model(client, settings.url)
-    bodies = [_body(settings, model, number) for number in range(settings.requests)]  # before time counts
+    requests = [_request(client, settings, model, number) for number in range(settings.requests)]
     clock = _Clock()
-    asked = await (_closed if settings.concurrency else _open)(client, settings, bodies, clock)
+    asked = await (_closed if settings.concurrency else _open)(client, settings, requests, clock)
     seconds = clock.now()
     client.close()
     good = [one for one in asked if not one.failure]
@@ -94,28 +95,31 @@ class _Clock:
         return time.perf_counter() - self._start
 
 
-async def _open(client: Client, settings: ServeSettings, bodies: list[bytes], clock: _Clock) -> list[Asked]:
-    async def later(body: bytes, arrival: float) -> Asked:
+async def _open(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[Asked]:
+    async def later(request: bytes, arrival: float) -> Asked:
         await asyncio.sleep(max(0.0, arrival - clock.now()))
-        return await _ask(client, body, Asked(arrival), clock)
+        return await _ask(client, request, Asked(arrival), clock)
 
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
-    return list(await asyncio.gather(*map(later, bodies, times)))
+    return list(await asyncio.gather(*map(later, requests, times)))
 
 
-async def _closed(client: Client, settings: ServeSettings, bodies: list[bytes], clock: _Clock) -> list[Asked]:
-    waiting, asked = iter(bodies), []
+async def _closed(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[Asked]:
+    waiting, asked = iter(requests), []
 
     async def one() -> None:
-        for body in waiting:
-            asked.append(await _ask(client, body, Asked(clock.now()), clock))
+        for request in waiting:
+            asked.append(await _ask(client, request, Asked(clock.now()), clock))
 
-    await asyncio.gather(*(one() for _ in range(settings.concurrency)))
+    clients = asyncio.gather(*(one() for _ in range(settings.concurrency)))
+    while settings.concurrency == 1 and not clients.done():
+        await asyncio.sleep(0)
+    await clients
     return asked
 
 
-def _body(settings: ServeSettings, model: str, number: int) -> bytes:
-    """Request `number`, as it is sent."""
+def _request(client: Client, settings: ServeSettings, model: str, number: int) -> bytes:
+    """Number `number`, as it is sent: nothing of it is made while time counts."""
     source = random.Random(settings.seed * 1_000_003 + number)
     body = {
         "model": model,
@@ -126,13 +130,13 @@ def _body(settings: ServeSettings, model: str, number: int) -> bytes:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return json.dumps(body).encode()
+    return client.prepared("POST", "/v1/completions", json.dumps(body).encode())
 
 
-async def _ask(client: Client, body: bytes, asked: Asked, clock: _Clock) -> Asked:
+async def _ask(client: Client, request: bytes, asked: Asked, clock: _Clock) -> Asked:
     events = _Events(asked, clock)
     try:
-        status = await client.request("POST", "/v1/completions", body, events.receive)
+        status = await client.send(request, events.receive)
     except (OSError, ValueError, KeyError, TypeError) as error:
         asked.failure = asked.failure or type(error).__name__
         return asked

@@ -11,12 +11,14 @@ Its length is 0, and length 0 writes no key and reads none.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence as ListLike
 from dataclasses import dataclass
 
 import numpy
 import torch
 import torch._dynamo
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.attention.interface import StepInputs, default_splits
@@ -104,6 +106,8 @@ class PrefillBuffers:
         self._longs = _Parts(ids=tokens, positions=tokens, slots=tokens, logit_rows=sequences, rows=sequences)
         self._ints = _Parts(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
         self._packed = torch.zeros(self._longs.size + self._ints.size // 2, dtype=torch.int64, device=plan.device)
+        self._unset = self._longs.size + self._ints.start_of("tables") // 2  # longs; tables are read as far as filled
+        self._grid = _grid(plan.context, plan.block_size)
         longs = self._longs.of(self._packed)
         ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
@@ -118,6 +122,7 @@ class PrefillBuffers:
             decode_splits=1,
             arrivals=step.arrivals,
         )
+        self._host_facts = inputs.host_facts.numpy()
         self.buffers = StepBuffers(
             bucket, longs["ids"][None], longs["positions"][None], longs["rows"], ints["lengths"],
             inputs, longs["logit_rows"],
@@ -129,18 +134,19 @@ class PrefillBuffers:
         flat = staging.numpy()
         longs = self._longs.of(flat)
         ints = self._ints.of(flat[self._longs.size :].view(numpy.int32))
-        self._pad(longs, ints)
+        flat[: self._unset] = 0
+        longs["slots"][:] = PADDING_SLOT
+        longs["rows"][:] = self.state.nobody
         tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
         end = 0
         for number, (sequence, start, stop) in enumerate(chunks):
             begin, end = end, end + stop - start
-            blocks = numpy.array(sequence.blocks, dtype=numpy.int32)
-            positions = numpy.arange(start, stop)
-            block_size = self.plan.block_size
+            blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
             longs["ids"][begin:end] = sequence.token_ids[start:stop]
+            positions, block_of, place_in_block = (each[start:stop] for each in self._grid)
             longs["positions"][begin:end] = positions
-            longs["slots"][begin:end] = blocks[positions // block_size].astype(numpy.int64) * block_size
-            longs["slots"][begin:end] += positions % block_size
+            first_slots = blocks * self.plan.block_size
+            numpy.add(first_slots[block_of], place_in_block, out=longs["slots"][begin:end])
             longs["logit_rows"][number] = end - 1
             tables[number, : len(blocks)] = blocks
             ints["seq_lens"][number] = stop
@@ -149,15 +155,14 @@ class PrefillBuffers:
             if row is not None:
                 longs["rows"][number], ints["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self.buffers.step.host_facts.copy_(torch.tensor(_host_facts(chunks, end)))
+        self._host_facts[:] = _host_facts(chunks, end)
 
-    def _pad(self, longs: dict[str, numpy.ndarray], ints: dict[str, numpy.ndarray]) -> None:
-        for name in ("ids", "positions", "logit_rows"):
-            longs[name][:] = 0
-        longs["slots"][:] = PADDING_SLOT
-        longs["rows"][:] = self.state.nobody
-        for name in ("seq_lens", "starts", "lengths"):
-            ints[name][:] = 0
+
+@functools.cache
+def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """Of every position: itself, the number of its block in the sequence, and its place there."""
+    positions = numpy.arange(context)
+    return positions, positions // block_size, positions % block_size
 
 
 def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:
@@ -176,6 +181,9 @@ class _Parts:
         for name, size in sizes.items():
             self._places[name] = (self.size, self.size + size)
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
+
+    def start_of(self, name: str) -> int:
+        return self._places[name][0]
 
     def of(self, flat):  # type: ignore[no-untyped-def]  # a torch.Tensor or a numpy array
         return {name: flat[start:stop] for name, (start, stop) in self._places.items()}

@@ -1,10 +1,11 @@
 """Who sits in which decode row: the host's list of running sequences, carried over to the device when it changes.
 
 `seat` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
-gather on the device (the token that a row feeds next may not have reached the host yet), new sequences bring their
-sampling parameters, and a block table goes up when it grew. Nothing changed costs a comparison per row and no launch.
-Rows in which nobody sits are empty, so a sequence that only joins the others moves nothing: that gather is some twenty
-launches, before the first token of a prompt that finds the engine idle.
+gather on the device (the token that a row feeds next may not have reached the host yet), and new sequences bring their
+sampling parameters. Nothing changed costs a comparison per row and no launch. Rows in which nobody sits are empty, so a
+sequence that only joins the others moves nothing: that gather is some twenty launches, before the first token of a
+prompt that finds the engine idle. For the same reason blocks go up apart (`bring_blocks`), before a decode step: a
+prefill reads a table of its own, so those of its prompts go up while the device works on it.
 """
 
 from __future__ import annotations
@@ -34,8 +35,11 @@ class RowSeating:
         """Make row i hold running[i]. Launches work only for what changed."""
         if len(running) != len(self._seated) or any(a is not b for a, b in zip(running, self._seated, strict=True)):
             self._reseat(running)
+
+    def bring_blocks(self) -> None:
+        """Make the table of every row name all blocks of who sits there. One copy for all that grew."""
         grown: list[tuple[int, int, int]] = []  # row, column, block
-        for row, sequence in enumerate(running):
+        for row, sequence in enumerate(self._seated):
             known, blocks = self._blocks_up[row], sequence.blocks
             if len(blocks) != known:
                 grown += [(row, column, blocks[column]) for column in range(known, len(blocks))]
@@ -52,6 +56,7 @@ class RowSeating:
         """Seat sequences whose tokens the host knows all of, as if a prefill had just ended: what warm-up runs on."""
         self.clear()
         self.seat(sequences)
+        self.bring_blocks()
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self._upload(self.state.token_ids, [sequence.token_ids[-1] for sequence in sequences])
         self._upload(self.state.positions, [length - 1 for length in lengths])

@@ -71,6 +71,7 @@ class ModelRunner:
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; row i of the output belongs to sequence i."""
         self.seating.seat(running)
+        self.seating.bring_blocks()
         bucket = smallest(self.plan.decode_buckets, len(running))
         self._count(bucket, len(running))
         return self._run(self._decode[bucket])

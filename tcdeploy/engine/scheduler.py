@@ -9,8 +9,8 @@ The one admitted first is never sent back, so every step brings the oldest reque
 `schedule` updates the sequences as if the step had run: the engine launches it before it calls `schedule`, `finish`
 or `abort` again. The host need not have read the tokens of the step before, since positions follow from counts alone.
 Work is ordered on the device's stream, so blocks freed here may at once be handed to the next step; for the same
-reason a prompt's blocks are registered when their chunk is scheduled, at the end of the step's packing: only a later
-step may read what this one writes.
+reason a prompt's blocks are registered without waiting for their step to end: when the next one is scheduled, since
+only a later step may read what this one writes, and by then the device is at work on this one.
 
 Prefill comes first, because a row that decodes costs nearly nothing beside the others and an empty one earns nothing;
 after `prefill_steps_in_a_row` the running ones get a token, so that a burst of prompts does not stop their streams.
@@ -67,6 +67,7 @@ class Scheduler:
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
         self._prefills_in_a_row = 0
+        self._unregistered: tuple[Chunk, ...] = ()  # of the last step
 
     @property
     def has_work(self) -> bool:
@@ -95,6 +96,7 @@ class Scheduler:
 
     def schedule(self) -> Step | None:
         """The next step, to be launched at once. None: nothing can run until tokens in flight have been read."""
+        self._register()
         self._retire()
         decode_is_due = bool(self.running) and self._prefills_in_a_row >= self.limits.prefill_steps_in_a_row
         chunks = () if decode_is_due else self._prefill()
@@ -116,7 +118,14 @@ class Scheduler:
         self._admitted.clear()
         self.prefilling.clear()
         self.running.clear()
+        self._unregistered = ()
         self.allocator.reset_prefixes()
+
+    def _register(self) -> None:
+        """What the last step's chunks write; nothing of a sequence that has given its blocks back since."""
+        for sequence, _, stop in self._unregistered:
+            self.allocator.register(sequence.token_ids, sequence.blocks, stop)
+        self._unregistered = ()
 
     def _retire(self) -> None:
         """Whose last token is sampled needs its row no more."""
@@ -136,9 +145,8 @@ class Scheduler:
             self._launch_chunk(chunk)
             chunks.append(chunk)
             room -= chunk.stop - chunk.start
-        for sequence, _, stop in chunks:
-            self.allocator.register(sequence.token_ids, sequence.blocks, stop)
-        return tuple(chunks)
+        self._unregistered = tuple(chunks)
+        return self._unregistered
 
     def _admit(self) -> Sequence | None:
         """The head of the queue, with its blocks; None where it has to wait, and all behind it wait too."""

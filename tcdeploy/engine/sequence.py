@@ -12,7 +12,7 @@ import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.constraint import Constraint, Matcher
@@ -68,7 +68,6 @@ ACCEPTED = {
         "prompt logprobs", int, lambda n: 0 <= n <= MOST_LOGPROBS, f"{WHOLE} from 0 to {MOST_LOGPROBS}", "None: none"
     ),
 }
-MAY_BE_NONE = ("seed", "logprobs", "prompt_logprobs")
 BIAS = Accepted("a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token")
 
 
@@ -100,8 +99,8 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, accepted in ACCEPTED.items():
-            value = getattr(self, name)
-            if value is not None or name not in MAY_BE_NONE:
+            value, default = getattr(self, name), DEFAULTS[name]
+            if value != default or type(value) is not type(default):  # most are as they were; True equals 1
                 accepted.check(value)
         if not isinstance(self.stop_token_ids, tuple):
             raise UsageError(f"stop token ids are {self.stop_token_ids!r}, and must be a tuple", "() stops at none")
@@ -139,6 +138,9 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+
+DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 
 
 @dataclass(eq=False)  # two requests may hold the same tokens and be two

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
+from tcdeploy.server.http import is_whole
 from tcdeploy.server.limits import check
 from tcdeploy.server.protocol import (
     ApiError,
@@ -158,16 +159,27 @@ async def _read(service: Service, request: Request, kind: type[Shape]) -> Shape:
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the body is {content_type[:80]}, and must be application/json")
-    body = bytearray()
+    if is_whole(request.scope):  # a timer costs 0.05 ms where nothing else has run for some milliseconds
+        return parse(kind, await _body(request, service.max_body_bytes))
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for part in request.stream():
-                body += part
-                if len(body) > service.max_body_bytes:
-                    raise ApiError(413, f"the body is larger than {service.max_body_bytes} bytes")
+            body = await _body(request, service.max_body_bytes)
     except TimeoutError:
         raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
-    return parse(kind, bytes(body))
+    return parse(kind, body)
+
+
+async def _body(request: Request, most_bytes: int) -> bytes:
+    body, is_more = bytearray(), True
+    while is_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        body += message.get("body", b"")
+        if len(body) > most_bytes:
+            raise ApiError(413, f"the body is larger than {most_bytes} bytes")
+        is_more = message.get("more_body", False)
+    return bytes(body)
 
 
 class _Guard:

@@ -16,7 +16,7 @@ from tcdeploy.server.protocol import ApiError
 
 MOST_HEAD_BYTES = 64 << 10  # and what else comes with its last packet
 REQUEST_SECONDS = 30.0  # from the connection, or the first byte of the next request; longer where an answer runs
-ABORT, IS_FULL = "tcdeploy.abort", "tcdeploy.is_full"
+ABORT, IS_FULL, IS_WHOLE = "tcdeploy.abort", "tcdeploy.is_full", "tcdeploy.is_whole"
 
 
 def abort(scope: MutableMapping[str, Any]) -> None:
@@ -30,6 +30,12 @@ def is_full(scope: MutableMapping[str, Any]) -> bool:
     return asked is None or bool(asked())
 
 
+def is_whole(scope: MutableMapping[str, Any]) -> bool:
+    """Whether all of a request's body has come, so that `receive` does not wait. Of another server's: not known."""
+    asked = scope.get("extensions", {}).get(IS_WHOLE)
+    return asked is not None and bool(asked())
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """Ends a connection whose next head is too large, or whose request does not come to its end."""
 
@@ -37,6 +43,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().__init__(*given, **named)
         self._head_bytes = 0
         self._is_in_head = True
+        self._is_partial = False  # some of a request has come, and not its end
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -50,24 +57,27 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._is_in_head:
             self._head_bytes += len(data)
-        self._set_deadline()
+        self._is_partial = True
         super().data_received(data)
+        if self._is_partial:  # what comes whole, as most requests do, needs no timer
+            self._set_deadline()
         if self._is_in_head and self._head_bytes > MOST_HEAD_BYTES:
             self._refuse(431, "Request Header Fields Too Large", f"the head is larger than {MOST_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._set_deadline()  # the last request may have ended in the same packet
+        self._is_partial = True  # the last request may have ended in the same packet
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = self.transport.abort  # type: ignore[typeddict-item,assignment]
         extensions[IS_FULL] = lambda: self.flow.write_paused  # type: ignore[typeddict-item,assignment]
+        extensions[IS_WHOLE] = lambda: self._is_in_head  # type: ignore[typeddict-item,assignment]
 
     def on_headers_complete(self) -> None:
         self._is_in_head, self._head_bytes = False, 0
         super().on_headers_complete()
 
     def on_message_complete(self) -> None:
-        self._is_in_head = True
+        self._is_in_head, self._is_partial = True, False
         self._drop_deadline()
         super().on_message_complete()
 

@@ -38,8 +38,8 @@ class Limits(NamedTuple):
 def check(request: Request) -> None:
     """Refuse by name what would change the meaning and is not supported, and what is out of range."""
     extra = request.model_extra or {}
-    for name, neutral in UNSUPPORTED.items():
-        if name in extra and extra[name] not in neutral:
+    for name, value in extra.items():
+        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise refusal(f"{name} is not supported", name, "unsupported_parameter")
     if not 1 <= request.choices <= MOST_CHOICES:
         raise refusal(f"n is {request.choices}, and must be from 1 to {MOST_CHOICES}", "n")

@@ -54,8 +54,8 @@ class Stopwatch:
     def __init__(self, metrics: Metrics, recent: Recent) -> None:
         self._metrics, self._recent, self._start, self._last = metrics, recent, time.perf_counter(), 0.0
 
-    def token(self, is_last: bool, queue_seconds: float | None = None) -> None:
-        now = time.perf_counter()
+    def token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
+        """One came at `now` (time.perf_counter)."""
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if self._last:

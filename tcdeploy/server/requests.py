@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
@@ -27,10 +28,10 @@ from tcdeploy.server.text import AnswerText
 from tcdeploy.server.worker import Answer, EngineDied, Exchange
 
 KEEP_ALIVE_SECONDS = 10.0
-HEAD_START = 0.001  # seconds without Python's lock when the engine has a request, so that its thread begins at once
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
+to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
 
@@ -58,8 +59,7 @@ class Running:
 
     async def begin(self) -> None:
         """To the engine with it; what only the answers and the books need is made while it works."""
-        self.exchange.start()
-        await asyncio.sleep(HEAD_START)
+        await self.exchange.start()
         asked, service = self.asked, self.service
         if isinstance(asked, ChatRequest):
             self.dialect = Chat(asked, service.model, service.vocabulary)
@@ -92,14 +92,26 @@ class Running:
         )
 
     async def pieces(self, patience: float | None = None) -> AsyncGenerator[dict[int, str], None]:
-        """What has come to each choice (by its index) since the last time; nothing, after `patience` seconds."""
+        """What has come to each choice (by its index) since the last time; nothing, after `patience` seconds.
+
+        First tokens are on their way to the client before they are booked, or anything else is done.
+        """
         async with contextlib.aclosing(self.exchange.tokens(patience)) as arrivals:
             async for arrived in arrivals:
                 texts: dict[int, str] = {}
-                for answer, token in arrived:
-                    if answer.is_open:
-                        texts[answer.index] = texts.get(answer.index, "") + self._read(answer, token)
-                yield texts
+                books: list[tuple[Stopwatch, bool, float | None]] = []
+                now = time.perf_counter()
+                try:
+                    for answer, token in arrived:
+                        if answer.is_open:
+                            texts[answer.index] = texts.get(answer.index, "") + self._read(answer, token)
+                            books.append((self.stopwatches[answer.index], not answer.is_open, token.queue_seconds))
+                    yield texts
+                    if any(queue_seconds is not None for _, _, queue_seconds in books):
+                        await asyncio.sleep(0)  # the loop writes what was sent when nothing else is left to do
+                finally:
+                    for stopwatch, is_last, queue_seconds in books:
+                        stopwatch.token(now, is_last, queue_seconds)
 
     def _read(self, answer: Answer, token: NewToken) -> str:
         """The text that a token adds to its choice, which may end with it."""
@@ -107,7 +119,6 @@ class Running:
         if token.finish_reason == "error":
             raise refusal(CANNOT_BE_KEPT, self.asked.held_by)
         text = choice.receive(token, self.service.vocabulary)
-        self.stopwatches[answer.index].token(bool(choice.finish_reason), token.queue_seconds)
         if choice.finish_reason:
             metrics.request_success.labels(choice.finish_reason).inc()
             metrics.broken_tool_calls.inc(choice.reader is not None and choice.reader.is_broken)
@@ -235,4 +246,4 @@ async def _disconnect(request: Request) -> None:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + to_json(content).encode() + b"\n\n"

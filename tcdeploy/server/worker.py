@@ -26,7 +26,8 @@ STOP = None  # the message that ends the thread
 # Seconds without Python's lock after an answer's first token, so that the event loop sends it at once: it took 0.48 ms
 # from step to loop without, and 0.21 with (medians, a tiny model on two cores).
 FIRST_TOKEN_REST = 0.0002
-Receive: TypeAlias = "Callable[[Answer, NewToken | Exception], None]"
+MOST_HEAD_START = 0.02  # seconds that an exchange keeps out of the engine's way while that takes its requests up
+Receive: TypeAlias = "Callable[[Answer, NewToken | Exception | None], None]"
 
 
 class EngineDied(Exception):
@@ -38,7 +39,10 @@ class EngineDied(Exception):
 
 
 class Answer:
-    """One request of the engine, on the side of the event loop. What comes for it goes to `receive`, with its name."""
+    """One request of the engine, on the side of the event loop. What comes for it goes to `receive`, with its name.
+
+    None comes when a step was launched since the engine had it: what the loop does now no longer holds that up.
+    """
 
     def __init__(self, index: int, prompt: list[int], params: SamplingParams, receive: Receive) -> None:
         self.index, self.prompt, self.params = index, prompt, params
@@ -46,7 +50,7 @@ class Answer:
         self.is_open = True
         self._receive = receive
 
-    def put(self, item: NewToken | Exception) -> None:
+    def put(self, item: NewToken | Exception | None) -> None:
         self._receive(self, item)
 
 
@@ -70,6 +74,7 @@ class Worker:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Answer] = set()  # the loop's: all that something may still come for
         self._running: dict[int, Answer] = {}  # the thread's: those that the engine knows
+        self._taken: list[Answer] = []  # the thread's: those that it knows since its last step
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -118,9 +123,10 @@ class Worker:
                 continue
             tokens = engine.step()
             self.load = engine.scheduler.load
-            if tokens:
+            taken, self._taken = self._taken, []
+            if tokens or taken:
                 told = [(self._running[token.request_id], token) for token in tokens]
-                self._loop.call_soon_threadsafe(self._deliver, told)
+                self._loop.call_soon_threadsafe(self._deliver, taken, told)
                 for token in tokens:
                     if token.finish_reason:
                         del self._running[token.request_id]
@@ -149,6 +155,7 @@ class Worker:
             self._loop.call_soon_threadsafe(answer.put, error)
             return
         self._running[answer.request_id] = answer
+        self._taken.append(answer)
 
     def _abort(self, answer: Answer) -> None:
         assert self.deployment is not None
@@ -159,7 +166,9 @@ class Worker:
 
     # The event loop.
 
-    def _deliver(self, told: list[tuple[Answer, NewToken]]) -> None:
+    def _deliver(self, taken: list[Answer], told: list[tuple[Answer, NewToken]]) -> None:
+        for answer in taken:
+            answer.put(None)
         for answer, token in told:
             if token.finish_reason:
                 self._open.discard(answer)
@@ -184,10 +193,15 @@ class Exchange:
         self._waiting: asyncio.Future[None] | None = None
         self.answers = [Answer(index, *one, self._receive) for index, one in enumerate(asked)]
 
-    def start(self) -> None:
-        """To the engine with it; `close` must follow."""
+    async def start(self) -> None:
+        """To the engine with it, and out of its way until that works on it; `close` must follow.
+
+        Its thread needs Python's lock to launch a step, and would wait for whatever the loop does next.
+        """
         for answer in self.answers:
             self._worker.submit(answer)
+        if self._failure is None:
+            await self._something(MOST_HEAD_START)
 
     async def tokens(self, patience: float | None = None) -> AsyncGenerator[list[tuple[Answer, NewToken]], None]:
         """All that has come since the last time, until all answers are complete or cancelled.
@@ -214,10 +228,10 @@ class Exchange:
         for answer in self.answers:
             self.cancel(answer)
 
-    def _receive(self, answer: Answer, item: NewToken | Exception) -> None:
+    def _receive(self, answer: Answer, item: NewToken | Exception | None) -> None:
         if isinstance(item, Exception):
             self._failure = item
-        elif answer.is_open:
+        elif item is not None and answer.is_open:
             self._arrived.append((answer, item))
         self._wake()
 

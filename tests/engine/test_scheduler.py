@@ -104,6 +104,29 @@ def test_only_the_last_chunk_samples_and_brings_the_sequence_into_a_row() -> Non
     assert (sequence.cached, sequence.in_flight) == (20, 1)
 
 
+def test_a_prompt_is_registered_when_its_step_is_on_its_way() -> None:
+    """Not before it is launched, which it would hold up; the next to be admitted finds it."""
+    scheduler = make()
+    first, second = request(9, first=7), request(9, first=7)
+    scheduler.submit(first)
+    scheduler.schedule()
+    assert scheduler.allocator.match(first.token_ids) == []
+    scheduler.submit(second)
+    assert chunks(scheduler.schedule()) == [(7, 8, 9)]
+    assert second.prefix_hits == 8 and second.blocks[:2] == first.blocks[:2]
+
+
+def test_a_prompt_that_was_aborted_behind_its_step_is_registered_once_and_holds_nothing() -> None:
+    scheduler = make()
+    first = request(9, first=7)
+    scheduler.submit(first)
+    scheduler.schedule()
+    scheduler.abort(first)
+    assert scheduler.schedule() is None
+    scheduler.allocator.check_idle()
+    assert len(scheduler.allocator.match(first.token_ids)) == 2
+
+
 def test_a_decode_step_feeds_every_row_its_last_token_read_or_not() -> None:
     scheduler = make()
     first, second = submitted(scheduler, 5, 8)

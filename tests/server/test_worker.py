@@ -1,8 +1,11 @@
-"""The engine's thread, with an engine that is none: what it hands to the event loop, and when it lets that go first."""
+"""The engine's thread, with an engine that is none: what it hands to the event loop, and who lets whom go first."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +21,8 @@ class Engine:
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(load=None)
+        self.may_step = threading.Event()
+        self.may_step.set()
         self._asked: dict[int, int] = {}
 
     @property
@@ -29,6 +34,7 @@ class Engine:
         return len(self._asked) - 1
 
     def step(self) -> list[NewToken]:
+        assert self.may_step.wait(60)
         told = []
         for request_id in list(self._asked):
             self._asked[request_id] += 1
@@ -44,27 +50,67 @@ class Engine:
         return told
 
 
+@contextlib.asynccontextmanager
+async def working(engine: Engine) -> AsyncIterator[Exchange]:
+    """A request to a worker of this engine, not yet started; at the end the worker stops as it should."""
+    ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    deployment: Any = SimpleNamespace(engine=engine)
+    one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), ready.set_exception)
+    one.start()
+    await ready
+    yield Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
+    one.stop()
+    one._thread.join(10)
+    assert one.failure is None and not one._thread.is_alive()
+
+
+async def all_of(exchange: Exchange) -> list[int]:
+    said = []
+    async for arrived in exchange.tokens():
+        for answer, token in arrived:
+            said.append(token.token_id)
+            answer.is_open = not token.finish_reason
+    return said
+
+
 def test_it_rests_after_first_tokens_and_after_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     rests: list[float] = []
     monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=rests.append))
 
     async def run() -> list[int]:
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        deployment: Any = SimpleNamespace(engine=Engine())
-        one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), ready.set_exception)
-        one.start()
-        await ready
-        exchange = Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
-        exchange.start()
-        said = []
-        async for arrived in exchange.tokens():
-            for answer, token in arrived:
-                said.append(token.token_id)
-                answer.is_open = not token.finish_reason
-        one.stop()
-        one._thread.join(10)
-        assert one.failure is None and not one._thread.is_alive()
-        return said
+        async with working(Engine()) as exchange:
+            await exchange.start()
+            return await all_of(exchange)
 
     assert asyncio.run(run()) == [1, 2, 3]
     assert rests == [worker.FIRST_TOKEN_REST]
+
+
+def test_a_start_keeps_out_of_the_way_until_a_step_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "MOST_HEAD_START", 60.0)
+
+    async def run() -> list[int]:
+        engine = Engine()
+        async with working(engine) as exchange:
+            engine.may_step.clear()
+            starting = asyncio.create_task(exchange.start())
+            await asyncio.sleep(0.05)
+            assert not starting.done()
+            engine.may_step.set()
+            await asyncio.wait_for(starting, 30)  # far from the 60 s
+            return await all_of(exchange)
+
+    assert asyncio.run(run()) == [1, 2, 3]
+
+
+def test_a_start_waits_for_no_engine_for_long() -> None:
+    async def run() -> list[int]:
+        engine = Engine()
+        async with working(engine) as exchange:
+            engine.may_step.clear()
+            await asyncio.wait_for(exchange.start(), 30)
+            assert not engine.may_step.is_set()
+            engine.may_step.set()
+            return await all_of(exchange)
+
+    assert asyncio.run(run()) == [1, 2, 3]
