@@ -69,7 +69,10 @@ class DecodeSettings(Outlet):
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Requests of one shape to a server. `concurrency` 0: they arrive by themselves, at `request_rate` a second."""
+    """Requests of one shape to a server. `concurrency` 0: they arrive by themselves, at `request_rate` a second.
+
+    1: the client never sleeps, and takes a core that the server should not need.
+    """
 
     url: str
     served_model: str | None = None

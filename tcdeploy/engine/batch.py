@@ -106,8 +106,8 @@ class PrefillBuffers:
         self._longs = _Parts(ids=tokens, positions=tokens, slots=tokens, logit_rows=sequences, rows=sequences)
         self._ints = _Parts(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
         self._packed = torch.zeros(self._longs.size + self._ints.size // 2, dtype=torch.int64, device=plan.device)
-        self._unset = self._longs.size + self._ints.start_of("tables") // 2  # longs; tables are read as far as filled
-        self._grid = _grid(plan.context, plan.block_size)
+        self._zeroed = self._longs.size + self._ints.start_of("tables") // 2  # of a table only what is filled is read
+        self._places = _places(plan.context, plan.block_size)
         longs = self._longs.of(self._packed)
         ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
@@ -122,7 +122,7 @@ class PrefillBuffers:
             decode_splits=1,
             arrivals=step.arrivals,
         )
-        self._host_facts = inputs.host_facts.numpy()
+        self._facts_on_host = inputs.host_facts.numpy()
         self.buffers = StepBuffers(
             bucket, longs["ids"][None], longs["positions"][None], longs["rows"], ints["lengths"],
             inputs, longs["logit_rows"],
@@ -134,7 +134,7 @@ class PrefillBuffers:
         flat = staging.numpy()
         longs = self._longs.of(flat)
         ints = self._ints.of(flat[self._longs.size :].view(numpy.int32))
-        flat[: self._unset] = 0
+        flat[: self._zeroed] = 0
         longs["slots"][:] = PADDING_SLOT
         longs["rows"][:] = self.state.nobody
         tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
@@ -143,7 +143,7 @@ class PrefillBuffers:
             begin, end = end, end + stop - start
             blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
             longs["ids"][begin:end] = sequence.token_ids[start:stop]
-            positions, block_of, place_in_block = (each[start:stop] for each in self._grid)
+            positions, block_of, place_in_block = (each[start:stop] for each in self._places)
             longs["positions"][begin:end] = positions
             first_slots = blocks * self.plan.block_size
             numpy.add(first_slots[block_of], place_in_block, out=longs["slots"][begin:end])
@@ -155,14 +155,17 @@ class PrefillBuffers:
             if row is not None:
                 longs["rows"][number], ints["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self._host_facts[:] = _host_facts(chunks, end)
+        self._facts_on_host[:] = _host_facts(chunks, end)
 
 
 @functools.cache
-def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _places(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """Of every position: itself, the number of its block in the sequence, and its place there."""
     positions = numpy.arange(context)
-    return positions, positions // block_size, positions % block_size
+    found = positions, positions // block_size, positions % block_size
+    for each in found:
+        each.setflags(write=False)  # all buckets share them
+    return found
 
 
 def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:

@@ -100,7 +100,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, accepted in ACCEPTED.items():
             value, default = getattr(self, name), DEFAULTS[name]
-            if value != default or type(value) is not type(default):  # most are as they were; True equals 1
+            if type(value) is not type(default) or value != default:  # most are as they were; True equals 1
                 accepted.check(value)
         if not isinstance(self.stop_token_ids, tuple):
             raise UsageError(f"stop token ids are {self.stop_token_ids!r}, and must be a tuple", "() stops at none")

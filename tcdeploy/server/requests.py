@@ -31,7 +31,7 @@ KEEP_ALIVE_SECONDS = 10.0
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
 CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
-to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
 
@@ -246,4 +246,4 @@ async def _disconnect(request: Request) -> None:
 
 
 def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(content).encode() + b"\n\n"
+    return b"data: " + _to_json(content).encode() + b"\n\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
+import numpy
 import pytest
 
 from tcdeploy.engine.sequence import SamplingParams, Sequence
@@ -67,7 +68,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 
 
 @pytest.mark.parametrize("name", WHOLE + NUMBERS)
-@pytest.mark.parametrize("value", ["1", b"1", True, [1], 1j, NAN, INF, -INF])
+@pytest.mark.parametrize("value", ["1", b"1", True, [1], numpy.ones(2), 1j, NAN, INF, -INF])
 def test_what_is_no_number_is_a_usage_error(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match="must be"):
         SamplingParams(**{name: value})

@@ -120,6 +120,23 @@ def test_a_body_of_100_megabytes_is_cut(served: Served) -> None:
 SHORT = "from tcdeploy.server import api, http; http.REQUEST_SECONDS = api.BODY_SECONDS = 1.0"
 
 
+@pytest.mark.parametrize("is_one_packet", [True, False])
+@pytest.mark.parametrize(
+    "begun", [b"POST /tokenize HTTP/1.1\r\nhost", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
+)
+def test_so_are_those_behind_a_whole_request(serve: Callable[..., Any], begun: bytes, is_one_packet: bool) -> None:
+    whole = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+    with serve(script=SHORT) as served, served.connect() as connection:
+        connection.sendall(whole + begun if is_one_packet else whole)
+        told = connection.recv(4096)
+        if not is_one_packet:
+            connection.sendall(begun)
+        connection.settimeout(20)
+        while part := connection.recv(4096):
+            told += part
+    assert b" 200 " in told and b" 408 " in told
+
+
 def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callable[..., Any]) -> None:
     with serve(script=SHORT) as served:
         slow = [served.connect() for _ in range(100)]

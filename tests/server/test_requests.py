@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +17,10 @@ from tcdeploy.server.requests import Running
 class Books:
     def __init__(self) -> None:
         self.entries: list[tuple[bool, float | None]] = []
+        self.times: list[float] = []
 
     def token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
+        self.times.append(now)
         self.entries.append((is_last, queue_seconds))
 
 
@@ -56,6 +59,18 @@ def test_what_is_told_is_sent_before_it_is_booked(monkeypatch: pytest.MonkeyPatc
     asyncio.run(run())
     assert seen == [({0: "1"}, 0), ({}, 0), ({0: "2"}, 1), ({0: "3"}, 2)]
     assert books.entries == [(False, 0.5), (False, None), (True, None)]
+
+
+def test_a_slow_client_makes_no_token_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, books = running(monkeypatch, [FIRST, LAST])
+    told: list[float] = []
+
+    async def run() -> None:
+        async for _ in made.pieces():
+            told.append(time.perf_counter())
+
+    asyncio.run(run())
+    assert len(books.times) == 2 and max(books.times) < told[0]
 
 
 def test_of_tokens_that_come_together_one_is_the_last(monkeypatch: pytest.MonkeyPatch) -> None:

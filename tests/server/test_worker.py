@@ -17,12 +17,12 @@ from tcdeploy.server.worker import Exchange, Worker
 
 
 class Engine:
-    """Each request gets three tokens, the first of which tells how long it waited."""
+    """Each request gets three tokens, the first of which tells how long it waited. A step gives what the one before it
+    made, so a request's first gives nothing."""
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(load=None)
-        self.may_step = threading.Event()
-        self.may_step.set()
+        self.steps = threading.Semaphore(100)  # that it may make
         self._asked: dict[int, int] = {}
 
     @property
@@ -30,15 +30,17 @@ class Engine:
         return bool(self._asked)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> int:
-        self._asked[len(self._asked)] = 0
+        self._asked[len(self._asked)] = -1
         return len(self._asked) - 1
 
     def step(self) -> list[NewToken]:
-        assert self.may_step.wait(60)
+        assert self.steps.acquire(timeout=60)
         told = []
         for request_id in list(self._asked):
             self._asked[request_id] += 1
             number = self._asked[request_id]
+            if number == 0:
+                continue
             told.append(
                 NewToken(
                     request_id=request_id, token_id=number, finish_reason="length" if number == 3 else "",
@@ -58,15 +60,19 @@ async def working(engine: Engine) -> AsyncIterator[Exchange]:
     one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), ready.set_exception)
     one.start()
     await ready
-    yield Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
-    one.stop()
-    one._thread.join(10)
+    try:
+        yield Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
+    finally:
+        engine.steps.release(100)
+        one.stop()
+        one._thread.join(10)
     assert one.failure is None and not one._thread.is_alive()
 
 
 async def all_of(exchange: Exchange) -> list[int]:
     said = []
     async for arrived in exchange.tokens():
+        assert arrived, "else a stream takes it for time to say that it lives"
         for answer, token in arrived:
             said.append(token.token_id)
             answer.is_open = not token.finish_reason
@@ -91,12 +97,12 @@ def test_a_start_keeps_out_of_the_way_until_a_step_was_launched(monkeypatch: pyt
 
     async def run() -> list[int]:
         engine = Engine()
+        engine.steps = threading.Semaphore(0)
         async with working(engine) as exchange:
-            engine.may_step.clear()
             starting = asyncio.create_task(exchange.start())
             await asyncio.sleep(0.05)
             assert not starting.done()
-            engine.may_step.set()
+            engine.steps.release(4)
             await asyncio.wait_for(starting, 30)  # far from the 60 s
             return await all_of(exchange)
 
@@ -106,11 +112,14 @@ def test_a_start_keeps_out_of_the_way_until_a_step_was_launched(monkeypatch: pyt
 def test_a_start_waits_for_no_engine_for_long() -> None:
     async def run() -> list[int]:
         engine = Engine()
+        engine.steps = threading.Semaphore(0)
         async with working(engine) as exchange:
-            engine.may_step.clear()
             await asyncio.wait_for(exchange.start(), 30)
-            assert not engine.may_step.is_set()
-            engine.may_step.set()
-            return await all_of(exchange)
+            reading = asyncio.create_task(all_of(exchange))
+            engine.steps.release()  # launched, too late for `start`
+            await asyncio.sleep(0.05)
+            assert not reading.done()
+            engine.steps.release(3)
+            return await reading
 
     assert asyncio.run(run()) == [1, 2, 3]
