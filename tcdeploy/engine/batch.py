@@ -107,7 +107,6 @@ class PrefillBuffers:
         self._ints = _Parts(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
         self._packed = torch.zeros(self._longs.size + self._ints.size // 2, dtype=torch.int64, device=plan.device)
         self._zeroed = self._longs.size + self._ints.start_of("tables") // 2  # of a table only what is filled is read
-        self._places = _places(plan.context, plan.block_size)
         longs = self._longs.of(self._packed)
         ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
@@ -138,12 +137,13 @@ class PrefillBuffers:
         longs["slots"][:] = PADDING_SLOT
         longs["rows"][:] = self.state.nobody
         tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
+        grid = _grid(self.plan.context, self.plan.block_size)
         end = 0
         for number, (sequence, start, stop) in enumerate(chunks):
             begin, end = end, end + stop - start
             blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
             longs["ids"][begin:end] = sequence.token_ids[start:stop]
-            positions, block_of, place_in_block = (each[start:stop] for each in self._places)
+            positions, block_of, place_in_block = (each[start:stop] for each in grid)
             longs["positions"][begin:end] = positions
             first_slots = blocks * self.plan.block_size
             numpy.add(first_slots[block_of], place_in_block, out=longs["slots"][begin:end])
@@ -159,12 +159,12 @@ class PrefillBuffers:
 
 
 @functools.cache
-def _places(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
-    """Of every position: itself, the number of its block in the sequence, and its place there."""
+def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+    """Of every position: itself, the number of its block in the sequence, and its place there. All buckets share it."""
     positions = numpy.arange(context)
     found = positions, positions // block_size, positions % block_size
     for each in found:
-        each.setflags(write=False)  # all buckets share them
+        each.setflags(write=False)
     return found
 
 
