@@ -20,7 +20,7 @@ __version__ = "0.2.0"
 OFFERED = {
     "Engine": "tcdeploy.engine.engine",
     "NewToken": "tcdeploy.engine.engine",
-    "Recipe": "tcdeploy.recipe",
+    "Recipe": "tcdeploy.planning.recipe",
     "SamplingParams": "tcdeploy.engine.sequence",
     "prepare": "tcdeploy.pipeline",
 }

@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_step, register_attention
-from tcdeploy.attention.kvcache import allocate_kv_cache
-from tcdeploy.collector import spare_what_stands
-from tcdeploy.compiler import cachedir, toolchain
-from tcdeploy.compiler.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
+from tcdeploy.attention.kv_cache import allocate_kv_cache
+from tcdeploy.gc_policy import spare_what_stands
+from tcdeploy.cache import folder as cachedir, toolchain
+from tcdeploy.cache.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
 from tcdeploy.compiler.explain import Break, explain_regions
-from tcdeploy.compiler.keys import name_memory_formats_alike
-from tcdeploy.compiler.manifest import (
+from tcdeploy.torch_compat.graph_cache_keys import name_memory_formats_alike
+from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
     Origin,
@@ -39,21 +39,21 @@ from tcdeploy.compiler.manifest import (
     manifest_path,
     write_manifest,
 )
-from tcdeploy.compiler.passes import sources_digest
+from tcdeploy.passes.post_grad import sources_digest
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_edges, find_layers, regions_to_compile
-from tcdeploy.compiler.settings import torch_settings
+from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import Earlier, warm_buckets
-from tcdeploy.environment import Environment, detect_environment
+from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.models.load import config_values, load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
-from tcdeploy.models.siblings import pack_siblings
-from tcdeploy.plan import Plan, make_plan
+from tcdeploy.models.packed_linears import pack_siblings
+from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.progress import Progress, Silent
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
 _starts = 0  # of this process
@@ -108,8 +108,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
         name_memory_formats_alike()
         if plan.device == "cuda" and decided.environment.triton:
-            from tcdeploy.compiler.kernel_cache import name_libraries_by_machine  # Triton, which a CPU may lack
-            from tcdeploy.compiler.winners import look_here
+            from tcdeploy.torch_compat.triton_cache import name_libraries_by_machine  # Triton, which a CPU may lack
+            from tcdeploy.torch_compat.autotune_cache import look_here
 
             name_libraries_by_machine()
             look_here()

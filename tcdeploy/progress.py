@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from tcdeploy.compiler.manifest import BucketRecord
-    from tcdeploy.plan import Plan
+    from tcdeploy.cache.manifest import BucketRecord
+    from tcdeploy.planning.plan import Plan
 
 
 class Progress(Protocol):

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.collector import expect_a_start
-from tests.forks import Forks
+from tcdeploy.gc_policy import expect_a_start
+from tests.fork_server import Forks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
 # Torch tries six sets of vector instructions by compiling and loading a library for each: 8 s in every new cache
@@ -67,7 +67,7 @@ def own_headers() -> None:
     """A warm start in this process has told Inductor that there is no header to prepare: what is compiled by a test
     that starts nothing would take twice as long."""
     if "torch._inductor.codecache" in sys.modules:
-        from tcdeploy.compiler.toolchain import use_precompiled_headers
+        from tcdeploy.cache.toolchain import use_precompiled_headers
 
         use_precompiled_headers(True)
 
@@ -98,7 +98,7 @@ def tiny_deployment(cache_dir: str) -> Any:
 def tiny_with(cache_dir: str, **asked: Any) -> Any:
     """The embedded model prepared with other flags as well; each set of flags once."""
     from tcdeploy.pipeline import prepare
-    from tcdeploy.recipe import build_recipe
+    from tcdeploy.planning.recipe import build_recipe
 
     key = repr(sorted(asked.items()))
     if key not in _deployments:

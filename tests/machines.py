@@ -8,10 +8,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tcdeploy.architecture import Architecture, AttentionFacts
-from tcdeploy.environment import Environment
-from tcdeploy.plan import Decision, Plan
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.architecture import Architecture, AttentionFacts
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.plan import Decision, Plan
+from tcdeploy.planning.recipe import Recipe
 
 GIB = 1 << 30
 

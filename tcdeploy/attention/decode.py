@@ -1,6 +1,6 @@
 # mypy: disable-error-code="no-untyped-def"
 """Decode over the paged KV cache in one launch: write the new token, attend, merge the parts; and, where it is left to
-us, first turn query and key by their position (compiler/rotary.py).
+us, first turn query and key by their position (passes/rotary.py).
 
 Reading the cache is all the work there is; what else a launch costs is latency, one wait after another. Three ideas
 keep the chain of waits short:
@@ -54,7 +54,7 @@ from tcdeploy.attention.kernels import (
     score_units,
     store_rows,
 )
-from tcdeploy.dependent_launch import launches_early
+from tcdeploy.torch_compat.pdl import launches_early
 
 # What to tune on a GPU, all of it.
 TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight

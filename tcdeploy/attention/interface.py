@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention import ops
-from tcdeploy.attention.kvcache import LayerKV
-from tcdeploy.candidate import DEFAULT, Candidate
-from tcdeploy.plan import Plan
+from tcdeploy.attention.kv_cache import LayerKV
+from tcdeploy.planning.variants import DEFAULT, Candidate
+from tcdeploy.planning.plan import Plan
 
 ATTENTION_NAME = "tcdeploy"
 ANY_CONTEXT = 1 << 20  # tokens: programs do not depend on how long sequences may get

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.bench.clock import Marks
+from tcdeploy.bench.timing import Marks
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.load import load_model, quiet_transformers
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 
 ATTENTION = "sdpa"
 

@@ -15,17 +15,17 @@ import torch
 
 from tcdeploy.bench.baselines import PlainModel
 from tcdeploy.bench.breakdown import Breakdown, break_down
-from tcdeploy.bench.clock import step_seconds
+from tcdeploy.bench.timing import step_seconds
 from tcdeploy.bench.floor import DecodeFloor, decode_floor, share_of_floor, weigh
 from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, gaps, summarise
-from tcdeploy.bench.subject import Prompts, Steady, decode_step, placed, run_steady, steady_shape
+from tcdeploy.bench.engine_driver import Prompts, Steady, decode_step, placed, run_steady, steady_shape
 from tcdeploy.pipeline import Deployment
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from tcdeploy.architecture import Architecture
-from tcdeploy.bench.clock import Marks
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.bench.timing import Marks
 from tcdeploy.bench.stats import gaps, median
-from tcdeploy.memory import DTYPE_BYTES
+from tcdeploy.planning.memory import DTYPE_BYTES
 
 WARM_SECONDS = 0.3  # clocks rise under load
 REPEATS = 9

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.clock import step_seconds
+from tcdeploy.bench.timing import step_seconds
 from tcdeploy.bench.floor import Reads, prefill_floor_ms, share_of_floor, weigh
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarise
-from tcdeploy.bench.subject import FIRST_TOKENS, Prompts, first_token_seconds, placed, prefill_step, rest
+from tcdeploy.bench.engine_driver import FIRST_TOKENS, Prompts, first_token_seconds, placed, prefill_step, rest
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 
 @dataclass(frozen=True)

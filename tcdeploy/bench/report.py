@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tcdeploy.environment import Environment
+from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import TcdeployError
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 
 OURS = "tcdeploy"
 ENVIRONMENT_SHOWN = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")

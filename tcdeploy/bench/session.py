@@ -19,9 +19,9 @@ from tcdeploy.bench.baselines import PlainModel, load_plain
 from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import OURS, Report, Row, describe_environment, describe_plan, or_failed
 from tcdeploy.pipeline import Decided, Deployment
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 
 class Settings(Protocol):

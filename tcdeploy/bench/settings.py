@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.errors import UsageError
-from tcdeploy.plan import Plan
+from tcdeploy.planning.plan import Plan
 
 BASELINES = ("eager", "generate", "region")
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")

@@ -19,10 +19,10 @@ from typing import Any
 
 from tcdeploy.bench.report import OURS, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
-from tcdeploy.environment import detect_environment
+from tcdeploy.planning.environment import detect_environment
 from tcdeploy.errors import TcdeployError
 from tcdeploy.progress import Progress
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 Start = Callable[[list[str]], str]  # a command to what it wrote to stdout
 
@@ -74,7 +74,7 @@ def first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -
     """What the child does and tells: everything up to a first token, and when that was."""
     began = time.time()
     from tcdeploy import pipeline
-    from tcdeploy.bench.subject import Prompts, first_token_seconds
+    from tcdeploy.bench.engine_driver import Prompts, first_token_seconds
 
     deployment = pipeline.prepare(recipe, progress)
     settings.check_against(deployment.plan)

@@ -16,7 +16,7 @@ from tcdeploy.bench.baselines import PlainModel
 from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import ThroughputSettings
-from tcdeploy.bench.subject import Prompts, captured, drain, is_apart, submit
+from tcdeploy.bench.engine_driver import Prompts, captured, drain, is_apart, submit
 from tcdeploy.bench.traffic import Latencies, Served, arrivals, latencies
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.engine.engine import Engine
@@ -24,7 +24,7 @@ from tcdeploy.engine.sequence import Sequence
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
 from tcdeploy.progress import Progress
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 TIMELINE_POINTS = 400
 LONGEST_NAP = 0.001  # seconds, while nothing runs and the next request is yet to come

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tcdeploy.bundle.header import PLACES
-from tcdeploy.compiler.manifest import Manifest
-from tcdeploy.environment import Difference, differing
+from tcdeploy.cache.manifest import Manifest
+from tcdeploy.planning.environment import Difference, differing
 
 
 @dataclass(frozen=True)

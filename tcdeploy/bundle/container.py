@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tcdeploy.compiler.contents import CHUNK_BYTES, FileRecord, is_content
+from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_content
 from tcdeploy.errors import IntegrityError
 
 HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # of zstd's skippable frames

@@ -18,13 +18,13 @@ from tcdeploy.bundle.pack import pack_proven
 from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
-from tcdeploy.compiler.cachedir import read_checked
-from tcdeploy.compiler.manifest import Manifest, manifest_path
-from tcdeploy.environment import Difference
+from tcdeploy.cache.folder import read_checked
+from tcdeploy.cache.manifest import Manifest, manifest_path
+from tcdeploy.planning.environment import Difference
 from tcdeploy.errors import MismatchError
 from tcdeploy.pipeline import Decided
-from tcdeploy.plan import Plan
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import PATHS, Address, read_name
 from tcdeploy.remote.transfer import Pushed, find, pull, push
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.bundle.container import Head, Payload, check_files
-from tcdeploy.compiler.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
-from tcdeploy.environment import Environment
+from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
+from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import IntegrityError
 
 PLACES = ("cache_dir", "inductor_cache_dir", "user_cache_dir")

@@ -23,11 +23,11 @@ import yaml
 from tcdeploy.bundle.container import Payload, head_bytes, read_head, replace_head, write_bundle
 from tcdeploy.bundle.header import Header, header_bytes, portable
 from tcdeploy.bundle.signing import sign
-from tcdeploy.compiler.cachedir import locked
-from tcdeploy.compiler.contents import find_damage
-from tcdeploy.compiler.manifest import FOLDER, Manifest, manifest_path, read_manifest
+from tcdeploy.cache.folder import locked
+from tcdeploy.cache.contents import find_damage
+from tcdeploy.cache.manifest import FOLDER, Manifest, manifest_path, read_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
-from tcdeploy.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
 
 
 class NotProven(TcdeployError):

@@ -23,9 +23,9 @@ from pathlib import Path
 from tcdeploy.bundle.container import Head, check_payload, head_bytes, read_files, read_head
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
-from tcdeploy.compiler.cachedir import BUNDLES, HEAD, locked
-from tcdeploy.compiler.contents import FileRecord, find_damage
-from tcdeploy.compiler.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
+from tcdeploy.cache.folder import BUNDLES, HEAD, locked
+from tcdeploy.cache.contents import FileRecord, find_damage
+from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 
 STAGING = ".staging-"

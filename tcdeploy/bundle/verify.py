@@ -14,9 +14,9 @@ from tcdeploy.bundle.container import read_files, read_head
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.compiler.cachedir import BUNDLES, HEAD, strangers_in
-from tcdeploy.compiler.contents import TOOLCHAIN, find_damage
-from tcdeploy.compiler.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.folder import BUNDLES, HEAD, strangers_in
+from tcdeploy.cache.contents import TOOLCHAIN, find_damage
+from tcdeploy.cache.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 
 # A compiled bucket may choose another token than the eager model where two are about as likely: nats between them.

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tcdeploy.architecture import is_in_programs
-from tcdeploy.compiler.manifest import BucketRecord, Manifest, Origin
-from tcdeploy.environment import Difference, Environment, diff, differing
-from tcdeploy.plan import NOT_IN_PROGRAMS, Bucket, Plan
+from tcdeploy.planning.architecture import is_in_programs
+from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin
+from tcdeploy.planning.environment import Difference, Environment, diff, differing
+from tcdeploy.planning.plan import NOT_IN_PROGRAMS, Bucket, Plan
 
 # Of the plan: what says where, what and how much, and is in no program.
 NOT_OF_A_BUCKET = NOT_IN_PROGRAMS | {

@@ -20,7 +20,7 @@ from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
-from tcdeploy.collector import expect_a_start
+from tcdeploy.gc_policy import expect_a_start
 from tcdeploy.errors import TcdeployError
 
 app = typer.Typer(

@@ -21,7 +21,7 @@ from tcdeploy.bench.settings import (
 )
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.bench.report import Report

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tcdeploy.cli.elsewhere import AllowUnsigned, TrustedKeys
+from tcdeploy.cli.remote_cache import AllowUnsigned, TrustedKeys
 from tcdeploy.cli.options import Asked, asked_command, recipe_command
 from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
-from tcdeploy.recipe import Recipe, build_recipe
+from tcdeploy.planning.recipe import Recipe, build_recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.compiler.manifest import Manifest
+    from tcdeploy.cache.manifest import Manifest
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, help=__doc__)
 
@@ -92,7 +92,7 @@ def unpack(
     from tcdeploy.bundle.unpack import unpack as put
     from tcdeploy.bundle.why import quick_factors
     from tcdeploy.cli import cache_display
-    from tcdeploy.environment import installed_versions
+    from tcdeploy.planning.environment import installed_versions
 
     trusted = trusted_keys or signing.default_folder()
     manifest = open_bundle(file, trusted, allow_unsigned).header.manifest
@@ -199,7 +199,7 @@ def why(asked: Asked, target: Target, json: Json = False) -> None:
 @app.command("ls")
 def list_cache(folder: Folder, json: Json = False) -> None:
     """List the plans of a cache folder."""
-    from tcdeploy.bundle.keep import list_plans
+    from tcdeploy.cache.inventory import list_plans
     from tcdeploy.cli import cache_display
 
     cache_display.show_plans(list_plans(_existing(folder)), json)
@@ -208,7 +208,7 @@ def list_cache(folder: Folder, json: Json = False) -> None:
 @app.command("du")
 def disk_usage(folder: Folder, json: Json = False) -> None:
     """Say what a cache folder holds, by kind."""
-    from tcdeploy.bundle.keep import usage
+    from tcdeploy.cache.inventory import usage
     from tcdeploy.cli import cache_display
 
     cache_display.show_usage(usage(_existing(folder)), json)
@@ -223,7 +223,7 @@ def collect(
     json: Json = False,
 ) -> None:
     """Remove plans by age and size, and what no plan names; never what a process runs from or a bundle put there."""
-    from tcdeploy.bundle.keep import collect as remove
+    from tcdeploy.cache.inventory import collect as remove
     from tcdeploy.cli import cache_display
 
     seconds = _quantity(older_than, ("s", "min", "h", "d"), "--older-than 30d")
@@ -333,7 +333,7 @@ def _manifests_of(target: Path) -> list[Manifest]:
     """Of a bundle (its signature is not judged: nothing of it runs) or of all plans of a folder."""
     from tcdeploy.bundle.container import read_head
     from tcdeploy.bundle.header import parse_header
-    from tcdeploy.compiler.manifest import read_manifests
+    from tcdeploy.cache.manifest import read_manifests
 
     if target.is_dir():
         found = list(read_manifests(target).values())
@@ -355,7 +355,7 @@ def _only_manifest(target: Path) -> Manifest:
 
 
 def _manifest_in(folder: Path, plan_key: str) -> Manifest:
-    from tcdeploy.compiler.manifest import manifest_path, read_manifest
+    from tcdeploy.cache.manifest import manifest_path, read_manifest
 
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:

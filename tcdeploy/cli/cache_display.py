@@ -13,20 +13,20 @@ from tcdeploy.cli.display import json_document, show_table
 if TYPE_CHECKING:
     from tcdeploy.bundle.compare import Comparison
     from tcdeploy.bundle.fetch import Fetched
-    from tcdeploy.bundle.keep import Entry, Removed
+    from tcdeploy.cache.inventory import Entry, Removed
     from tcdeploy.bundle.pack import Packed
     from tcdeploy.bundle.unpack import Unpacked
     from tcdeploy.bundle.verify import Replayed, Verified
     from tcdeploy.bundle.why import Forecast
-    from tcdeploy.compiler.manifest import Manifest
-    from tcdeploy.environment import Difference
+    from tcdeploy.cache.manifest import Manifest
+    from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import Pushed
 
 LISTED = 20  # files that a comparison names of each kind
 
 
 def show_packed(packed: Packed, manifest: Manifest, json: bool) -> None:
-    from tcdeploy.bundle.keep import kind_of
+    from tcdeploy.cache.inventory import kind_of
 
     kinds: dict[str, list[int]] = {}
     for file in manifest.files:

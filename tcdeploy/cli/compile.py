@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 
 @recipe_command

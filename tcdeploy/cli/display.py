@@ -19,14 +19,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from tcdeploy.memory import gib
+from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
     from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import Break
-    from tcdeploy.compiler.manifest import BucketRecord
+    from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.pipeline import Deployment
-    from tcdeploy.plan import Plan
+    from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 1
 PLAIN_WIDTH = 160

@@ -10,7 +10,7 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 
 @recipe_command
@@ -38,7 +38,7 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
-    from tcdeploy.engine.text import TextStream, chat_prompt, stop_token_ids
+    from tcdeploy.engine.detokenizer import TextStream, chat_prompt, stop_token_ids
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:

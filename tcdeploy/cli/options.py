@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tcdeploy.errors import Interrupted
-from tcdeploy.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_kind
+from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_kind
 
 
 @dataclass(frozen=True)

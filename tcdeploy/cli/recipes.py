@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tcdeploy.recipe import find_recipe, read_recipe, recipe_names
+from tcdeploy.planning.recipe import find_recipe, read_recipe, recipe_names
 
 
 def recipes() -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.elsewhere import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.pipeline import Deployment

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.elsewhere import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, seconds_of, send_cache
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, seconds_of, send_cache
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import ThresholdError, UsageError
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from tcdeploy.pipeline import Deployment
@@ -49,7 +49,7 @@ def warm(
         from tcdeploy import pipeline
 
         if missed is not None:
-            from tcdeploy.server.missed import read_missed, with_missed
+            from tcdeploy.server.missed_shapes import read_missed, with_missed
 
             recipe = with_missed(recipe, pipeline.decide(recipe).plan, read_missed(missed))
         if cache_from is not None:

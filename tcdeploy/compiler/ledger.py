@@ -21,7 +21,7 @@ import torch._dynamo.callback
 import torch._dynamo.utils
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from tcdeploy.compiler import contents
+from tcdeploy.cache import contents
 
 _compile_starts = 0
 _kernels_timed = 0
@@ -106,7 +106,7 @@ def _kernels() -> int:
     Inductor's entry of a program may be found while a kernel that it names is not: that is compiled beside the hit.
     Where programs are read back there are no workers (`programs.reading`).
     """
-    triton = sys.modules.get("tcdeploy.compiler.kernel_cache")  # Triton imports it, where there is one
+    triton = sys.modules.get("tcdeploy.torch_compat.triton_cache")  # Triton imports it, where there is one
     return contents.libraries_compiled + (triton.kernels_compiled if triton else 0)
 
 

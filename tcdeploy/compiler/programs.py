@@ -25,11 +25,11 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import StepInputs
-from tcdeploy.candidate import Candidate
-from tcdeploy.compiler.passes import RewriteProducts
-from tcdeploy.compiler.toolchain import REFUSAL
+from tcdeploy.planning.variants import Candidate
+from tcdeploy.passes.post_grad import RewriteProducts
+from tcdeploy.cache.toolchain import REFUSAL
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
-from tcdeploy.plan import Bucket, Plan
+from tcdeploy.planning.plan import Bucket, Plan
 
 rewrite_products = functools.cache(RewriteProducts)  # torch compares options by identity
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
@@ -151,7 +151,7 @@ def reading() -> Iterator[None]:
 
     A kernel that comes from a worker was pickled, and triton.Config forgets by that what Inductor notes in it: that
     coordinate descent has found it. It would descend again at every start (triton 3.6 and 3.7;
-    tests/compiler/test_kernel_cache.py fails when it forgets no more).
+    tests/torch_compat/test_triton_cache.py fails when it forgets no more).
     """
     with torch._inductor.config.patch(compile_threads=1):
         yield

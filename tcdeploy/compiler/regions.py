@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tcdeploy.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.models.probe import layer_of
 
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tcdeploy.attention.interface import StepInputs, default_splits
-from tcdeploy.attention.kvcache import PADDING_SLOT
+from tcdeploy.attention.kv_cache import PADDING_SLOT
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk
-from tcdeploy.plan import Bucket, Plan
+from tcdeploy.planning.plan import Bucket, Plan
 
 ALIGNMENT = 16  # elements: every part of a packed upload begins at a multiple of 128 bytes
 

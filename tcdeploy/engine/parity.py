@@ -1,7 +1,7 @@
 """Is a bucket right? Its logits against the same weights run by transformers' own attention, uncompiled.
 
 The reference shares nothing with what it judges but the weights: no compiled program, no paged cache, none of our ops.
-Packed weights (models/siblings.py) it reads by slices, one product each. It runs each sequence alone, from its first
+Packed weights (models/packed_linears.py) it reads by slices, one product each. It runs each sequence alone, from its first
 token, and gives the logits of the last.
 """
 
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcdeploy.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME
-from tcdeploy.compiler.manifest import Answers, Parity
+from tcdeploy.cache.manifest import Answers, Parity
 from tcdeploy.compiler.programs import eager
 
 # (of the largest reference logit, KL in nats). float32 differs by the order of sums: measured 1e-6 and 1e-7 at most.

@@ -19,14 +19,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import StepInputs
-from tcdeploy.candidate import Candidate
+from tcdeploy.planning.variants import Candidate
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
 from tcdeploy.engine.graphs import StepGraph, StepOutput, record
 from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.sequence import Chunk, Sequence
-from tcdeploy.plan import Bucket, Plan
+from tcdeploy.planning.plan import Bucket, Plan
 
 SCORED_ROWS = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
 

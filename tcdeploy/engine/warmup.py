@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 import torch._dynamo
 
-from tcdeploy.architecture import Architecture
-from tcdeploy.candidate import Candidate
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.variants import Candidate
 from tcdeploy.compiler.ledger import Measured, measured, read_counts
-from tcdeploy.compiler.manifest import Answers, BucketRecord, Parity, Trial
+from tcdeploy.cache.manifest import Answers, BucketRecord, Parity, Trial
 from tcdeploy.compiler.programs import compiling, eager, reading
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
@@ -32,7 +32,7 @@ from tcdeploy.engine.parity import answers, compare, reference_attention, refere
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
-from tcdeploy.plan import Bucket
+from tcdeploy.planning.plan import Bucket
 from tcdeploy.progress import Progress
 
 RUNS_BEFORE_RECORDING = 2

@@ -4,7 +4,7 @@
 `normed_linear` of the latter alone; for `add_product_` cuBLAS has the kernel.
 
 The config (an index into `TILES` of either) is an argument, so the choice stands in the graph and in the cache's key;
-the body does not, so a cache that must notice a change of the kernel's source needs to hash it (compiler/passes.py).
+the body does not, so a cache that must notice a change of the kernel's source needs to hash it (passes/post_grad.py).
 
 A custom_op, not a triton_op: torch 2.11 and 2.13 pass no `launch_pdl` through wrap_triton, and Inductor has nothing to
 fuse into the kernel. The price is host time per call, which the replay of a CUDA graph does not pay. On a CPU the same
@@ -64,7 +64,7 @@ def normed_linear(
 
     The row is not rounded between; `norm` is contiguous and, like w, may be read early.
     """
-    from tcdeploy.linear import vector
+    from tcdeploy.linear import gemv as vector
 
     return vector.multiply(x, w, vector.TILES[config], addend, gated, norm, eps)
 
@@ -82,7 +82,7 @@ def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gat
 
 
 def _multiply(x: Tensor, w: Tensor, config: int, addend: Tensor | None, gated: bool) -> Tensor:
-    from tcdeploy.linear import kernels, vector  # import triton, which a CPU needs not have
+    from tcdeploy.linear import skinny_gemm as kernels, gemv as vector  # import triton, which a CPU needs not have
 
     if x.shape[0] == 1:
         return vector.multiply(x, w, vector.TILES[config], addend, gated)

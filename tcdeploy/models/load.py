@@ -19,8 +19,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError
-from tcdeploy.plan import Plan
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.recipe import Recipe
 
 BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0

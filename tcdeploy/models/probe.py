@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.architecture import Architecture, AttentionFacts, digest_config
+from tcdeploy.planning.architecture import Architecture, AttentionFacts, digest_config
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import config_values, quiet_transformers
 

@@ -25,10 +25,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 from tcdeploy.errors import IntegrityError, UsageError
-from tcdeploy.remote import patience
+from tcdeploy.remote import retry as patience
 from tcdeploy.remote.address import CHUNK_BYTES, SUFFIX, Address, BundleName, read_name
-from tcdeploy.remote.folders import missing_library
-from tcdeploy.remote.patience import Answer, Deadline
+from tcdeploy.remote.fsspec_folder import missing_library
+from tcdeploy.remote.retry import Answer, Deadline
 from tcdeploy.remote.registry_login import answer_challenge, stored_login
 from tcdeploy.remote.store import Body, Entry, Found
 

@@ -17,8 +17,8 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.remote import patience
-from tcdeploy.remote.patience import Answer
+from tcdeploy.remote import retry as patience
+from tcdeploy.remote.retry import Answer
 
 if TYPE_CHECKING:
     from requests import Session

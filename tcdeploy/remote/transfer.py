@@ -28,9 +28,9 @@ from pathlib import Path
 
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
 from tcdeploy.remote.address import Address, BundleName, check_plan_key, name_of
-from tcdeploy.remote.disk import sync_folder
-from tcdeploy.remote.folders import open_folder
-from tcdeploy.remote.patience import Deadline, patiently
+from tcdeploy.remote.local_folder import sync_folder
+from tcdeploy.remote.fsspec_folder import open_folder
+from tcdeploy.remote.retry import Deadline, patiently
 from tcdeploy.remote.store import Body, Store
 
 MOST_BYTES = 8 << 30

@@ -26,7 +26,7 @@ from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
 from tcdeploy.server.http import is_whole
-from tcdeploy.server.limits import check
+from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
@@ -37,7 +37,7 @@ from tcdeploy.server.protocol import (
     parse,
     refusal,
 )
-from tcdeploy.server.requests import EventStream, Running, until_gone, whole
+from tcdeploy.server.active_request import EventStream, Running, until_gone, whole
 from tcdeploy.server.service import Service
 from tcdeploy.server.worker import EngineDied
 

@@ -28,7 +28,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import BoundedProtocol
-from tcdeploy.server.rehearsal import rehearse
+from tcdeploy.server.warmup_requests import rehearse
 from tcdeploy.server.service import Service
 from tcdeploy.server.worker import EngineDied, Worker
 

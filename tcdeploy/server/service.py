@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tcdeploy.engine.constraint import Constraint
-from tcdeploy.engine.text import stop_token_ids
+from tcdeploy.engine.detokenizer import stop_token_ids
 from tcdeploy.server.admission import Admission
-from tcdeploy.server.limits import Limits
+from tcdeploy.server.validation import Limits
 from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.missed import MissedShapes
+from tcdeploy.server.missed_shapes import MissedShapes
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
@@ -26,7 +26,7 @@ from tcdeploy.server.protocol import (
     tools_as_sent,
 )
 from tcdeploy.server.status import Recent
-from tcdeploy.server.structured import Structured
+from tcdeploy.server.structured_output import Structured
 from tcdeploy.server.tools import Tools
 from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import Worker

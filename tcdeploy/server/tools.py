@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tcdeploy.server.protocol import ChatRequest, refusal
-from tcdeploy.server.structured import with_bounded_spaces
+from tcdeploy.server.structured_output import with_bounded_spaces
 
 REASONING = ("reasoning_content", "reasoning", "thinking")  # what response templates call it
 PROBE = "a_tool_to_look_for"

@@ -190,7 +190,7 @@ FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 @pytest.mark.parametrize("rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}])
 def test_each_prefill_backend_equals_the_reference(backend: str, prefix: int, rules: dict[str, Any]) -> None:
     """What is not installed on this machine skips by name."""
-    from tcdeploy.environment import installed_flash_packages
+    from tcdeploy.planning.environment import installed_flash_packages
 
     if backend.startswith("flash-attn") and backend not in dict(installed_flash_packages()):
         pytest.skip(f"{backend} is not installed")

@@ -9,7 +9,7 @@ import torch
 
 from tcdeploy.bench import baselines
 from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.clock import Marks
+from tcdeploy.bench.timing import Marks
 from tcdeploy.errors import TcdeployError
 
 PROMPTS = [[3 + (5 * position + row) % 240 for position in range(20)] for row in range(2)]

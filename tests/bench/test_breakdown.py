@@ -37,8 +37,8 @@ def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
     [
         ("attention.kernels", "attention"),
         ("attention.decode", "attention"),
-        ("linear.kernels", "gemm"),
-        ("linear.vector", "gemm"),
+        ("linear.skinny_gemm", "gemm"),
+        ("linear.gemv", "gemm"),
         ("engine.advance", "sampling"),
     ],
 )

@@ -10,14 +10,14 @@ import pytest
 
 from tcdeploy.bench import decode, prefill, throughput
 from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.clock import Marks, step_seconds
+from tcdeploy.bench.timing import Marks, step_seconds
 from tcdeploy.bench.floor import Rates
 from tcdeploy.bench.session import Session, region_recipe
 from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, ThroughputSettings
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import decide
 from tcdeploy.progress import Silent
-from tcdeploy.recipe import Recipe, build_recipe
+from tcdeploy.planning.recipe import Recipe, build_recipe
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 
 RATES = Rates(1e10, 1 << 20, 1e11, 256, "float32")

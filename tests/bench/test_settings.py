@@ -20,7 +20,7 @@ from tcdeploy.bench.settings import (
     ThroughputSettings,
 )
 from tcdeploy.errors import UsageError
-from tcdeploy.plan import Plan, make_plan
+from tcdeploy.planning.plan import Plan, make_plan
 from tests.machines import LAPTOP, LLAMA_8B, ask
 
 

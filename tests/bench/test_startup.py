@@ -13,7 +13,7 @@ from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.bench.startup import StartupRow, recipe_flags, run, start_process
 from tcdeploy.errors import TcdeployError
 from tcdeploy.progress import Silent
-from tcdeploy.recipe import Recipe, build_recipe
+from tcdeploy.planning.recipe import Recipe, build_recipe
 
 
 def test_flags_give_the_same_recipe_again() -> None:

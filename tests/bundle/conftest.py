@@ -10,8 +10,8 @@ import pytest
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.signing import generate_key, trust
-from tcdeploy.compiler.manifest import Manifest
-from tests.bundle.folders import key_of, make_cache, make_small
+from tcdeploy.cache.manifest import Manifest
+from tests.bundle.fake_caches import key_of, make_cache, make_small
 
 
 class Keys(NamedTuple):

@@ -16,8 +16,8 @@ import zstandard
 from tcdeploy.bundle.container import Payload, head_bytes
 from tcdeploy.bundle.header import Header, header_bytes, portable
 from tcdeploy.bundle.signing import sign
-from tcdeploy.compiler.contents import FileRecord
-from tcdeploy.compiler.manifest import Manifest
+from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.manifest import Manifest
 
 
 def record(path: str, content: bytes) -> FileRecord:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.compare import compare_manifests
-from tcdeploy.compiler.manifest import Manifest
+from tcdeploy.cache.manifest import Manifest
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import KINDS, fill, make_small, manifest_for
+from tests.bundle.fake_caches import KINDS, fill, make_small, manifest_for
 
 
 @pytest.fixture
@@ -88,8 +88,8 @@ def test_the_command_wants_one_plan_each(run_cli: Callable[..., Any], small: Pac
 
 
 def test_many_files_are_listed_to_a_length(run_cli: Callable[..., Any], keys: Keys, tmp_path: Path) -> None:
-    from tcdeploy.compiler.manifest import write_manifest
-    from tests.bundle.folders import path_of
+    from tcdeploy.cache.manifest import write_manifest
+    from tests.bundle.fake_caches import path_of
 
     for name in ("a", "b"):
         manifest = manifest_for(tmp_path / name, fill(tmp_path / name, {f"{name}/{n:02}": 9 for n in range(25)}))

@@ -16,10 +16,10 @@ import zstandard
 
 from tcdeploy.bundle.container import Head, Signature, check_files, head_bytes, read_files, read_head
 from tcdeploy.bundle.header import parse_header, portable
-from tcdeploy.compiler.contents import FileRecord
+from tcdeploy.cache.contents import FileRecord
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
-from tests.bundle.folders import KINDS
+from tests.bundle.fake_caches import KINDS
 from tests.bundle.forging import record
 
 

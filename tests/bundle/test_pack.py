@@ -17,10 +17,10 @@ import pytest
 from tcdeploy.bundle.pack import NotProven, add_signature, only_plan, pack
 from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.verify import verify_file
-from tcdeploy.compiler.manifest import Manifest, write_manifest
+from tcdeploy.cache.manifest import Manifest, write_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import (
+from tests.bundle.fake_caches import (
     KINDS,
     Child,
     key_of,

@@ -18,7 +18,7 @@ from tcdeploy.bundle.signing import default_folder, fingerprint, generate_key, j
 from tcdeploy.bundle.verify import verify_file
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import leave_free
+from tests.bundle.fake_caches import leave_free
 from tests.conftest import mounted
 
 

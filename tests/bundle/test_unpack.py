@@ -27,12 +27,12 @@ from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_file, verify_folder
 from tcdeploy.bundle.why import quick_factors
-from tcdeploy.compiler.contents import FileRecord
-from tcdeploy.compiler.manifest import SCHEMA_VERSION, write_manifest
-from tcdeploy.environment import installed_versions
+from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.manifest import SCHEMA_VERSION, write_manifest
+from tcdeploy.planning.environment import installed_versions
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import (
+from tests.bundle.fake_caches import (
     KINDS,
     Child,
     Listing,

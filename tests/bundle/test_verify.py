@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.container import read_head
-from tcdeploy.bundle.keep import list_plans
+from tcdeploy.cache.inventory import list_plans
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_file, verify_folder
-from tcdeploy.compiler import cachedir
-from tcdeploy.compiler.contents import record_files
-from tcdeploy.compiler.manifest import write_manifest
+from tcdeploy.cache import folder as cachedir
+from tcdeploy.cache.contents import record_files
+from tcdeploy.cache.manifest import write_manifest
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.folders import KINDS, flipped, key_of, make_small, path_of
+from tests.bundle.fake_caches import KINDS, flipped, key_of, make_small, path_of
 
 FLIPS = 1000
 

@@ -15,13 +15,13 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.why import best_of, forecast, quick_factors
-from tcdeploy.compiler.manifest import Manifest, Trial, manifest_path, read_manifest
-from tcdeploy.environment import Environment
-from tcdeploy.plan import Bucket, Plan, make_plan
-from tests.bundle.starts import forecast_and_start
+from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.plan import Bucket, Plan, make_plan
+from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT
-from tests.families import save_config
-from tests.forks import Forks
+from tests.model_families import save_config
+from tests.fork_server import Forks
 from tests.machines import LLAMA_8B, ask
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
@@ -218,7 +218,7 @@ def test_of_several_plans_a_bucket_is_found_if_any_has_it(manifest: Manifest) ->
 
 def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
     """On a GPU in mode max-autotune, a decode step's first and last parts are programs too."""
-    from tests.compiler.test_manifest import MANIFEST
+    from tests.cache.test_manifest import MANIFEST
     from tests.machines import H100
 
     plan = make_plan(ask(context=4096, mode="max-autotune", buckets=(512,), batch_sizes=(1,)), H100, LLAMA_8B)
@@ -232,7 +232,7 @@ def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
 
 def test_more_time_to_tune_is_a_miss_where_something_was_left_untried() -> None:
     """The plan's key does not hold the time; what wins after all would have to be compiled."""
-    from tests.compiler.test_manifest import MANIFEST
+    from tests.cache.test_manifest import MANIFEST
     from tests.machines import H100
 
     asked = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tcdeploy.recipe import Recipe
+from tcdeploy.planning.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -214,7 +214,7 @@ def test_an_error_without_a_hint_is_one_line() -> None:
 def test_an_interrupt_says_that_nothing_is_lost() -> None:
     """As Ctrl-C does anywhere inside a command that takes a recipe."""
     decorated = FAILING.replace("def fail():", "@recipe_command\ndef fail(recipe: Recipe):")
-    imports = "from tcdeploy.cli.options import recipe_command\nfrom tcdeploy.recipe import Recipe\n"
+    imports = "from tcdeploy.cli.options import recipe_command\nfrom tcdeploy.planning.recipe import Recipe\n"
     done = run(
         code=(imports + decorated).format(raised="KeyboardInterrupt").replace('"fail"]', '"fail", "builtin:tiny"]')
     )

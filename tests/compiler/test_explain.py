@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.families import SERVED
+from tests.model_families import SERVED
 
 MODELLING = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -82,7 +82,7 @@ def test_a_graph_break_is_an_error_that_explain_breaks_locates(
 
 
 def test_a_model_that_traces_whole_has_nothing_to_explain(run_cli: Any, tmp_path: Path) -> None:
-    from tests.families import save_config
+    from tests.model_families import save_config
 
     folder = save_config("llama", tmp_path / "llama")
     result = run_cli("compile", *arguments(folder, tmp_path / "cache", "--explain-breaks"))

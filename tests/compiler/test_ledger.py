@@ -9,7 +9,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from tcdeploy.compiler.contents import UsedFiles
+from tcdeploy.cache.contents import UsedFiles
 from tcdeploy.compiler.ledger import measured, read_counts
 
 

@@ -13,9 +13,9 @@ from tcdeploy.compiler.programs import sealed
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
-from tcdeploy.recipe import build_recipe
+from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import forget_programs
-from tests.families import KINDS_OF_LAYERS, SERVED, WINDOW, save_config
+from tests.model_families import KINDS_OF_LAYERS, SERVED, WINDOW, save_config
 
 BUCKET, BATCH = 48, 3
 

@@ -15,9 +15,9 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.text import TextStream, chat_prompt
+from tcdeploy.engine.detokenizer import TextStream, chat_prompt
 from tcdeploy.errors import RecompileError, UsageError
-from tcdeploy.plan import Bucket
+from tcdeploy.planning.plan import Bucket
 from tests.conftest import forget_programs, tiny_with
 
 

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tcdeploy.attention import backends
-from tcdeploy.candidate import DEFAULT, EARLY_ROWS, Candidate, with_attention
+from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, Candidate, with_attention
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import Counts, Measured, measured
-from tcdeploy.compiler.manifest import Parity, Trial, manifest_path, read_manifest
+from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.warmup import _compile_step, _fastest, _Made
 from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
-from tcdeploy.recipe import build_recipe
+from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import TINY, forget_programs
 
 

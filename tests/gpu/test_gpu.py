@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.candidate import (
+from tcdeploy.planning.variants import (
     DEFAULT,
     DESCENT_PDL_COMBO,
     EARLY_ROWS,
@@ -25,10 +25,10 @@ from tcdeploy.compiler.programs import sealed
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
-from tcdeploy.recipe import build_recipe
+from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import forget_programs
 from tests.engine.constraints import Chain
-from tests.families import KINDS_OF_LAYERS, SERVED, save_config
+from tests.model_families import KINDS_OF_LAYERS, SERVED, save_config
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [
@@ -216,7 +216,7 @@ def test_each_flash_attention_that_is_installed_serves_a_whole_model(
     backend: str, cache_dir: str, tmp_path: Path
 ) -> None:
     """Prompts of one token, of several chunks, and of a chunk with one token left."""
-    from tcdeploy.environment import installed_flash_packages
+    from tcdeploy.planning.environment import installed_flash_packages
 
     if backend != "torch-flash" and backend not in dict(installed_flash_packages()):
         pytest.skip(f"{backend} is not installed")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import TINY
 from tests.server.conftest import Served, serving
-from tests.server.test_structured import PERSON, QUESTION, json_of
+from tests.server.test_structured_output import PERSON, QUESTION, json_of
 
 pytestmark = [
     pytest.mark.gpu,

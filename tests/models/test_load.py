@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.families import save_config
+from tests.model_families import save_config
 
 WARM = ("--buckets", "16", "--batch-sizes", "1")
 

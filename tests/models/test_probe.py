@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.probe import PROBE_NAME, probe
-from tests.families import LAYERS, REFUSED, SERVED, WINDOW
+from tests.model_families import LAYERS, REFUSED, SERVED, WINDOW
 
 
 @pytest.mark.parametrize("family", list(REFUSED))

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tcdeploy.remote import patience
+from tcdeploy.remote import retry as patience
 from tests.remote.faulty import Proxy, proxy, served
 
 PLAN = "0123456789abcdef"

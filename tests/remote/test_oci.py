@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import oci, patience
+from tcdeploy.remote import oci, retry as patience
 from tcdeploy.remote.transfer import find, pull, push
 from tests.conftest import mounted
 from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, Together

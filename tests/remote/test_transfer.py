@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import patience, transfer
+from tcdeploy.remote import retry as patience, transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, shown
 from tests.conftest import mounted

@@ -20,7 +20,7 @@ import openai
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
-from tests.forks import Fork, Forks
+from tests.fork_server import Fork, Forks
 
 FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
 

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
-from tcdeploy.server.limits import Limits, sampling_params
+from tcdeploy.server.validation import Limits, sampling_params
 from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
 from tcdeploy.server.service import Prompt, Service
 
@@ -86,7 +86,7 @@ def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
     service.limits = Limits(64, 100, ())
     service.worker = SimpleNamespace(failure=None, submit=given.append, cancel=taken_back.append)  # type: ignore[assignment]
     service.vocabulary, service.tokenizer = None, None  # type: ignore[assignment]
-    monkeypatch.setattr("tcdeploy.server.requests.Completions", fail)
+    monkeypatch.setattr("tcdeploy.server.active_request.Completions", fail)
     body = {"prompt": [1], "stream": stream}
     if isinstance(end, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):

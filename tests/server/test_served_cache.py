@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
-from tests.forks import Forks
+from tests.fork_server import Forks
 from tests.server.conftest import FLAGS, Served, serving
 
 

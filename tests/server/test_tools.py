@@ -17,15 +17,15 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.models.load import locate
-from tcdeploy.server.answers import Chat, Choice
-from tcdeploy.server.limits import check
+from tcdeploy.server.response_builder import Chat, Choice
+from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import ApiError, ChatRequest, parse
-from tcdeploy.server.structured import Structured
-from tcdeploy.server.text import AnswerText
+from tcdeploy.server.structured_output import Structured
+from tcdeploy.server.stop_strings import AnswerText
 from tcdeploy.server.tools import Markup, Tools, find_markup
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
-from tests.forks import Forks
+from tests.fork_server import Forks
 from tests.server.conftest import Served, serving
 
 CHAT_TEMPLATE = """{{- bos_token }}

@@ -1,0 +1,124 @@
+"""The C++ compiler that made a CPU's programs, and a stand-in for it on a machine that has none.
+
+A warm start compiles nothing, and still Inductor asks the compiler who it is: the answer is part of the names of what
+it made, and without one it gives up. So what the compiler answers is kept beside the programs, and where no compiler
+is found, a script of its name gives those answers. Asked to compile, it fails and says why.
+
+Precompiled headers are the other thing in the way: Inductor makes them in a folder of its own outside the cache, at
+every start that loads a C++ program, hit or miss (0.4 s, and 12 s more on a machine that has none yet). They halve a
+cold start and do nothing for a warm one, so a warm one is told that there is no header to prepare. Inductor's own
+switch cannot do that: it is in torch's cache key and in the names of programs, so it would have to be off in a cold
+start too. torch 2.11 to 2.13 ask `codecache._get_cpp_prefix_header`; tests/cache/test_toolchain.py fails when that
+moves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+COMPILER = "g++"  # Inductor's own choice, unless CXX names another
+FOLDER = "toolchain"
+REFUSAL = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
+QUESTIONS = ("--version", "-v", "-dumpfullversion -dumpversion")
+
+
+_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
+
+
+class Answer(NamedTuple):
+    stdout: str
+    stderr: str
+
+
+class Toolchain(NamedTuple):
+    """A compiler, as its answers: `path` is the file that keeps them, relative to the cache folder."""
+
+    path: str
+    answers: dict[str, Answer]
+
+    @property
+    def version(self) -> str:
+        """The first line, which `Environment.compiler` holds."""
+        return self.answers["--version"].stdout.partition("\n")[0].strip()
+
+
+def is_missing() -> bool:
+    return "CXX" not in os.environ and shutil.which(COMPILER) is None
+
+
+def record_toolchain(folder: str | Path) -> str | None:
+    """Keep this machine's answers in the cache folder; the file's place in it, or None where there is no compiler."""
+    if is_missing() or "CXX" in os.environ:
+        return None
+    document = json.dumps({question: _ask(question) for question in QUESTIONS}, indent=1)
+    path = Path(folder) / FOLDER / f"{hashlib.sha256(document.encode()).hexdigest()[:16]}.json"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        staging = path.with_suffix(f".{os.getpid()}.tmp")
+        staging.write_text(document, encoding="utf-8")
+        os.replace(staging, path)
+    return path.relative_to(folder).as_posix()
+
+
+def _ask(question: str) -> Answer:
+    asked = subprocess.run(
+        [COMPILER, *question.split()], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+    )
+    return Answer(asked.stdout, asked.stderr)
+
+
+def recorded_toolchains(folder: str | Path) -> list[Toolchain]:
+    """What compilers have left their answers in the folder; a file that is not one is passed over."""
+    found = []
+    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+        try:
+            document = json.loads(path.read_text(encoding="utf-8"))
+            answers = {question: Answer(*document[question]) for question in QUESTIONS}
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+        found.append(Toolchain(path.relative_to(folder).as_posix(), answers))
+    return found
+
+
+def stand_in_for(toolchain: Toolchain) -> None:
+    """From here on this process, and those that it starts, find a compiler that answers and cannot compile.
+
+    Raises OSError where no script can be written into the folder for temporary files.
+    """
+    folder = tempfile.mkdtemp(prefix="tcdeploy-toolchain-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    script = Path(folder) / COMPILER
+    script.write_text(_script(toolchain), encoding="utf-8")
+    script.chmod(0o755)
+    os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")]).rstrip(os.pathsep)
+
+
+def _script(toolchain: Toolchain) -> str:
+    cases = [
+        f"{shlex.quote(asked)}) printf %s {shlex.quote(answer.stdout)}; printf %s {shlex.quote(answer.stderr)} >&2 ;;"
+        for asked, answer in toolchain.answers.items()
+    ]
+    return "\n".join(["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(REFUSAL)} >&2; exit 1 ;;", "esac\n"])
+
+
+def use_precompiled_headers(is_used: bool) -> None:
+    """Whether Inductor may prepare headers from here on; without, what must be compiled takes twice as long."""
+    from torch._inductor import codecache
+
+    global _prefix_header
+    _prefix_header = _prefix_header or codecache._get_cpp_prefix_header
+    codecache._get_cpp_prefix_header = _prefix_header if is_used else _no_header  # type: ignore[assignment]
+
+
+def _no_header(device: str) -> str | None:
+    return None

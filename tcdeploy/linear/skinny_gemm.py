@@ -1,0 +1,201 @@
+"""y = x @ w.T for the few rows of a decode batch (2 to 64): one Triton kernel that does nothing but stream the weight,
+and may end in what comes next: a bias or residual, or the gate of an MLP.
+
+Every weight is read once and used `rows` times, so the time is the weight's bytes over the memory's bandwidth, and
+what cuBLAS leaves on the table is in how the bytes are asked for. The one idea: w stands on the left (y.T = w @ x.T),
+so a program owns whole rows of w and walks them from end to end, asynchronous copies `stages` deep, and programs in
+order sweep the weight in order. Nothing is split between programs, so there is no workspace, no counter and no order of
+arrival: same inputs, same bits, and nothing but the output to allocate under a CUDA graph. Two forms of the product:
+
+- one dot of [columns, depth], the Hopper tensor cores' own size: 64 columns and more.
+- `slices` dots side by side, one per warp, each on its own part of the depth, added once at the end: 16 columns are
+  enough then, so that even 2048 of them give every multiprocessor a program, and a step reads long pieces of a row.
+
+Programmatic dependent launch: the kernel is launched while the one before it drains and waits for it
+(`gdc_wait`) before it touches memory; then it lets the next one launch. The trigger stands after the wait, as in
+Inductor's own kernels (config `triton.enable_pdl`): whoever starts early then knows that all before us is complete.
+
+Microseconds on one H100 80GB (torch 2.11, Triton 3.6, November 2026), bfloat16, in CUDA graphs, over weights that the
+L2 cannot hold; in brackets cuBLAS. The four: Llama 3.1 8B's qkv (6144 x 4096), o (4096 x 4096), gate and up (28672 x
+4096) and down (4096 x 14336) added up, whose bytes take 139 at 3.13 TB/s (scripts/bench-linear). The layer: the four in
+one program of Inductor's with norms, products and residuals for neighbours, then with `triton.enable_pdl` as well.
+
+    rows                   2          4          8         16         32
+    the four         153 (163)  153 (163)  154 (165)  157 (166)  159 (167)
+    head             334 (371)  335 (372)  338 (373)  348 (379)  353 (382)       128256 x 4096, 336 at 3.13 TB/s
+    the layer                   160 (172)             165 (175)  168 (175)
+    with enable_pdl             156                   161        164
+
+Rejected, gate and up at 4 rows unless said (79.3; a kernel that only reads w takes 75.7). A layer here has six plain
+stand-ins for the small kernels:
+- equal contiguous shares for persistent programs, partial sums in a workspace (stream-K): 84.4. 132 streams far from
+  one another are slow even if they are only read: 78.5 to 79.7.
+- multiplying and adding without tensor cores, as the best product with one row does: 85.3; 79.1 at 2 rows, 207 at 8.
+- w straight into registers, without a pipeline: 83.9. TMA descriptors: 80.9, where the same tiles without took 80.8.
+- splitting k between programs: down at 32 rows 44.5, whole 44.4; o at 4 rows 14.4, whole 13.9.
+- asking for w before the wait: with prefetches into the L2 the layer's 162 became 163 to 168, the worse the more; with
+  the first tile in registers its 159 became 162. Prefetching the tile of a wave later: 80.8 at best, and without 80.8.
+- no dependent launch: the layer 162 instead of 159.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tcdeploy.torch_compat.pdl import launches_early
+
+
+class Tile(NamedTuple):
+    """The shape of one program: rows of w (columns of y), elements of each per step, and how a step is worked on."""
+
+    name: str
+    columns: int
+    depth: int
+    slices: int  # parts of the depth, one per warp; 1: all warps share one dot
+    warps: int
+    stages: int  # of the software pipeline
+
+
+# What to tune on a GPU, all of it. The op's `config` is an index into this table.
+TILES = (
+    Tile("thin", 16, 128, 2, 2, 6),
+    Tile("long", 16, 1024, 4, 4, 3),
+    Tile("deep", 16, 512, 4, 4, 6),
+    Tile("square", 64, 64, 1, 4, 8),
+    Tile("wide-4", 64, 128, 1, 4, 4),
+    Tile("wide-7", 64, 128, 1, 4, 7),
+    Tile("broad", 128, 128, 1, 4, 4),
+)
+THIN, LONG, DEEP, SQUARE, WIDE_4, WIDE_7, BROAD = range(len(TILES))
+MIN_ROWS, MAX_ROWS = 2, 64  # one row: vector.py
+MIN_SIZE = 1024  # of n and k: nothing smaller was measured
+N_MULTIPLE, K_MULTIPLE = 16, 64
+
+# The edges between the best guesses: 2 to 64 rows over the shapes of Llama 3.1 8B, Qwen2.5 7B and Llama 3.2 1B.
+SCARCE = 16 * 132  # columns: no more tiles of 16 than an H100 has multiprocessors
+FEW, SOME, MANY = 4096, 8192, 65536  # columns: o and down; qkv; the head
+SHORT = 2048  # k
+
+
+def candidates(rows: int, n: int, k: int) -> tuple[int, ...]:
+    """Configs worth timing for x [rows, k] @ w [n, k].T, the best guess first; none where cuBLAS is as good.
+
+    The guess was never slower than cuBLAS on the measured shapes, and 3% slower than the best config at most.
+    Meant for Hopper: other GPUs were not measured, and may lack the shared memory.
+    """
+    if not MIN_ROWS <= rows <= MAX_ROWS or min(n, k) < MIN_SIZE or n % N_MULTIPLE or k % K_MULTIPLE:
+        return ()
+    if rows <= 8:
+        return _first(_guess_up_to_8_rows(n, k), THIN, LONG, DEEP, WIDE_4)
+    if n <= SCARCE:
+        return (DEEP,) if rows <= 16 else ()
+    if rows <= 32:
+        guess = WIDE_7 if n <= FEW else SQUARE if n <= SOME else BROAD
+        return _first(guess, WIDE_7, BROAD, SQUARE, WIDE_4)
+    return (BROAD,) if n >= 2 * SOME else ()
+
+
+def _guess_up_to_8_rows(n: int, k: int) -> int:
+    if n <= SCARCE:
+        return DEEP
+    if n <= SOME:
+        return THIN if k < 2 * n else LONG
+    if k <= SHORT:
+        return WIDE_4 if n <= MANY else LONG
+    return LONG if n <= MANY else DEEP
+
+
+def _first(guess: int, *others: int) -> tuple[int, ...]:
+    return (guess, *(other for other in others if other != guess))
+
+
+def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
+    """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
+
+    w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64. `gated` gives
+    silu of the product's first n/2 columns times the others, [rows, n/2]; then n is a multiple of 32, and no addend.
+    """
+    (rows, k), n = x.shape, w.shape[0]
+    assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype
+    assert w.shape[1] == k and w.is_contiguous() and x.stride(1) == 1
+    assert addend is None or (addend.dtype == x.dtype and addend.stride(-1) == 1 and addend.shape in ((n,), (rows, n)))
+    assert MIN_ROWS <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
+    assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
+    out = x.new_empty(rows, n // 2 if gated else n)
+    early = launches_early(x.device)
+    _linear_kernel[(triton.cdiv(n, tile.columns),)](
+        out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
+        _padded_rows(rows), tile.columns, fitted_depth(tile.depth, k), tile.slices, gated, early,
+        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return out
+
+
+def _padded_rows(rows: int) -> int:
+    """As the tensor cores take them: a power of two from 8. Batches that share it share a compiled kernel."""
+    return max(8, triton.next_power_of_2(rows))
+
+
+def fitted_depth(depth: int, k: int) -> int:
+    """The depth, halved until it divides k, so that no step needs a mask."""
+    while k % depth:
+        depth //= 2
+    return depth
+
+
+# `rows` is not specialised: else a batch of 16 would compile the kernel again.
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    out, x, w, addend, rows, n, k, x_stride, addend_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, ROWS)
+    if GATED:  # half of the tile's rows of w are gates, the other half what they let through
+        HALF: tl.constexpr = COLUMNS // 2
+        n //= 2
+        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
+        part = tl.arange(0, COLUMNS)
+        w_row = tl.minimum(tl.program_id(0) * HALF + part % HALF, n - 1) + part // HALF * n
+    else:
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        w_row = tl.minimum(column, n - 1)  # past the end: the last row once more, never stored
+    w_rows = w + w_row.to(tl.int64) * k
+    x_rows = x + row.to(tl.int64) * x_stride
+    if SLICES == 1:
+        depth = tl.arange(0, DEPTH)[None, :]
+        w_tile, x_tile = w_rows[:, None] + depth, x_rows[:, None] + depth
+        inside = (row < rows)[:, None]
+        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+    else:
+        WIDTH: tl.constexpr = DEPTH // SLICES
+        depth = tl.arange(0, SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        w_tile, x_tile = w_rows[None, :, None] + depth, x_rows[None, :, None] + depth
+        inside = (row < rows)[None, :, None]
+        acc = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
+    if EARLY:  # nothing is read or written before the wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    is_output = (row < rows)[:, None] & (column < n)[None, :]
+    if addend is not None:  # a bias, whose rows are one, or a residual; loaded here, its latency is hidden
+        added = tl.load(addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=is_output, other=0.0)
+
+    for start in range(0, k, DEPTH):
+        weights = tl.load(w_tile + start)
+        inputs = tl.load(x_tile + start, mask=inside, other=0.0)
+        acc = tl.dot(weights, tl.trans(inputs) if SLICES == 1 else tl.trans(inputs, 0, 2, 1), acc)
+
+    if SLICES > 1:
+        acc = tl.sum(acc, 0)
+    if GATED:
+        gate, passed = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (1, 2, 0)))
+        acc = gate * tl.sigmoid(gate) * passed
+    y = tl.trans(acc)
+    if addend is not None:
+        y += added.to(tl.float32)
+    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=is_output)

@@ -1,0 +1,81 @@
+"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM reads them all.
+
+Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its
+own rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes
+its slice; the siblings' products are then identical, and `passes/post_grad.py` leaves one of them. The modelling code
+calls its projections as ever.
+
+The packed matrix is the only copy: the layers' own weights are dropped as soon as they have been copied into it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+FREE_ABOVE_BYTES = 1 << 30  # of freed but kept memory: the packed matrices do not fit where the parts were
+
+
+class PackedSlice(nn.Module):
+    """Rows [start, stop) of a linear layer whose weight [rows, in_features] and bias [rows] siblings share."""
+
+    def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, stop: int) -> None:
+        super().__init__()
+        self.packed_weight, self.packed_bias = weight, bias
+        self.start, self.stop = start, stop
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return functional.linear(x, self.packed_weight, self.packed_bias)[..., self.start : self.stop]
+        return functional.linear(x, self.weight, self.bias)
+
+    @property
+    def weight(self) -> Tensor:
+        return self.packed_weight[self.start : self.stop]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.packed_bias is None else self.packed_bias[self.start : self.stop]
+
+
+@torch.no_grad()
+def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> None:
+    """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place.
+
+    A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones). Smaller
+    groups go first: a packed matrix in the place of a larger part would keep the rest of it, unused, for good.
+    """
+    for paths in sorted(siblings, key=lambda paths: _values(model, paths)):
+        layers = [model.get_submodule(path) for path in paths]
+        if _are_alike(layers):
+            _pack(layers, model, paths)
+            _return_freed_memory()
+
+
+def _values(model: nn.Module, paths: tuple[str, ...]) -> int:
+    return sum(parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters())
+
+
+def _are_alike(layers: list[Any]) -> bool:
+    kinds = {(type(layer), layer.weight.dtype, layer.weight.device) for layer in layers if type(layer) is nn.Linear}
+    return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)
+
+
+def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
+    weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+    has_bias = layers[0].bias is not None
+    bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False) if has_bias else None
+    start = 0
+    for path, layer in zip(paths, layers, strict=True):
+        stop = start + layer.weight.shape[0]
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, PackedSlice(weight, bias, start, stop))
+        start = stop
+
+
+def _return_freed_memory() -> None:
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > FREE_ABOVE_BYTES:
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Passes over the FX graphs that Inductor lowers: one technique per file, each of which can be deleted."""

@@ -1,0 +1,128 @@
+"""A pass over Inductor's graphs: matrix products and what stands beside them, and the last layer's choice of rows.
+
+- Merging: sibling projections trace as identical products (see models/packed_linears.py), and torch 2.11 to 2.13 keeps them
+  all; one is left.
+- Streaming: a product of few rows with a large weight goes to `tcdeploy::linear`, where its rule says that this is
+  faster than cuBLAS (candidates named "streamed"), and ends in the addition of the residual.
+- Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
+- Fusing (candidates named "fused"): a streamed product ends in the gate that reads it (gates.py) and, of one row,
+  normalises its input itself (norms.py); decode attention turns its queries and keys itself (rotary.py).
+- Choosing early: see early_rows.py.
+- Products of one row that Inductor writes itself: see one_row.py.
+
+The pass has a uuid, so programs that went through it are still cached: a hash of its sources, and of those of our ops,
+whose Python bodies are in no other key of torch's. They stand here and not in torch's `cache_key_tag`, because that is
+part of the key under which torch keeps what it tuned as well, and the processes in which it compiles kernels do not see
+it: what one had tuned, another looked for under another name, and every start tuned again.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+
+import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
+from tcdeploy.passes import residual_add as additions, last_token_rows as early_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
+from tcdeploy.torch_compat import graph_cache_keys as keys
+from tcdeploy.passes.residual_add import add_in_place, add_residuals
+from tcdeploy.passes.last_token_rows import choose_early
+from tcdeploy.passes.silu_mul import end_in_gates
+from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
+from tcdeploy.passes.rms_norm import fold_norms
+from tcdeploy.passes.gemv import cut_in_place, store_long_rows
+from tcdeploy.passes.rotary import turn_in_attention
+
+aten = torch.ops.aten
+# A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
+PARTS = {aten.mul.Tensor, SUM, CONVERT}
+PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
+
+MODULES = (additions, early_rows, gates, keys, nodes, norms, one_row, rotary)
+OP_FOLDERS = ("attention", "linear")
+
+
+class RewriteProducts(CustomGraphPass):
+    """All of the above; `streams`, `adds` and `fuses` ask for what is named so."""
+
+    def __init__(self, streams: bool = False, adds: bool = False, fuses: bool = False) -> None:
+        self.streams, self.adds, self.fuses = streams, adds, fuses
+
+    def __call__(self, graph: Graph) -> None:
+        _merge_identical(graph)
+        choose_early(graph)
+        cut_in_place(graph)
+        if self.fuses:
+            turn_in_attention(graph)
+        store_long_rows(graph)
+        if self.streams and importlib.util.find_spec("triton"):
+            _stream(graph)
+            add_residuals(graph)
+            if self.fuses:
+                end_in_gates(graph)
+                fold_norms(graph)
+        if self.adds:
+            add_in_place(graph)
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files(sources(), f"{self.streams} {self.adds} {self.fuses}")
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Of `sources`, as hex."""
+    return hashlib.sha256(b"".join(Path(name).read_bytes() for name in sources())).hexdigest()
+
+
+@functools.cache
+def sources() -> tuple[str, ...]:
+    """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
+    root = Path(__file__).parent.parent
+    ops = [path for folder in OP_FOLDERS for path in sorted((root / folder).glob("*.py"))]
+    return (__file__, *(str(module.__file__) for module in MODULES), *(str(path) for path in ops))
+
+
+def _merge_identical(graph: Graph) -> None:
+    first: dict[tuple[Any, ...], Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target not in PURE:
+            continue
+        found = first.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+        if found is not node:
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
+
+
+def _stream(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        product = product_of(node)
+        configs = _configs(product) if product is not None else ()
+        if product is None or not configs:
+            continue
+        with graph.inserting_before(node):
+            streamed = call(graph, torch.ops.tcdeploy.linear.default, *product, configs[0])
+        node.replace_all_uses_with(streamed)
+        graph.erase_node(node)
+
+
+def _configs(product: Product) -> tuple[int, ...]:
+    from tcdeploy.linear import skinny_gemm as kernels, gemv as vector
+
+    x, weight = product.x.meta["val"], product.weight.meta["val"]
+    if not _is_streamable(x, weight):
+        return ()
+    if x.shape[0] != 1:
+        return kernels.candidates(x.shape[0], *weight.shape)
+    return vector.candidates(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
+
+
+def _is_streamable(x: Tensor, weight: Tensor) -> bool:
+    half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
+    return half and isinstance(x.shape[0], int) and weight.is_contiguous() and x.stride(1) == 1

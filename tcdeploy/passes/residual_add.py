@@ -1,0 +1,102 @@
+"""Residual additions, done by the product before them: one kernel and one trip through memory less.
+
+A product of a streamed kernel takes the residual as an argument. Any other can be added by cuBLAS, in the residual's
+place, where nothing else reads that: at the end of a layer, down plus residual.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+import tcdeploy.linear.ops  # noqa: F401 - registers the ops
+from tcdeploy.passes.nodes import ALIASES, RESHAPES, behind_reshapes, call, erase_unread, product_of
+
+aten, ours = torch.ops.aten, torch.ops.tcdeploy
+
+
+def add_residuals(graph: Graph) -> None:
+    """Let a streamed product without a bias end in the addition that is all that reads it."""
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        products = [arg for arg in node.args if _is_streamed_for(node, arg)]
+        others = [arg for arg in node.args if arg not in products]
+        if len(products) != 1 or not isinstance(others[0], Node):
+            continue
+        streamed, shape = behind_reshapes(products[0]), node.meta["val"].shape
+        residual = others[0].meta["val"]
+        if not _are_alike(node.meta["val"], products[0].meta["val"], residual) or not residual.is_contiguous():
+            continue
+        x, weight, _, config = streamed.args
+        with graph.inserting_before(node):
+            rows = call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
+            added = call(graph, ours.linear.default, x, weight, rows, config)
+            shaped = call(graph, aten.reshape.default, added, list(shape))
+        node.replace_all_uses_with(shaped)
+        graph.erase_node(node)
+        erase_unread(graph, products[0])
+
+
+def add_in_place(graph: Graph) -> None:
+    """Let a product be added to the sum before it, where that is read no more: the end of a layer, down plus residual.
+
+    The sum is a fresh tensor, never an input of the graph nor a view of one.
+    """
+    order = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
+            continue
+        for total, reshaped in (node.args, node.args[::-1]):
+            product = product_of(behind_reshapes(reshaped)) if _is_read_alone(node, reshaped) else None
+            if product is None or product.bias is not None or not _is_last_reader(node, total, order):
+                continue
+            if not _are_alike(node.meta["val"], reshaped.meta["val"], total.meta["val"]):
+                continue
+            with graph.inserting_before(node):
+                rows = call(graph, aten.reshape.default, total, list(behind_reshapes(reshaped).meta["val"].shape))
+                call(graph, ours.add_product_.default, rows, product.x, product.weight)
+            node.replace_all_uses_with(total)
+            graph.erase_node(node)
+            erase_unread(graph, reshaped)
+            break
+
+
+def _is_read_alone(reader: Node, arg: Any) -> bool:
+    """Whether nothing but `reader` reads the product that `arg` is, or a view of."""
+    while isinstance(arg, Node) and list(arg.users) == [reader]:
+        if arg.op != "call_function" or arg.target not in RESHAPES:
+            return True
+        reader, arg = arg, arg.args[0]
+    return False
+
+
+def _is_last_reader(reader: Node, total: Any, order: dict[Node, int]) -> bool:
+    """Whether `total` is a sum of this graph's own that nothing reads after `reader`, not even through a view."""
+    if not isinstance(total, Node) or total.op != "call_function" or total.target is not aten.add.Tensor:
+        return False
+    readers = [user for user in total.users if user is not reader]
+    for user in readers:
+        if user not in order or order[user] > order[reader]:
+            return False
+        if user.op == "call_function" and user.target in ALIASES:
+            readers += user.users
+    return True
+
+
+def _are_alike(*values: Tensor) -> bool:
+    return len({(value.dtype, value.shape) for value in values}) == 1
+
+
+def _is_streamed_for(reader: Node, arg: Any) -> bool:
+    """Whether `arg` is a streamed product without a bias, and nothing but `reader` reads it."""
+    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [reader]:
+        if arg.target is ours.linear.default:
+            return arg.args[2] is None
+        if arg.target not in RESHAPES:
+            return False
+        reader, arg = arg, arg.args[0]
+    return False

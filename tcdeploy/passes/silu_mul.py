@@ -1,0 +1,84 @@
+"""Let a streamed product end in the gate that reads it: silu of its first half times the second, a kernel less.
+
+That is the MLP of most decoders, whose gate and up projections are one product (models/packed_linears.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+import tcdeploy.linear.ops  # noqa: F401 - registers the ops
+from tcdeploy.passes.nodes import behind_reshapes, call, erase_unread, is_rounding, target_of
+
+aten, ours = torch.ops.aten, torch.ops.tcdeploy
+
+
+def end_in_gates(graph: Graph) -> None:
+    """For each product of half `silu(first) * second` whose halves nothing else reads."""
+    for node in list(graph.nodes):
+        if target_of(node) is not aten.mul.Tensor or node.kwargs:
+            continue
+        for activated, second in (node.args, node.args[::-1]):
+            streamed = _gated(node, activated, second)
+            if streamed is not None:
+                with graph.inserting_before(node):
+                    x, weight, _, config = streamed.args
+                    gated = call(graph, ours.gated_linear.default, x, weight, config)
+                    shaped = call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
+                node.replace_all_uses_with(shaped)
+                erase_unread(graph, node)
+                break
+
+
+def _gated(node: Node, activated: Any, second: Any) -> Node | None:
+    """The streamed product that `node` is the gate of, where it can be the kernel's to end in it."""
+    from tcdeploy.linear.skinny_gemm import N_MULTIPLE
+
+    first = _behind_silu(activated)
+    halves = [one for one in (first, second) if target_of(one) is aten.slice.Tensor]
+    if len(halves) != 2:
+        return None
+    streamed = behind_reshapes(halves[0].args[0])
+    if target_of(streamed) is not ours.linear.default or behind_reshapes(halves[1].args[0]) is not streamed:
+        return None
+    value = streamed.meta["val"]
+    half = value.shape[1] // 2
+    begins = [_beginning(one, half) for one in halves]
+    is_plain = streamed.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
+    is_alike = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
+    if begins != [0, half] or not is_plain or not is_alike or not _is_read_by(streamed, node):
+        return None
+    return streamed
+
+
+def _behind_silu(node: Any) -> Any:
+    """x of x / (1 + exp(-x)), as Inductor writes silu in float32; None of anything else."""
+    quotient = _behind_rounding(node)
+    if target_of(quotient) is not aten.div.Tensor:
+        return None
+    x, divisor = quotient.args
+    is_shifted = target_of(divisor) is aten.add.Tensor and divisor.args[1] == 1 and not divisor.kwargs
+    exponential: Any = divisor.args[0] if is_shifted else None
+    negative: Any = exponential.args[0] if target_of(exponential) is aten.exp.default else None
+    if target_of(negative) is not aten.neg.default or negative.args[0] is not x:
+        return None
+    return _behind_rounding(x)
+
+
+def _behind_rounding(node: Any) -> Any:
+    return node.args[0] if is_rounding(node) else node
+
+
+def _beginning(cut: Node, half: int) -> Any:
+    """Where a slice of the last dimension begins that is `half` long; None for any other slice."""
+    value, (dim, begin, *_) = cut.meta["val"], (*cut.args[1:], None, None)
+    is_last = isinstance(dim, int) and dim % value.ndim == value.ndim - 1
+    return begin if is_last and value.shape[-1] == half and len(cut.args) < 5 else None
+
+
+def _is_read_by(streamed: Node, node: Node) -> bool:
+    """Whether all that is made of `streamed` ends in `node`."""
+    return all(user is node or (user.users and _is_read_by(user, node)) for user in streamed.users)

@@ -1,0 +1,54 @@
+"""The text of one answer while its tokens arrive: whole characters, and nothing past a stop string.
+
+What may be the beginning of a stop string is held back until it is one or is none, so the pieces put together are the
+text that is given at once. Of several stop strings the one that is complete first counts, however the text was cut.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tcdeploy.engine.detokenizer import TextStream
+
+
+class AnswerText:
+    """`push` gives the text that a token adds; once `stopped`, the answer ends before its stop string."""
+
+    def __init__(self, tokenizer: Any, stops: tuple[str, ...], skip_special_tokens: bool = True) -> None:
+        self._stream = TextStream(tokenizer, skip_special_tokens)
+        self._stops = stops
+        self._held = ""
+        self.stopped = False
+
+    def push(self, token_id: int) -> str:
+        return self._release(self._stream.push(token_id))
+
+    def finish(self) -> str:
+        """What was held back, at the end of the tokens."""
+        if self.stopped:
+            return ""
+        last = self._release(self._stream.finish())
+        held, self._held = self._held, ""
+        return last if self.stopped else last + held
+
+    def _release(self, piece: str) -> str:
+        if self.stopped:
+            return ""
+        if not self._stops:
+            return piece
+        text = self._held + piece
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self.stopped, self._held = True, ""
+            return text[: min(found)[1]]
+        keep = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` begin `stop`."""
+    for size in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0

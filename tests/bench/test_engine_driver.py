@@ -1,0 +1,114 @@
+"""The engine as the bench drives it: contexts stay, nothing is left behind, and no step is counted twice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tcdeploy.bench.engine_driver import (
+    Prompts,
+    decode_step,
+    drain,
+    first_token_seconds,
+    placed,
+    prefill_step,
+    run_steady,
+    steady_shape,
+    submit,
+)
+
+
+@pytest.fixture
+def engine(tiny_deployment: Any) -> Any:
+    engine = tiny_deployment.engine
+    yield engine
+    assert not engine.has_work
+    engine.allocator.check_idle()
+
+
+@pytest.fixture
+def prompts(tiny_deployment: Any) -> Prompts:
+    return Prompts(tiny_deployment.architecture.vocab_size, seed=1)
+
+
+def test_prompts_are_drawn_from_the_seed(prompts: Prompts) -> None:
+    first, second = prompts.draw(50), prompts.draw(50)
+    assert first != second and max(first) < 2048
+    assert Prompts(2048, seed=1).draw(50) == first != Prompts(2048, seed=2).draw(50)
+
+
+def test_a_placed_step_stands_at_its_context_each_time(engine: Any, prompts: Prompts) -> None:
+    with placed(engine, prompts, 4, 40) as sequences:
+        restore, step = decode_step(engine, sequences)
+        lengths = engine.runner.state.seq_lens
+        for _ in range(3):
+            restore()
+            assert lengths[:4].tolist() == [40] * 4
+            step()
+            assert lengths[:4].tolist() == [41] * 4
+    assert lengths.tolist() == [0] * len(lengths)
+
+
+def test_blocks_come_back_when_a_measurement_fails(engine: Any, prompts: Prompts) -> None:
+    free = engine.allocator.free
+    with pytest.raises(ZeroDivisionError), placed(engine, prompts, 2, 40):
+        assert engine.allocator.free == free - 2 * 3
+        raise ZeroDivisionError
+    assert engine.allocator.free == free
+
+
+def test_a_prompt_longer_than_the_largest_bucket_is_taken_in_chunks(engine: Any, prompts: Prompts) -> None:
+    largest = engine.plan.prefill_buckets[-1].size
+    lengths: list[int] = []
+    prefill = engine.runner.prefill
+    with placed(engine, prompts, 1, 2 * largest + 1) as (sequence,):
+        step = prefill_step(engine, sequence)
+        engine.runner.prefill = lambda chunks: lengths.extend(stop - start for _, start, stop in chunks)
+        try:
+            step()
+        finally:
+            del engine.runner.prefill
+        assert engine.runner.prefill == prefill
+        step()
+    assert lengths == [largest, largest, 1]
+
+
+def test_a_submitted_request_is_the_one_that_is_returned(engine: Any, prompts: Prompts) -> None:
+    prompt = prompts.draw(9)
+    sequence = submit(engine, prompt, 3)
+    drain(engine)
+    assert (sequence.token_ids[:9], sequence.generated, sequence.finish_reason) == (prompt, 3, "length")
+
+
+def test_a_first_token_gets_no_help_from_an_earlier_prompt(engine: Any, prompts: Prompts) -> None:
+    prompt = prompts.draw(64)
+    first_token_seconds(engine, prompt)
+    hits: list[int] = []
+    match = engine.allocator.match
+    engine.allocator.match = lambda token_ids: hits.append(len(match(token_ids))) or []  # type: ignore[func-returns-value]
+    try:
+        assert first_token_seconds(engine, prompt) > 0
+    finally:
+        del engine.allocator.match
+    assert hits == [0]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_in_a_steady_stretch_every_step_gives_every_request_a_token(engine: Any, prompts: Prompts, count: int) -> None:
+    shape = steady_shape(engine.plan, count, 64, 12)
+    assert shape
+    steady = run_steady(engine, [prompts.draw(shape.prompt_length) for _ in range(count)], shape.new_tokens, 12)
+    assert (steady.steps, steady.tokens) == (12, 12 * count)
+    assert steady.wall_seconds > 0
+    assert steady.host_seconds is None, "a CPU cannot tell host and device apart"
+
+
+def test_a_full_bucket_runs_together_where_the_cache_is_tight(tiny_deployment: Any) -> None:
+    """Blocks for four sequences of 64 tokens and one to spare each: the shape is cut to what fits."""
+    plan = replace(tiny_deployment.plan, kv_blocks=4 * 5 + 1, context=1024)
+    shape = steady_shape(plan, 4, 512, 1000)
+    assert shape and shape.prompt_length + shape.new_tokens <= 64
+    assert shape.steps < 1000
+    assert steady_shape(replace(plan, kv_blocks=4 + 1), 4, 512, 10) is None

@@ -1,0 +1,200 @@
+"""Made-up cache folders: seeded bytes in files of every kind, under a manifest as a warm start writes it. No torch."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.cache.contents import record_files
+from tcdeploy.cache.manifest import (
+    Answers,
+    BucketRecord,
+    Manifest,
+    Parity,
+    make_manifest,
+    make_origin,
+    manifest_path,
+    write_manifest,
+)
+from tcdeploy.planning.environment import installed_versions
+from tcdeploy.planning.plan import make_plan
+from tests.conftest import ROOT
+from tests.machines import LAPTOP, LLAMA_8B, ask
+
+HASH = "c6nlbwe7fajnjx2cpsoikjvqtmcdrglvmyqrfjnsgs6hjkpbvqkb"
+LONG, LONGER = "n" * 90, "m" * 200
+KINDS = (
+    f"aotautograd/{HASH}/entry",
+    f"fxgraph/6n/{HASH}/graph",
+    "fxgraph/ab/" + "g" * 60 + "/" + "h" * 27,  # 99 characters, then 100 and 101: where tar's short names end
+    "fxgraph/ab/" + "g" * 60 + "/" + "h" * 28,
+    "fxgraph/ab/" + "g" * 60 + "/" + "h" * 29,
+    f"fxgraph/{LONG}/{LONG}/graph",
+    f"fxgraph/{LONGER}/{LONGER}/{'k' * 255}",
+    f"6n/{HASH}.py",
+    f"6n/{HASH}.best_config",
+    f"6n/{HASH}.main.so",
+    f"6n/{HASH}.main.cpp",
+    "triton/AB12/__grp__kernel.json",
+    "triton/AB12/kernel.cubin",
+    "triton/AB12/kernel.ptx",
+    "toolchain/answers.json",
+    "triton/größe/naïve 文件.bin",
+    "6n/one-byte",
+)
+SIZES = (1, 511, 512, 513, 700, 1024, 4096, 9000)
+
+
+def as_installed(**differences: Any) -> Any:
+    """The machine of these tests, as far as `unpack` compares it: so that the real command takes the bundle."""
+    versions = installed_versions()
+    known = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
+    return replace(LAPTOP, **{"python": f"{versions['python']}.1", **known, **differences})
+
+
+def record_of(bucket: str, outcome: str = "hit", **differences: Any) -> BucketRecord:
+    answers = Answers("a" * 64, (3, 5), (-0.5, -0.25))
+    plain = BucketRecord(
+        bucket=bucket, outcome=outcome, compile_seconds=0.5, capture_seconds=0.0, check_seconds=0.1, compiles=1,
+        programs=1, cache_hits=1, cache_misses=0, graph_breaks=0, graph_skips=0, captured=False,
+        parity=Parity(32, 1e-6, 1e-7, 1e-12, 1e-4, 1e-4, True), oracle=answers, answers=answers, peak_memory_bytes=0,
+        candidate="default", cold_seconds=12.5,
+    )  # fmt: skip
+    return replace(plain, **differences)
+
+
+def manifest_for(
+    folder: Path, files: list[str], bucket: int = 32, outcome: str = "hit", **differences: Any
+) -> Manifest:
+    """Of the plan for that prefill bucket: another one is another plan."""
+    asked = ask(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
+    machine = as_installed()
+    plan = make_plan(asked, machine, LLAMA_8B)
+    origin = make_origin(asked, {"model_type": "llama", "hidden_size": 4096}, "5" * 64, {"epilogue_fusion": "True"})
+    buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
+    made = make_manifest(plan, machine, origin, {"compile": 1.0}, buckets, record_files(folder, files), 1 << 20)
+    return replace(made, **differences)
+
+
+def fill(folder: Path, sizes: dict[str, int], seed: int = 0) -> list[str]:
+    """Seeded bytes under each name, half of them of a kind that compresses."""
+    source = random.Random(seed)
+    for number, (name, size) in enumerate(sizes.items()):
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(source.randbytes(size) if number % 2 else (source.randbytes(16) * (size // 16 + 1))[:size])
+    return list(sizes)
+
+
+def make_cache(folder: Path, seed: int = 0, large: int = 3 << 20, bucket: int = 32, **asked: Any) -> Manifest:
+    """Some thirty files of every kind, one of them of `large` bytes, and the manifest of a warm start."""
+    source = random.Random(seed)
+    sizes = {name: source.choice(SIZES) for name in KINDS}
+    sizes |= {f"7{number:x}/{HASH[number:]}.so": source.choice(SIZES) for number in range(12)}
+    sizes |= {"6n/one-byte": 1, "6n/large.so": large}
+    manifest = manifest_for(folder, fill(folder, sizes, seed), bucket, **asked)
+    write_manifest(path_of(folder, manifest), manifest)
+    return manifest
+
+
+def make_small(folder: Path, seed: int = 0, **asked: Any) -> Manifest:
+    """Like `make_cache`, and small enough to be judged a thousand times."""
+    sizes = {name: 1 + (37 * number) % 900 for number, name in enumerate(KINDS)}
+    manifest = manifest_for(folder, fill(folder, sizes, seed), **asked)
+    write_manifest(path_of(folder, manifest), manifest)
+    return manifest
+
+
+def key_of(manifest: Manifest) -> str:
+    return str(manifest.plan["key"])
+
+
+def path_of(folder: Path, manifest: Manifest) -> Path:
+    return manifest_path(folder, key_of(manifest))
+
+
+Listing = dict[str, tuple[int, bytes]]
+
+
+def listing(folder: Path) -> Listing:
+    """Every file and folder below with its time of change and its bytes; the lock is nobody's content."""
+    found: Listing = {}
+    for parent, folders, names in os.walk(folder):
+        for name in (*folders, *names):
+            path = Path(parent, name)
+            content = path.read_bytes() if path.is_file() else b""
+            found[path.relative_to(folder).as_posix()] = (path.stat().st_mtime_ns, content)
+    found.pop(".lock", None)
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {name: content for name, (_, content) in listing(folder).items() if (folder / name).is_file()}
+
+
+def staging_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
+
+
+def flipped(content: bytes, bit: int) -> bytes:
+    changed = bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
+def leave_free(folder: Path, free: int) -> None:
+    """Fill a disk of one's own up to that many bytes."""
+    with open(folder / "filler", "wb") as filler:
+        filler.write(bytes(shutil.disk_usage(folder).free - free))
+
+
+class Child:
+    """A Python of its own, in the repository, that runs a script: it says "ready" and waits for a line."""
+
+    def __init__(self, script: str, *arguments: object, **options: Any) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, *map(str, arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT)}, cwd=ROOT, **options,
+        )  # fmt: skip
+
+    def __enter__(self) -> Child:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kill()
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        found = self.process.stdout.readline().strip()
+        assert found, self.process.communicate()[1]
+        return found
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("go\n")
+        self.process.stdin.flush()
+
+    def kill_after(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Let it work for so long, and look at its work again and again."""
+        self.go()
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            meanwhile()
+            time.sleep(0.0002)
+        self.kill()
+
+    def kill(self) -> None:
+        """-9, where it has not ended by itself."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGKILL)
+        self.process.communicate()

@@ -1,0 +1,305 @@
+"""What a start used of a folder is noted by listening, and a file that is not what it was is found with its reason."""
+
+from __future__ import annotations
+
+import _ctypes
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import random
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.cache.contents import Damage, FileRecord, UsedFiles, find_damage, is_content, record_files
+from tests.conftest import ROOT
+
+EXTENSION = Path(_ctypes.__file__)  # a library that is there wherever Python is
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    root = tmp_path / "cache"
+    root.mkdir()
+    return root
+
+
+def put(folder: Path, name: str, content: bytes = b"content") -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    return path
+
+
+# What is noted
+
+
+def test_a_file_that_is_opened_is_noted_and_its_neighbour_is_not(folder: Path) -> None:
+    opened, other = put(folder, "fxgraph/ab/entry"), put(folder, "fxgraph/ab/another")
+    with UsedFiles(folder).watching() as used:
+        opened.read_bytes()
+    assert other.exists()
+    assert used.paths() == ["fxgraph/ab/entry"]
+
+
+def test_a_file_that_is_written_here_is_noted(folder: Path) -> None:
+    with UsedFiles(folder).watching() as used:
+        put(folder, "ab/code.py")
+    assert used.paths() == ["ab/code.py"]
+
+
+@pytest.mark.parametrize("rename", [os.rename, os.replace, lambda source, target: Path(source).rename(target)])
+def test_a_file_that_is_renamed_into_place_is_noted_under_its_last_name(folder: Path, rename: object) -> None:
+    staging = put(folder, "ab/.17.tmp")
+    with UsedFiles(folder).watching() as used:
+        rename(staging, folder / "ab" / "entry")  # type: ignore[operator]
+    assert used.paths() == ["ab/entry"]
+
+
+def test_a_library_that_is_loaded_is_noted(folder: Path) -> None:
+    """torch loads its libraries so; the loader opens them without a word to Python."""
+    library = put(folder, "ab/cabc.main.so", EXTENSION.read_bytes())
+    with UsedFiles(folder).watching() as used:
+        ctypes.CDLL(str(library))
+    assert used.paths() == ["ab/cabc.main.so"]
+
+
+def test_an_extension_module_that_is_imported_is_noted(folder: Path) -> None:
+    path = folder / "ab" / "_ctypes.so"
+    put(folder, "ab/_ctypes.so", EXTENSION.read_bytes())
+    loader = importlib.machinery.ExtensionFileLoader("_ctypes", str(path))
+    spec = importlib.util.spec_from_file_location("_ctypes", path, loader=loader)
+    assert spec is not None
+    with UsedFiles(folder).watching() as used:
+        importlib.util.module_from_spec(spec)
+    assert used.paths() == ["ab/_ctypes.so"]
+
+
+def test_files_named_to_another_process_are_noted_also_inside_a_longer_text(folder: Path) -> None:
+    names = [f"ab/{letter}.txt" for letter in "abcd"]
+    a, b, c, d = (str(put(folder, name)) for name in names)
+    program = f"import sys; first = '{a}'; second = \"{b}\"\nthird = {c} \n"
+    with UsedFiles(folder).watching() as used:
+        subprocess.run(["true", program, f"--output={d}"], check=True)
+    assert used.paths() == names
+
+
+def test_bytes_paths_and_path_objects_are_noted_like_text(folder: Path) -> None:
+    first, second = put(folder, "ab/first"), put(folder, "ab/second")
+    with UsedFiles(folder).watching() as used:
+        os.close(os.open(os.fsencode(first), os.O_RDONLY))
+        second.open().close()
+        open(os.open(first, os.O_RDONLY)).close()  # a number, which says nothing
+    assert used.paths() == ["ab/first", "ab/second"]
+
+
+def test_what_stands_beside_it_under_the_same_name_comes_along(folder: Path) -> None:
+    for name in ("cabc.cpp", "cabc.main.so", "cabc.main.cpp", "cabcd.so", "other.so"):
+        put(folder, f"ab/{name}")
+    put(folder, "xy/cabc.so")
+    (folder / "ab" / "cabc.link").symlink_to(folder / "ab" / "other.so")
+    (folder / "ab" / "cabc.folder").mkdir()
+    with UsedFiles(folder).watching() as used:
+        (folder / "ab" / "cabc.cpp").read_bytes()
+    assert used.paths() == ["ab/cabc.cpp", "ab/cabc.main.cpp", "ab/cabc.main.so"]
+
+
+def test_a_folder_of_triton_s_is_noted_whole(folder: Path) -> None:
+    for name in ("KEY/kernel.cubin", "KEY/kernel.json", "KEY/__grp__kernel.json", "OTHER/kernel.cubin"):
+        put(folder, f"triton/{name}")
+    put(folder, "triton/KEY/tmp.pid_1/kernel.ptx")
+    with UsedFiles(folder).watching() as used:
+        (folder / "triton" / "KEY" / "kernel.json").read_bytes()
+    assert used.paths() == ["triton/KEY/__grp__kernel.json", "triton/KEY/kernel.cubin", "triton/KEY/kernel.json"]
+
+
+def test_locks_unfinished_files_and_bookkeeping_are_left_out(folder: Path) -> None:
+    names = (
+        "ab/code.py", "ab/code.lock", "ab/code.tmp", "ab/.hidden", "ab/.17.tmp", "locks/x.lock", "locks/plain", "lock",
+        "manifests/key.json", "leases/key", "bundles/one/index.json", "top-level", ".lock", "triton/KEY/lock",
+    )  # fmt: skip
+    with UsedFiles(folder).watching() as used:
+        for name in names:
+            put(folder, name).read_bytes()
+    assert used.paths() == ["ab/code.py"]
+
+
+def test_what_is_gone_or_a_folder_or_a_link_out_of_it_is_left_out(folder: Path, tmp_path: Path) -> None:
+    put(tmp_path, "outside/file")
+    (folder / "ab").mkdir()
+    (folder / "ab" / "link").symlink_to(tmp_path / "outside" / "file")
+    gone = put(folder, "ab/gone")
+    with UsedFiles(folder).watching() as used:
+        gone.read_bytes()
+        (folder / "ab" / "link").read_bytes()
+        (tmp_path / "outside" / "file").read_bytes()
+        with contextlib.suppress(IsADirectoryError):
+            (folder / "ab").read_bytes()
+        with contextlib.suppress(FileNotFoundError):
+            (folder / "ab" / "never").read_bytes()
+    gone.unlink()
+    assert used.paths() == []
+
+
+def test_a_sibling_folder_whose_name_begins_alike_is_another_folder(folder: Path) -> None:
+    other = put(folder.with_name("cache2"), "ab/file")
+    with UsedFiles(folder).watching() as used:
+        other.read_bytes()
+    assert used.paths() == []
+
+
+def test_a_folder_reached_through_a_link_is_the_folder(folder: Path, tmp_path: Path) -> None:
+    """torch is told the real path; whoever watches may have been told the link."""
+    link = tmp_path / "link"
+    link.symlink_to(folder, target_is_directory=True)
+    put(folder, "ab/file")
+    with UsedFiles(link).watching() as used:
+        (folder / "ab" / "file").read_bytes()
+    assert used.paths() == ["ab/file"]
+
+
+def test_a_name_with_what_a_pattern_would_take_for_signs_is_a_name(tmp_path: Path) -> None:
+    odd = tmp_path / "a+(b) [c].*"
+    put(odd, "ab/file")
+    with UsedFiles(odd).watching() as used:
+        (odd / "ab" / "file").read_bytes()
+    assert used.paths() == ["ab/file"]
+
+
+def test_nothing_is_noted_before_and_after(folder: Path) -> None:
+    before, after = put(folder, "ab/before"), put(folder, "ab/after")
+    used = UsedFiles(folder)
+    before.read_bytes()
+    with used.watching():
+        pass
+    after.read_bytes()
+    assert used.paths() == []
+
+
+def test_of_two_watchers_one_after_the_other_each_notes_its_own(folder: Path) -> None:
+    put(folder, "ab/first"), put(folder, "ab/second")
+    with UsedFiles(folder).watching() as first:
+        (folder / "ab" / "first").read_bytes()
+    with UsedFiles(folder).watching() as second:
+        (folder / "ab" / "second").read_bytes()
+    assert (first.paths(), second.paths()) == (["ab/first"], ["ab/second"])
+
+
+def test_watching_ends_with_an_error_too(folder: Path) -> None:
+    path, used = put(folder, "ab/file"), UsedFiles(folder)
+    with pytest.raises(ValueError), used.watching():
+        raise ValueError
+    path.read_bytes()
+    assert used.paths() == []
+
+
+# What counts
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["ab/cabc.so", "fxgraph/ab/key/entry", "triton/KEY/kernel.json", "toolchain/0.json", "ab/locks", "ab/a.lock.py"],
+)
+def test_it_is_content(path: str) -> None:
+    assert is_content(path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["top", "locks/a", "manifests/a.json", "leases/a", "bundles/a/b", "ab/a.lock", "ab/lock", "ab/.a", "ab/a.tmp"],
+)
+def test_it_is_not_content(path: str) -> None:
+    assert not is_content(path)
+
+
+# What was, and is not any more
+
+
+@pytest.fixture
+def files(folder: Path) -> tuple[FileRecord, ...]:
+    contents = {"ab/large": random.Random(0).randbytes((1 << 20) + 17), "ab/empty": b"", "xy/small": b"small"}
+    for name, content in contents.items():
+        put(folder, name, content)
+    return record_files(folder, reversed(contents))
+
+
+def test_files_are_recorded_by_path_with_their_size_and_sum(folder: Path, files: tuple[FileRecord, ...]) -> None:
+    assert [file.path for file in files] == ["ab/empty", "ab/large", "xy/small"]
+    for file in files:
+        content = (folder / file.path).read_bytes()
+        assert (file.bytes, file.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert find_damage(folder, files) == []
+
+
+def test_a_file_that_cannot_be_recorded_is_an_error(folder: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        record_files(folder, ["ab/missing"])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_one_bit_is_damage_wherever_it_is(folder: Path, files: tuple[FileRecord, ...], seed: int) -> None:
+    """The last byte of the second megabyte is tried first."""
+    path = folder / "ab" / "large"
+    content = bytearray(path.read_bytes())
+    place = len(content) - 1 if seed == 0 else random.Random(seed).randrange(len(content))
+    content[place] ^= 1 << seed % 8
+    path.write_bytes(content)
+    assert find_damage(folder, files) == [Damage("ab/large", "has other bytes")]
+
+
+def test_each_damage_has_its_reason_in_the_order_of_the_files(folder: Path, tmp_path: Path) -> None:
+    names = ["1/cut", "2/grown", "3/gone", "4/folder-gone", "5/link", "6/folder", "7/fifo", "8/whole"]
+    for name in names:
+        put(folder, name)
+    files = record_files(folder, names)
+    (folder / names[0]).write_bytes(b"con")
+    (folder / names[1]).write_bytes(b"content and more")
+    (folder / names[2]).unlink()
+    shutil.rmtree((folder / names[3]).parent)
+    twin = put(tmp_path, "twin")  # the same bytes, elsewhere
+    for name, make in ((names[4], lambda path: path.symlink_to(twin)), (names[5], Path.mkdir), (names[6], os.mkfifo)):
+        (folder / name).unlink()
+        make(folder / name)
+    assert find_damage(folder, files) == [
+        Damage(names[0], "has 3 bytes instead of 7"),
+        Damage(names[1], "has 16 bytes instead of 7"),
+        Damage(names[2], "is missing"),
+        Damage(names[3], "is missing"),
+        Damage(names[4], "is no regular file"),
+        Damage(names[5], "is no regular file"),
+        Damage(names[6], "is no regular file"),
+    ]
+
+
+def test_a_file_in_place_of_a_folder_cannot_be_read(folder: Path, files: tuple[FileRecord, ...]) -> None:
+    shutil.rmtree(folder / "ab")
+    (folder / "ab").write_text("")
+    reasons = {damage.reason for damage in find_damage(folder, files)}
+    assert reasons == {"cannot be read: Not a directory"}
+
+
+CHECKER = """
+import os, sys
+from tcdeploy.cache.contents import FileRecord, find_damage
+os.setuid(65534)
+[damage] = find_damage(".", [FileRecord("xy/small", 5, "0" * 64)])
+print(damage.reason)
+"""
+
+
+def test_a_file_that_one_may_not_read_is_named_and_no_traceback(folder: Path, files: tuple[FileRecord, ...]) -> None:
+    if os.getuid():
+        pytest.skip("only root can become somebody else")
+    (folder / "xy" / "small").chmod(0)
+    folder.chmod(0o755)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [sys.executable, "-c", CHECKER], cwd=folder, env=environ, capture_output=True, text=True, check=True
+    )
+    assert found.stdout == "cannot be read: Permission denied\n"

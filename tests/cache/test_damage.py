@@ -1,0 +1,273 @@
+"""What is not as it was in a cache folder is found before torch sees any of it, and discarded only when asked."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.cache import folder as cachedir
+from tcdeploy.cache.manifest import read_manifest, write_manifest
+from tcdeploy.errors import IntegrityError
+from tests.conftest import cli_command, cli_environment
+from tests.model_families import save_config
+
+BUCKETS = ("prefill:16", "decode:1")
+KINDS: dict[str, Callable[[str], bool]] = {
+    "library": lambda name: name.endswith(".so"),
+    "generated code": lambda name: name.endswith(".py"),
+    "fxgraph entry": lambda name: name.startswith("fxgraph/"),
+    "aotautograd entry": lambda name: name.startswith("aotautograd/"),
+    "compiler's answers": lambda name: name.startswith("toolchain/"),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save_config("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def warm(model: str, cache: Path, *more: str, prefill: str = "16") -> list[str]:
+    buckets = ("--buckets", prefill, "--batch-sizes", "1")
+    return ["warm", model, "--load-format", "dummy", *buckets, "--cache-dir", str(cache), "--json", *more]
+
+
+@pytest.fixture(scope="module")
+def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that one cold start filled."""
+    home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
+    result = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=cli_environment(home))
+    assert outcomes(result) == ["miss", "miss"]
+    return cache
+
+
+@pytest.fixture
+def cache(warmed: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(warmed, tmp_path / "cache"))
+
+
+def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
+    assert result.returncode == 0, result.stderr
+    records = json.loads(result.stdout)["buckets"]
+    assert [record["bucket"] for record in records][-1] == BUCKETS[-1]
+    assert all(record["parity"]["passed"] for record in records)
+    return [record["outcome"] for record in records]
+
+
+def the_manifest(cache: Path) -> Path:
+    [path] = (cache / "manifests").glob("*.json")
+    return path
+
+
+def named_files(manifest: Path) -> list[str]:
+    found = read_manifest(manifest)
+    assert found is not None
+    return [file.path for file in found.files]
+
+
+def one_of_each_kind(cache: Path) -> dict[str, Path]:
+    names = named_files(the_manifest(cache))
+    return {kind: cache / next(filter(belongs, names)) for kind, belongs in KINDS.items()}
+
+
+def flip(path: Path, seed: int = 0) -> None:
+    """One bit, somewhere."""
+    content = bytearray(path.read_bytes())
+    content[random.Random(seed).randrange(len(content))] ^= 1 << seed % 8
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def replace_by_link(path: Path) -> None:
+    """To the same bytes, for now: whoever may write there could change them later."""
+    twin = path.rename(path.with_name("twin"))
+    path.symlink_to(twin)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+    "one bit": (flip, "has other bytes"),
+    "cut": (cut, "bytes instead of"),
+    "emptied": (lambda path: os.truncate(path, 0), "has 0 bytes instead of"),
+    "gone": (Path.unlink, "is missing"),
+    "a link": (replace_by_link, "is no regular file"),
+}
+
+
+# Found
+
+
+@pytest.mark.parametrize("how", DAMAGES)
+def test_each_file_that_a_manifest_names_is_looked_at(cache: Path, how: str) -> None:
+    """All of them, one after the other, and each is put back: without a start, but by what every start does."""
+    manifest, (damage, reason) = the_manifest(cache), DAMAGES[how]
+    names = named_files(manifest)
+    assert all(any(map(belongs, names)) for belongs in KINDS.values())
+    for number, name in enumerate(names):
+        path = cache / name
+        content = path.read_bytes()
+        flip(path, number) if how == "one bit" else damage(path)
+        with pytest.raises(IntegrityError) as caught:
+            cachedir.read_checked(str(cache), manifest.stem, rebuild=False)
+        assert str(path) in caught.value.message and reason in caught.value.message
+        path.unlink(missing_ok=True)
+        path.write_bytes(content)
+        (path.parent / "twin").unlink(missing_ok=True)
+    assert cachedir.read_checked(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "manifest"])
+def test_a_start_refuses_one_flipped_bit_and_names_the_file(run_cli: Any, model: str, cache: Path, kind: str) -> None:
+    path = {**one_of_each_kind(cache), "manifest": the_manifest(cache)}[kind]
+    flip(path)
+    damaged = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file()}
+    result = run_cli(*warm(model, cache))
+    assert result.returncode == 5
+    [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert str(path) in error
+    [hint] = [line for line in result.stderr.splitlines() if line.startswith("hint: ")]
+    assert "was loaded" in hint and "nothing of" in hint and "--on-bad-cache rebuild" in hint
+    assert "compile ..." not in result.stderr.splitlines() and "Traceback" not in result.stderr
+    after = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file() and item.parent.name != "leases"}
+    assert after == {item: content for item, content in damaged.items() if item.parent.name != "leases"}
+
+
+def test_several_damages_are_counted(run_cli: Any, model: str, cache: Path) -> None:
+    """A cut one, one that is gone and a link, in one start; the first by its path is named."""
+    paths = sorted(one_of_each_kind(cache).values())[:3]
+    for path, how in zip(paths, ("cut", "gone", "a link"), strict=True):
+        DAMAGES[how][0](path)
+    result = run_cli(*warm(model, cache))
+    assert result.returncode == 5
+    assert f"error: the cache is damaged: {paths[0]} has" in result.stderr
+    assert "and 2 more files are damaged" in result.stderr
+
+
+# Discarded
+
+
+def test_rebuild_discards_what_is_damaged_and_compiles_again(run_cli: Any, model: str, cache: Path) -> None:
+    """One file of each kind, each damaged in another way; the next start is warm, and as whole as the first."""
+    paths = one_of_each_kind(cache)
+    for path, (damage, _) in zip(paths.values(), DAMAGES.values(), strict=True):
+        damage(path)
+    before = {path: path.lstat().st_mtime_ns for path in cache.rglob("*.so")}
+    rebuilt = run_cli(*warm(model, cache, "--on-bad-cache", "rebuild"))
+    assert outcomes(rebuilt) == ["miss", "miss"]
+    for path in named_files(the_manifest(cache)):
+        assert not (cache / path).is_symlink() and path != "twin"
+    kept = [path for path in before if path.exists() and path.lstat().st_mtime_ns == before[path]]
+    assert before and kept == []
+    assert outcomes(run_cli(*warm(model, cache, "--require-hit"))) == ["hit", "hit"]
+
+
+def test_another_plan_in_the_folder_stays_warm_when_one_is_discarded(
+    run_cli: Any, model: str, cache: Path, tmp_path: Path
+) -> None:
+    """They share the decode bucket's program, which the other plan still vouches for."""
+    first = the_manifest(cache)
+    assert outcomes(run_cli(*warm(model, cache, prefill="32"))) == ["miss", "hit"]
+    [other] = set((cache / "manifests").glob("*.json")) - {first}
+    own = set(named_files(first)) - set(named_files(other))
+    flip(cache / next(name for name in sorted(own) if name.endswith(".so")))
+    flip(first)
+    assert outcomes(run_cli(*warm(model, cache, "--require-hit", prefill="32"))) == ["hit", "hit"]
+    rebuilt = run_cli(*warm(model, cache, "--on-bad-cache", "rebuild"))
+    assert outcomes(rebuilt) == ["miss", "hit"]
+    assert outcomes(run_cli(*warm(model, cache, "--require-hit", prefill="32"))) == ["hit", "hit"]
+
+
+def test_discarding_keeps_what_another_plan_vouches_for_and_nothing_else(cache: Path) -> None:
+    """Without a start: the other plan's files that are damaged go too, and so does a manifest that is not one."""
+    first = the_manifest(cache)
+    names = named_files(first)
+    manifest = read_manifest(first)
+    assert manifest is not None
+    kept, damaged = names[0], names[1]
+    write_manifest(first.with_name("other.json"), of_plan("other", manifest_of(manifest, kept, damaged)))
+    flip(cache / damaged)
+    first.with_name("broken.json").write_text("{")
+    (cache / "bundles" / "one").mkdir(parents=True)
+    (cache / "bundles" / "one" / "index.json").write_text("{}")
+    (cache / "ab").mkdir(exist_ok=True)
+    (cache / "ab" / "unnamed.so").write_text("left by nobody")
+    cachedir.discard(str(cache), first.stem)
+    assert cachedir.content_of(cache) == [kept]
+    assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
+    assert (cache / "bundles" / "one" / "index.json").exists()
+
+
+def of_plan(key: str, manifest: Any) -> Any:
+    return replace(manifest, plan={**manifest.plan, "key": key})
+
+
+def manifest_of(manifest: Any, *names: str) -> Any:
+    return replace(manifest, files=tuple(file for file in manifest.files if file.path in names))
+
+
+def test_a_plan_that_is_new_to_the_folder_is_refused_a_damaged_one_of_others(cache: Path) -> None:
+    """Programs are shared: what another plan's manifest names may be what this one would load."""
+    assert cachedir.read_checked(str(cache), "new", rebuild=False) is None
+    path = one_of_each_kind(cache)["library"]
+    flip(path)
+    with pytest.raises(IntegrityError, match="has other bytes"):
+        cachedir.read_checked(str(cache), "new", rebuild=False)
+    assert cachedir.read_checked(str(cache), "new", rebuild=True) is None
+    assert not path.exists() and the_manifest(cache).exists()
+
+
+def test_a_folder_without_a_manifest_has_nothing_to_compare(tmp_path: Path) -> None:
+    assert cachedir.read_checked(str(tmp_path), "any", rebuild=False) is None
+
+
+def test_what_nobody_checked_does_not_lie_where_torch_would_unpickle_it(run_cli: Any, model: str, cache: Path) -> None:
+    """torch tries every file of a key's folder until one fits: a stranger there would run before the right one."""
+    manifest = read_manifest(the_manifest(cache))
+    assert manifest is not None
+    entries = [cache / file.path for file in manifest.files if file.path.startswith(("fxgraph/", "aotautograd/"))]
+    strangers = [entry.with_name(name) for entry in entries for name in ("0", "zz")]
+    poison = b"cos\nsystem\n(S'touch " + os.fsencode(cache / "poisoned") + b"'\ntR."
+    unfinished = entries[0].with_name(".1.2.tmp")
+    for path in (*strangers, unfinished):
+        path.write_bytes(poison)
+    elsewhere = cache / "fxgraph" / "another" / "key"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "entry").write_bytes(b"of a start that is under way")
+    result = run_cli(*warm(model, cache, "--require-hit"))
+    assert result.returncode == 0, result.stderr
+    assert not (cache / "poisoned").exists()
+    assert not any(stranger.exists() for stranger in strangers) and all(entry.exists() for entry in entries)
+    assert unfinished.exists(), "torch passes over what is being written"
+    assert (elsewhere / "entry").exists(), "another key is another start's"
+
+
+def test_an_entry_that_another_plan_names_is_no_stranger(cache: Path) -> None:
+    manifest = the_manifest(cache)
+    known = read_manifest(manifest)
+    assert known is not None
+    mine, theirs = (file for file in known.files if file.path.startswith("fxgraph/"))
+    shared = Path(mine.path).with_name("theirs").as_posix()
+    (cache / shared).write_bytes((cache / theirs.path).read_bytes())
+    others = of_plan("other", replace(known, files=(replace(theirs, path=shared),)))
+    write_manifest(manifest.with_name("other.json"), others)
+    assert cachedir.read_checked(str(cache), manifest.stem, rebuild=False) == known
+    assert (cache / shared).exists()
+    manifest.with_name("other.json").unlink()
+    cachedir.read_checked(str(cache), manifest.stem, rebuild=False)
+    assert not (cache / shared).exists()
+
+
+def test_damage_in_a_private_copy_is_named_where_the_user_put_it(cache: Path) -> None:
+    flip(one_of_each_kind(cache)["library"])
+    with pytest.raises(IntegrityError, match="the cache is damaged: /baked/in/"):
+        cachedir.read_checked(str(cache), the_manifest(cache).stem, rebuild=False, shown="/baked/in")

@@ -1,0 +1,325 @@
+"""The cache folder under use and abuse, through the real command in processes of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import REMEMBERED, ROOT, cli_command, cli_environment, mounted
+from tests.model_families import save_config
+
+BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
+NUMBER_OF_BUCKETS = 3
+COMPILES = {REMEMBERED: ""}  # every kernel: what is killed, or writes beside another, is the compiler
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Two layers of a small llama: each process compiles in seconds."""
+    return save_config("llama", tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def warm(model: str, cache: Path, *more: str) -> list[str]:
+    return ["warm", model, "--load-format", "dummy", *BUCKETS, "--cache-dir", str(cache), "--json", *more]
+
+
+def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
+    assert result.returncode in (0, 6), result.stderr
+    return [record["outcome"] for record in json.loads(result.stdout)["buckets"]]
+
+
+@pytest.fixture(scope="module")
+def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A cache folder filled by one cold run, and the home it was filled under."""
+    home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
+    result = subprocess.run(
+        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True,
+        env=cli_environment(home, **COMPILES),
+    )  # fmt: skip
+    assert result.returncode == 6, "a cold run cannot meet --require-hit: " + result.stderr
+    assert "3 of 3 buckets had to compile" in result.stderr
+    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+    return cache, home
+
+
+def test_a_moved_cache_under_another_home_hits_in_every_bucket(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    moved = tmp_path / "elsewhere" / "deeper" / "cache"
+    shutil.copytree(warmed[0], moved)
+    result = run_cli(*warm(model, moved, "--require-hit"), new=True)
+    assert result.returncode == 0, result.stderr
+    assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
+    document = json.loads(result.stdout)
+    for record in document["buckets"]:
+        assert record["cache_misses"] == 0 and record["cache_hits"] == record["programs"] == 1
+        assert record["cold_seconds"] > record["compile_seconds"], "the manifest kept what the cold run took"
+    assert document["plan"]["cache_dir"] == str(moved)
+
+
+def test_the_cache_folder_holds_everything_and_home_holds_nothing(warmed: tuple[Path, Path]) -> None:
+    cache, home = warmed
+    assert {path.name for path in cache.iterdir()} >= {"fxgraph", "aotautograd", "triton", "manifests"}
+    assert not list(home.rglob("*.so"))
+
+
+def test_an_inductor_folder_that_is_set_already_is_used(run_cli: Any, model: str, warmed: tuple[Path, Path]) -> None:
+    arguments = [
+        item for item in warm(model, warmed[0], "--require-hit") if item not in ("--cache-dir", str(warmed[0]))
+    ]
+    result = run_cli(*arguments, TORCHINDUCTOR_CACHE_DIR=str(warmed[0]))
+    assert result.returncode == 0, result.stderr
+    assert outcomes(result) == ["hit"] * NUMBER_OF_BUCKETS
+
+
+def test_another_bucket_is_a_miss_and_the_old_ones_stay_hits(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    arguments = [item if item != "16,48" else "16,32,48" for item in warm(model, cache, "--require-hit")]
+    result = run_cli(*arguments)
+    assert result.returncode == 6
+    assert "1 of 4 buckets had to compile: prefill:32" in result.stderr
+    assert outcomes(result) == ["hit", "miss", "hit", "hit"]
+
+
+def test_another_context_and_another_batch_size_keep_the_hits(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The KV cache's size follows the machine and the request: programs must not."""
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    arguments = [item if item != "2" else "2,5" for item in warm(model, cache, "--context", "200")]
+    result = run_cli(*arguments)
+    assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
+
+
+@pytest.mark.parametrize("file", ["attention/reference.py", "linear/gemv.py"])
+def test_other_sources_of_our_ops_make_every_bucket_a_miss(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path, file: str
+) -> None:
+    """The package copied, a comment added: torch alone would not have noticed."""
+    package = tmp_path / "changed"
+    shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
+    with open(package / "tcdeploy" / file, "a") as source:
+        source.write("# changed\n")
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    result = run_cli(*warm(model, cache, "--require-hit"), PYTHONPATH=str(package), cwd=str(package))
+    assert result.returncode == 6
+    assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
+
+
+def test_a_cache_that_is_switched_off_is_no_hit(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    arguments = [item if item != "16,48" else "16" for item in warm(model, cache, "--require-hit")]
+    result = run_cli(*arguments, TORCHINDUCTOR_FORCE_DISABLE_CACHES="1")
+    assert result.returncode == 6
+    assert outcomes(result) == ["miss", "miss"]
+
+
+def test_two_processes_may_warm_one_folder_at_once(run_cli: Any, model: str, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    runs = [
+        subprocess.Popen(
+            cli_command(*warm(model, cache)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            env=cli_environment(tmp_path / f"home{number}", **COMPILES),
+        )
+        for number in range(2)
+    ]  # fmt: skip
+    for run in runs:
+        _, stderr = run.communicate(timeout=600)
+        assert run.returncode == 0, stderr
+    after = run_cli(*warm(model, cache, "--require-hit"))
+    assert after.returncode == 0, after.stderr
+
+
+def files_in(folder: Path) -> set[Path]:
+    return {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
+
+
+@pytest.mark.parametrize("finished_buckets", [0, 1, 2])
+def test_killed_in_the_middle_the_next_run_recovers(
+    run_cli: Any, model: str, tmp_path: Path, finished_buckets: int
+) -> None:
+    """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
+    cache = tmp_path / "cache"
+    environment = cli_environment(tmp_path, PYTHONUNBUFFERED="1", **COMPILES)
+    run = subprocess.Popen(
+        cli_command(*warm(model, cache)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
+        start_new_session=True,
+    )  # fmt: skip
+    assert run.stderr is not None
+    awaited = f"[{finished_buckets}/" if finished_buckets else "compile ..."
+    for line in run.stderr:
+        if line.startswith(awaited):
+            break
+    before = files_in(cache)
+    while run.poll() is None and files_in(cache) == before:
+        time.sleep(0.01)
+    os.killpg(run.pid, signal.SIGKILL)
+    run.wait()
+    assert run.returncode == -signal.SIGKILL, "it finished before it was killed"
+    assert not list((cache / "manifests").glob("*.json")), "a manifest says that all buckets are done"
+    again = run_cli(*warm(model, cache))
+    assert outcomes(again).count("hit") >= finished_buckets
+    assert outcomes(again).count("miss") >= 1, "it was killed before all was compiled"
+    last = run_cli(*warm(model, cache, "--require-hit"))
+    assert last.returncode == 0, last.stderr
+
+
+def test_a_corrupt_manifest_is_named_and_the_programs_stay(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    cache = tmp_path / "cache"
+    shutil.copytree(warmed[0], cache)
+    (manifest,) = (cache / "manifests").glob("*.json")
+    manifest.write_bytes(manifest.read_bytes()[:200])
+    result = run_cli(*warm(model, cache))
+    assert result.returncode == 5
+    assert f"error: the manifest {manifest} is corrupt" in result.stderr and f"rm {manifest}" in result.stderr
+    manifest.unlink()
+    assert run_cli(*warm(model, cache, "--require-hit")).returncode == 0
+
+
+@contextlib.contextmanager
+def read_only(folder: Path, filled: Path) -> Iterator[Path]:
+    """A file system of its own with what is in `filled`, which nobody can write, root neither."""
+    with mounted(folder):
+        shutil.copytree(filled, folder, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+        yield folder
+
+
+def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
+    """Every folder and file with its mode, its time and its bytes."""
+    return {
+        str(path.relative_to(folder)): (
+            path.stat().st_mode, path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"",
+        )
+        for path in [folder, *folder.rglob("*")]
+    }  # fmt: skip
+
+
+def report_of(arguments: list[str]) -> list[str]:
+    """The same command without --json."""
+    return [item for item in arguments if item != "--json"]
+
+
+def check_served_from_a_copy(result: subprocess.CompletedProcess[str], folder: Path, temporary: Path) -> None:
+    assert result.returncode == 0, result.stderr
+    assert f"{NUMBER_OF_BUCKETS} of {NUMBER_OF_BUCKETS} buckets were cache hits" in result.stdout
+    [line] = [line for line in result.stdout.splitlines() if line.startswith("stages: ")]
+    assert line.endswith(f"cache folder {folder} (cannot be written: a private copy served)")
+    assert not list(temporary.glob("tcdeploy-*")), "the copy went with the process"
+
+
+def test_a_read_only_cache_folder_serves_from_a_private_copy(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    with read_only(tmp_path / "read-only", warmed[0]) as folder:
+        before = state_of(folder)
+        result = run_cli(*report_of(warm(model, folder, "--require-hit")), TMPDIR=str(temporary))
+        assert state_of(folder) == before
+    check_served_from_a_copy(result, folder, temporary)
+
+
+def test_a_cache_folder_that_one_may_not_write_serves_from_a_private_copy(
+    model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Forbidden by its modes, which root minds once it has given up the right not to."""
+    without_the_right = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if subprocess.run([*without_the_right, "true"], capture_output=True).returncode:
+        pytest.skip("needs root and setpriv")
+    folder, temporary = tmp_path / "cache", tmp_path / "tmp"
+    temporary.mkdir()
+    shutil.copytree(warmed[0], folder)
+    paths = [folder, *folder.rglob("*")]
+    for path in paths:
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    before = state_of(folder)
+    result = subprocess.run(
+        [*without_the_right, *cli_command(*report_of(warm(model, folder, "--require-hit")))],
+        capture_output=True, text=True, env=cli_environment(tmp_path, TMPDIR=str(temporary)),
+    )  # fmt: skip
+    assert state_of(folder) == before
+    for path in paths:
+        path.chmod(0o755)
+    check_served_from_a_copy(result, folder, temporary)
+
+
+def test_a_read_only_cache_folder_without_the_plan_is_a_clear_error(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    with read_only(tmp_path / "read-only", warmed[0]) as folder:
+        result = run_cli(*[item if item != "16,48" else "16,64" for item in warm(model, folder)])
+    assert result.returncode == 1
+    assert f"error: the cache folder {folder} is on a read-only file system" in result.stderr
+    assert "hint:" in result.stderr and "--cache-dir" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A folder for temporary files with room for some, not for the copy: Python would pass over one that has none."""
+    with read_only(tmp_path / "read-only", warmed[0]) as folder, mounted(tmp_path / "tmp", "-o", "size=512k") as small:
+        result = run_cli(*warm(model, folder), TMPDIR=str(small))
+        left = list(small.glob("tcdeploy-*"))
+    assert result.returncode == 7, result.stderr
+    [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    said = re.search(rf"the cache folder {folder} cannot be written, and {small} has no room .* of (\d+) bytes", error)
+    assert said is not None and int(said[1]) > 512 << 10, error
+    assert "TMPDIR" in result.stderr and "Traceback" not in result.stderr
+    assert left == []
+
+
+def test_a_cache_folder_that_is_a_file_is_a_clear_error(run_cli: Any, model: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("not a folder")
+    result = run_cli(*warm(model, tmp_path / "file"))
+    assert result.returncode == 1
+    assert f"error: the cache folder {tmp_path / 'file'} cannot be written" in result.stderr
+    assert (tmp_path / "file").read_text() == "not a folder"
+
+
+def test_a_folder_without_room_for_the_buckets_is_refused_first(run_cli: Any, model: str, tmp_path: Path) -> None:
+    with mounted(tmp_path / "small", "-o", "size=2m") as folder:
+        result = run_cli(*warm(model, folder))
+        left = [path for path in folder.rglob("*") if path.is_file()]
+    assert result.returncode == 7
+    assert "MiB free" in result.stderr and "may need" in result.stderr
+    assert left == [], "nothing was begun"
+
+
+def test_a_disk_that_fills_up_while_warming_keeps_what_was_cached(
+    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """A folder with a valid cache, then full but for 300 KB: a new bucket cannot be written, the old ones still hit."""
+    with mounted(tmp_path / "full", "-o", "size=60m") as folder:
+        shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        (folder / "filler").write_bytes(b"x" * (free - 300_000))
+        arguments = [item if item != "16,48" else "16,48,64" for item in warm(model, folder)]
+        result = run_cli(*arguments)
+        assert result.returncode == 7, result.stderr
+        assert f"error: the disk of the cache folder {folder} is full" in result.stderr
+        assert "Traceback" not in result.stderr
+        (folder / "filler").unlink()
+        again = run_cli(*warm(model, folder, "--require-hit"))
+    assert again.returncode == 0, again.stderr

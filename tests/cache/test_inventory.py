@@ -1,0 +1,384 @@
+"""What is in a folder, and what may go: by age and size, but never what somebody runs from or a bundle put there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tcdeploy.cache.inventory import LEFTOVER_SECONDS, collect, kind_of, list_plans, usage
+from tcdeploy.bundle.unpack import unpack
+from tcdeploy.bundle.verify import verify_folder
+from tcdeploy.cache import folder as cachedir
+from tcdeploy.cache.folder import hold, is_held
+from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
+from tcdeploy.errors import IntegrityError
+from tests.bundle.conftest import Keys, Packed
+from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
+from tests.conftest import mounted
+from tests.fork_server import Forks
+from tests.server.conftest import serving
+
+DAY = 86400.0
+SHARED = {"fxgraph/shared": 1000}
+HOLDER = """
+import sys
+from tcdeploy.cache.folder import hold
+hold(sys.argv[1], sys.argv[2])
+print("ready", flush=True)
+sys.stdin.readline()
+"""
+
+
+def add_plan(folder: Path, bucket: int, days: float, size: int = 500) -> Manifest:
+    """A plan with one file of its own and one that all plans share, last started so many days ago."""
+    names = fill(folder, {f"6n/own-{bucket}.so": size}, seed=bucket) + fill(folder, SHARED)
+    manifest = manifest_for(folder, names, bucket)
+    write_manifest(path_of(folder, manifest), manifest)
+    age(path_of(folder, manifest), days)
+    return manifest
+
+
+def age(path: Path, days: float) -> None:
+    moment = time.time() - days * DAY
+    os.utime(path, (moment, moment))
+
+
+@pytest.fixture
+def three(tmp_path: Path) -> tuple[Path, list[str]]:
+    """Plans of 500, 2000 and 500 bytes and what they share, last started 1, 5 and 30 days ago."""
+    folder = tmp_path / "cache"
+    sizes = {32: (1, 500), 64: (5, 2000), 128: (30, 500)}
+    return folder, [key_of(add_plan(folder, bucket, days, size)) for bucket, (days, size) in sizes.items()]
+
+
+def keys_in(folder: Path) -> list[str]:
+    return [entry.plan_key for entry in list_plans(folder)]
+
+
+# ls and du
+
+
+def test_plans_are_listed_by_their_last_start(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    entries = list_plans(folder)
+    assert [entry.plan_key for entry in entries] == keys
+    assert [round(entry.age_seconds / DAY) for entry in entries] == [1, 5, 30]
+    assert [(entry.files, entry.bytes, entry.own_bytes) for entry in entries] == [
+        (2, 1500, 500), (2, 3000, 2000), (2, 1500, 500),
+    ]  # fmt: skip
+    first = entries[0]
+    assert (first.model, first.buckets, first.cold_seconds) == ("someone/model", ("prefill:32", "decode:1"), 25.0)
+    assert (first.is_held, first.is_from_bundle, first.was_warm) == (False, False, True)
+
+
+def test_a_plan_from_a_bundle_and_one_not_started_again_are_told(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    unpack(small.bundle, tmp_path, keys.trusted)
+    other = manifest_for(tmp_path, fill(tmp_path, {"6n/x.so": 9}), bucket=64, outcome="miss")
+    write_manifest(path_of(tmp_path, other), other)
+    found = {entry.plan_key: (entry.is_from_bundle, entry.was_warm) for entry in list_plans(tmp_path)}
+    assert found == {small.key: (True, True), key_of(other): (False, False)}
+
+
+def test_an_empty_folder_holds_nothing(tmp_path: Path) -> None:
+    assert (list_plans(tmp_path), usage(tmp_path)) == ([], {})
+
+
+def test_a_damaged_manifest_is_an_error_and_not_a_plan_less(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    path = manifest_path(folder, keys[1])
+    path.write_bytes(path.read_bytes()[:-3])
+    for look in (list_plans, usage, lambda folder: collect(folder, 0.0, None)):
+        with pytest.raises(IntegrityError, match=keys[1]):
+            look(folder)  # type: ignore[operator]
+    assert len(contents(folder)) == 7, "nothing went"
+
+
+def test_use_is_told_by_kind_the_largest_first(three: tuple[Path, list[str]]) -> None:
+    folder, _ = three
+    fill(folder, {"fxgraph/loser": 50, "triton/AB/loser.cubin": 70})
+    assert usage(folder) == {
+        "compiled C++": (3, 3000), "Inductor's graphs": (1, 1000), "named by no plan": (2, 120),
+    }  # fmt: skip
+    assert list(usage(folder)) == ["compiled C++", "Inductor's graphs", "named by no plan"]
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("fxgraph/ab/x/y", "Inductor's graphs"), ("aotautograd/x/y", "AOTAutograd's graphs"),
+        ("triton/x/k.so", "Triton's kernels"), ("toolchain/x", "toolchain"), ("6n/x.so", "compiled C++"),
+        ("6n/x.main.cpp", "C++ sources"), ("6n/x.py", "generated Python"), ("6n/x.best_config", "autotune winners"),
+        ("6n/x", "other"),
+    ],
+)  # fmt: skip
+def test_a_file_s_kind_is_told_by_its_place_and_suffix(path: str, kind: str) -> None:
+    assert kind_of(path) == kind
+
+
+def test_looking_writes_nothing_even_where_nothing_can_be_written(
+    run_cli: Callable[..., Any], three: tuple[Path, list[str]], tmp_path: Path
+) -> None:
+    folder, keys = three
+    (folder / "leases").mkdir()
+    before = listing(folder)
+    assert keys_in(folder) == keys and usage(folder) and not is_held(folder, keys[0])
+    assert listing(folder) == before
+    with mounted(tmp_path / "image") as image:
+        subprocess.run(["cp", "-a", f"{folder}/.", str(image)], check=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(image)], check=True)
+        for command in ("ls", "du"):
+            result = run_cli("cache", command, str(image))
+            assert result.returncode == 0, result.stderr
+        result = run_cli("cache", "gc", str(image), "--older-than", "0s")
+        assert result.returncode == 1
+        assert f"error: the cache folder {image} is on a read-only file system" in result.stderr
+
+
+# gc
+
+
+def test_without_a_wish_no_plan_goes(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    before = contents(folder)
+    removed = collect(folder, None, None)
+    assert (removed.plan_keys, removed.files, removed.bytes, removed.kept) == ((), 0, 0, ())
+    assert contents(folder) == before and keys_in(folder) == keys
+
+
+def test_the_old_ones_go_and_what_others_share_stays(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    removed = collect(folder, 3 * DAY, None)
+    assert (set(removed.plan_keys), removed.files, removed.bytes) == (set(keys[1:]), 2, 2500)
+    assert keys_in(folder) == keys[:1]
+    assert set(contents(folder)) == {"6n/own-32.so", "fxgraph/shared", f"manifests/{keys[0]}.json"}
+    assert len(verify_folder(folder, folder)) == 1, "what stays is whole"
+
+
+def test_with_the_last_plan_the_shared_files_go_too(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    removed = collect(folder, 0.0, None)
+    assert (len(removed.plan_keys), removed.files, removed.bytes) == (3, 4, 4000)
+    assert contents(folder) == {} and not (folder / "6n").exists(), "no empty folders are left"
+
+
+@pytest.mark.parametrize(
+    ("most", "stay"), [(10_000, 3), (4000, 3), (3999, 2), (3500, 2), (3499, 1), (1500, 1), (1499, 0), (0, 0)]
+)
+def test_what_does_not_fit_goes_from_the_least_recently_used_on(
+    three: tuple[Path, list[str]], most: int, stay: int
+) -> None:
+    """A plan counts with all its bytes, but what several share counts once: it goes with none of them."""
+    folder, keys = three
+    removed = collect(folder, None, most)
+    assert keys_in(folder) == keys[:stay] and set(removed.plan_keys) == set(keys[stay:])
+
+
+def test_a_dry_run_tells_the_same_and_removes_nothing(three: tuple[Path, list[str]]) -> None:
+    folder, _ = three
+    before = listing(folder)
+    told = collect(folder, 3 * DAY, None, is_dry_run=True)
+    assert listing(folder) == before
+    assert collect(folder, 3 * DAY, None) == told and told.files == 2
+
+
+def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_ends(
+    three: tuple[Path, list[str]],
+) -> None:
+    folder, keys = three
+    with Child(HOLDER, folder, keys[2]) as child:
+        assert child.line() == "ready"
+        assert [entry.is_held for entry in list_plans(folder)] == [False, False, True]
+        removed = collect(folder, 0.0, 0)
+        assert removed.kept == ((keys[2], "a process runs from it"),)
+        assert keys_in(folder) == [keys[2]]
+        assert {"6n/own-128.so", "fxgraph/shared"} <= set(contents(folder))
+        assert len(verify_folder(folder, folder)) == 1
+    assert not is_held(folder, keys[2]), "killed, it holds nothing"
+    assert collect(folder, 0.0, 0).plan_keys == (keys[2],)
+
+
+def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tuple[Path, list[str]]) -> None:
+    """Were it unlinked, a start that had opened it before would hold a file that nobody finds again."""
+    folder, keys = three
+    with Child(HOLDER, folder, keys[2]) as child:
+        child.line()
+    lease = folder / "leases" / keys[2]
+    before = lease.stat().st_ino
+    assert keys[2] in collect(folder, 0.0, None).plan_keys
+    assert lease.stat().st_ino == before
+
+
+def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> None:
+    """Between the question who runs and the removal no lease can be taken."""
+    folder, keys = three
+    lease = folder / "leases" / keys[0]
+    with Child(HOLDER, folder, keys[0]) as child:
+        child.line()
+    lease.unlink()
+    with cachedir.locked(folder):
+        child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
+        with child:
+            assert child.line() == "at the door"
+            time.sleep(2.0)
+            assert not lease.exists(), "it waits there"
+    with Child(HOLDER, folder, keys[0]) as child:
+        assert child.line() == "ready" and is_held(folder, keys[0])
+
+
+def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    hold(str(folder), keys[0])
+    assert collect(folder, 0.0, None).kept == ((keys[0], "a process runs from it"),)
+
+
+def test_what_must_stay_counts_first_in_what_may_stay(three: tuple[Path, list[str]]) -> None:
+    """3,999 bytes: the oldest is in use and takes 1,500, the last used one 500 more, the one between does not fit."""
+    folder, keys = three
+    with Child(HOLDER, folder, keys[2]) as child:
+        child.line()
+        assert collect(folder, None, 3999).plan_keys == (keys[1],)
+    assert keys_in(folder) == [keys[0], keys[2]]
+
+
+def test_a_plan_from_a_bundle_stays_whatever_its_age(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    unpack(small.bundle, tmp_path, keys.trusted)
+    age(manifest_path(tmp_path, small.key), 1000)
+    gone = key_of(add_plan(tmp_path, 64, days=1))
+    removed = collect(tmp_path, 0.0, 0)
+    assert removed.plan_keys == (gone,) and removed.kept == ((small.key, "a bundle put it there"),)
+    assert len(verify_folder(tmp_path, keys.trusted)) == 1
+
+
+@pytest.mark.parametrize("hours", [0, 23, 25])
+def test_leftovers_go_when_they_are_old(three: tuple[Path, list[str]], hours: float) -> None:
+    folder, keys = three
+    fill(folder, {"fxgraph/leftover": 40, "triton/XY/leftover.cubin": 60})
+    for name in ("fxgraph/leftover", "triton/XY/leftover.cubin"):
+        age(folder / name, hours / 24)
+    removed = collect(folder, None, None)
+    assert (removed.files, removed.bytes) == ((2, 100) if hours * 3600 > LEFTOVER_SECONDS else (0, 0))
+    assert (folder / "fxgraph/leftover").exists() == (hours < 24) and keys_in(folder) == keys
+
+
+@pytest.mark.parametrize("whose", ["a plan's that is here", "a plan's that has no manifest yet"])
+def test_old_leftovers_stay_while_anybody_runs(three: tuple[Path, list[str]], whose: str) -> None:
+    """A start that warms has no manifest yet, and may be reading what an earlier one left."""
+    folder, keys = three
+    fill(folder, {"fxgraph/leftover": 40})
+    age(folder / "fxgraph/leftover", 10)
+    with Child(HOLDER, folder, keys[0] if whose.endswith("here") else "0123456789abcdef") as child:
+        child.line()
+        assert collect(folder, None, None).files == 0
+        assert (folder / "fxgraph/leftover").exists()
+    assert collect(folder, None, None).files == 1
+
+
+def test_while_a_start_is_under_way_a_plan_may_go_and_its_files_wait(three: tuple[Path, list[str]]) -> None:
+    """It may have hit them, and its manifest, which will name them, is not written yet."""
+    folder, keys = three
+    with Child(HOLDER, folder, "0123456789abcdef") as child:
+        child.line()
+        removed = collect(folder, 3 * DAY, None)
+        assert (set(removed.plan_keys), removed.files) == (set(keys[1:]), 0)
+        assert (folder / "6n/own-64.so").exists()
+    age(folder / "6n/own-64.so", 2)
+    assert collect(folder, None, None).files == 1 and not (folder / "6n/own-64.so").exists()
+
+
+def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    fill(folder, {"locks/x": 5, "bundles/y": 5, "fxgraph/.hidden": 5, "fxgraph/x.lock": 5})
+    for name in ("locks/x", "bundles/y", "fxgraph/.hidden", "fxgraph/x.lock"):
+        age(folder / name, 10)
+    assert collect(folder, None, None).files == 0
+
+
+# The commands
+
+
+def test_the_commands_list_measure_and_clear(run_cli: Callable[..., Any], three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    listed = run_cli("cache", "ls", str(folder))
+    assert listed.returncode == 0 and all(key in listed.stdout for key in keys), listed.stderr
+    assert [
+        plan["plan_key"] for plan in json.loads(run_cli("cache", "ls", str(folder), "--json").stdout)["plans"]
+    ] == keys
+    assert json.loads(run_cli("cache", "du", str(folder), "--json").stdout)["kinds"]["compiled C++"]["bytes"] == 3000
+    dry = run_cli("cache", "gc", str(folder), "--older-than", "3d", "--dry-run")
+    assert "would remove 2 plans, 2 files" in dry.stdout and keys_in(folder) == keys
+    assert "removed 2 plans, 2 files" in run_cli("cache", "gc", str(folder), "--older-than", "72h").stdout
+    assert keys_in(folder) == keys[:1]
+    assert "removed 1 plans" in run_cli("cache", "gc", str(folder), "--max-size", "1k").stdout
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--older-than", "3"), ("--older-than", "3y"), ("--older-than", "-1d"), ("--max-size", "5t"),
+        ("--max-size", ""),
+    ],
+)  # fmt: skip
+def test_a_quantity_that_is_none_removes_nothing(
+    run_cli: Callable[..., Any], three: tuple[Path, list[str]], arguments: tuple[str, str]
+) -> None:
+    folder, keys = three
+    result = run_cli("cache", "gc", str(folder), *arguments)
+    assert result.returncode == 2, result.stdout
+    assert keys_in(folder) == keys
+
+
+def test_a_folder_that_is_none_is_a_usage_error(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+    mine = tmp_path / "mine" / "docs"
+    mine.mkdir(parents=True)
+    (mine / "thesis.txt").write_text("years of work")
+    os.utime(mine / "thesis.txt", (0, 0))
+    for command in ("ls", "du", "gc"):
+        for folder in (tmp_path / "nowhere", tmp_path / "mine"):
+            result = run_cli("cache", command, str(folder))
+            assert result.returncode == 2 and "is no cache folder" in result.stderr
+    assert (mine / "thesis.txt").exists()
+
+
+def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
+    """A cache folder in which somebody keeps other things too, however old: by clearing, and by a rebuild."""
+    manifest = make_small(tmp_path / "cache")
+    others = ["docs/thesis.txt", ".git/config", "fxgraph/.hidden/x", "src/a/main.c", "ab/sub/file", "notes"]
+    for name in others:
+        path = tmp_path / "cache" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+        os.utime(path, (0, 0))
+    removed = collect(tmp_path / "cache", 0.0, 0)
+    assert removed.files == len(manifest.files)
+    assert all((tmp_path / "cache" / name).exists() for name in others)
+    make_small(tmp_path / "cache")
+    cachedir.discard(str(tmp_path / "cache"), key_of(manifest))
+    assert all((tmp_path / "cache" / name).exists() for name in others)
+    assert not (tmp_path / "cache" / manifest.files[0].path).exists()
+
+
+def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path, forks: Forks) -> None:
+    """Fault 15, with the real server: all that may go is asked to go, and it still answers."""
+    cache = tmp_path / "cache"
+    with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", forks=forks) as served:
+        [entry] = list_plans(cache)
+        other = key_of(make_small(cache, bucket=32))
+
+        result = run_cli("cache", "gc", str(cache), "--older-than", "0s", "--max-size", "0", "--json")
+        assert result.returncode == 0, result.stderr
+        document = json.loads(result.stdout)
+        assert document["plan_keys"] == [other]
+        assert document["kept"] == [[entry.plan_key, "a process runs from it"]]
+        assert len(verify_folder(cache, cache)) == 1
+        body = {"model": "builtin:tiny", "prompt": "one two", "max_tokens": 4}
+        assert httpx.post(f"{served.address}/v1/completions", json=body, timeout=60).status_code == 200
+    result = run_cli("cache", "gc", str(cache), "--older-than", "0s", "--json")
+    assert json.loads(result.stdout)["plan_keys"] == [entry.plan_key]

@@ -1,0 +1,505 @@
+"""The manifest comes back as it was written, is replaced whole or not at all, and is never half believed."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import random
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.manifest import (
+    SCHEMA_VERSION,
+    Answers,
+    BucketRecord,
+    Manifest,
+    Origin,
+    Parity,
+    Trial,
+    make_manifest,
+    make_origin,
+    manifest_path,
+    manifest_text,
+    read_manifest,
+    write_manifest,
+)
+from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.planning.plan import make_plan
+from tests.machines import H100, LLAMA_8B, ask
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ORACLE = Answers(hashlib.sha256(b"[[1, 2]]").hexdigest(), (7, 3), (-0.25, -1.5))
+RECORD = BucketRecord(
+    bucket="prefill:512",
+    outcome="miss",
+    compile_seconds=12.5,
+    capture_seconds=0.25,
+    check_seconds=1.0,
+    compiles=2,
+    programs=1,
+    cache_hits=0,
+    cache_misses=2,
+    graph_breaks=0,
+    graph_skips=0,
+    captured=True,
+    parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, 0.01, True),
+    oracle=ORACLE,
+    answers=replace(ORACLE, logprobs=(-0.2500001, -1.5)),
+    peak_memory_bytes=17 << 30,
+    candidate="descent",
+    trials=(Trial("descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
+    graph_memory_bytes=1 << 20,
+    cold_seconds=12.5,
+)
+WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
+ASKED = ask(context=4096)
+PLAN = make_plan(ASKED, H100, LLAMA_8B)
+ORIGIN = make_origin(
+    ASKED,
+    {"model_type": "llama", "rope_theta": 500000.0},
+    hashlib.sha256(b"sources").hexdigest(),
+    {"epilogue_fusion": "True"},
+)
+FILES = (
+    FileRecord("fxgraph/ab/fabc/def", 1234, hashlib.sha256(b"one").hexdigest()),
+    FileRecord("xy/cxyz.main.so", 15_000, hashlib.sha256(b"two").hexdigest()),
+)
+MANIFEST = make_manifest(PLAN, H100, ORIGIN, {"import": 3.0, "compile": 14.0}, [RECORD, WARM], FILES, 1 << 30)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return manifest_path(tmp_path, PLAN.key)
+
+
+@pytest.fixture
+def written(path: Path) -> Path:
+    write_manifest(path, MANIFEST)
+    return path
+
+
+def names_beside(path: Path) -> list[str]:
+    return sorted(item.name for item in path.parent.iterdir())
+
+
+def as_read(manifest: Manifest) -> dict[str, Any]:
+    """What JSON makes of a manifest: tuples become lists."""
+    return json.loads(json.dumps(asdict(manifest)))
+
+
+def corruption(path: Path) -> IntegrityError:
+    """The error that reading must raise, which names the file and says what to do."""
+    with pytest.raises(IntegrityError) as caught:
+        read_manifest(path)
+    assert caught.value.exit_code == 5
+    assert str(path) in caught.value.message
+    assert "--on-bad-cache rebuild" in caught.value.hint and f"rm {path}" in caught.value.hint
+    return caught.value
+
+
+def change(path: Path, edit: Any) -> None:
+    """Rewrite the manifest after `edit` has changed its document in place, with the sha256 that then is right: what
+    finds the change is not the sum but whatever looks at the field."""
+    document = json.loads(path.read_text())
+    del document["sha256"]
+    edit(document)
+    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    path.write_text(json.dumps({**document, "sha256": digest}, indent=1))
+
+
+def test_a_manifest_comes_back_as_it_was_written(written: Path) -> None:
+    found = read_manifest(written)
+    assert found is not None
+    assert found.buckets == (RECORD, WARM)
+    assert (found.origin, found.files) == (ORIGIN, FILES)
+    assert found.origin.recipe["context"] == 4096
+    assert as_read(found) == as_read(MANIFEST)
+    assert found.schema == SCHEMA_VERSION
+    assert found.plan["key"] == PLAN.key and found.environment["gpu"] == H100.gpu
+
+
+def test_the_same_manifest_is_the_same_bytes(written: Path) -> None:
+    found = read_manifest(written)
+    assert found is not None and manifest_text(found) == manifest_text(MANIFEST) == written.read_text()
+
+
+def test_the_file_is_named_after_the_plan_in_a_folder_of_its_own(tmp_path: Path) -> None:
+    write_manifest(manifest_path(str(tmp_path / "new" / "cache"), "abc"), MANIFEST)
+    assert [item.relative_to(tmp_path) for item in tmp_path.rglob("*.json")] == [Path("new/cache/manifests/abc.json")]
+
+
+def test_cold_seconds_are_those_of_the_buckets_that_have_them() -> None:
+    assert MANIFEST.cold_seconds() == {"prefill:512": 12.5}
+
+
+def test_a_bucket_s_seconds_are_those_of_its_three_steps() -> None:
+    assert RECORD.seconds == 13.75
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "is_warm"), [(("hit", "hit"), True), (("hit", "reused"), True), (("miss", "hit"), False)]
+)
+def test_a_start_was_warm_if_no_bucket_had_to_compile(outcomes: tuple[str, str], is_warm: bool) -> None:
+    buckets = tuple(replace(RECORD, outcome=outcome) for outcome in outcomes)
+    assert replace(MANIFEST, buckets=buckets).was_warm is is_warm
+
+
+def test_figures_that_are_not_numbers_come_back_too(path: Path) -> None:
+    odd = replace(RECORD, parity=replace(RECORD.parity, kl=float("inf"), relative_difference=float("-inf")))
+    write_manifest(path, replace(MANIFEST, buckets=(odd,)))
+    found = read_manifest(path)
+    assert found is not None and found.buckets == (odd,)
+
+
+def test_no_manifest_is_none_and_not_an_error(path: Path) -> None:
+    assert read_manifest(path) is None
+    path.parent.mkdir(parents=True)
+    assert read_manifest(path) is None
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_manifest_cut_short_anywhere_is_an_integrity_error(written: Path, seed: int) -> None:
+    whole = written.read_bytes()
+    written.write_bytes(whole[: random.Random(seed).randrange(len(whole))])
+    corruption(written)
+
+
+def test_an_empty_manifest_and_one_without_its_last_byte_are_corrupt(written: Path) -> None:
+    whole = written.read_bytes()
+    for content in (b"", whole[:1], whole[:-1]):
+        written.write_bytes(content)
+        corruption(written)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_changed_byte_is_an_integrity_error(written: Path, seed: int) -> None:
+    source = random.Random(seed)
+    damaged = bytearray(written.read_bytes())
+    damaged[source.randrange(len(damaged))] ^= source.randrange(1, 256)
+    written.write_bytes(damaged)
+    corruption(written)
+
+
+def test_every_bit_counts(path: Path) -> None:
+    """Each single one of a small manifest turned over, those of blanks and line ends and of the sum too."""
+    small = Manifest({"key": "k"}, {}, Origin({}, {}, "s", {}), {"load": 0.5}, (RECORD,), FILES[:1])
+    write_manifest(path, small)
+    whole = path.read_bytes()
+    assert read_manifest(path) == small
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        corruption(path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"not json",
+        b'{"schema": 1,}',
+        b"{'schema': 1}",
+        b"[]",
+        b"[1, 2]",
+        b'"text"',
+        b"1",
+        b"null",
+        b"true",
+        b"{}",
+        b"\xff\xfe\x00\x01",
+        b'{"schema": 1, "plan": "\xe9"}',
+    ],
+)
+def test_what_is_no_manifest_at_all_is_corrupt(written: Path, content: bytes) -> None:
+    written.write_bytes(content)
+    corruption(written)
+
+
+def test_a_change_by_somebody_who_knows_the_format_is_read(written: Path) -> None:
+    """The sum is against accidents; and were this corrupt, so would be all the fields below, whatever they hold."""
+    change(written, lambda document: document.update(workspace_bytes=1))
+    assert read_manifest(written) == replace(MANIFEST, workspace_bytes=1, **as_read_parts(written))
+
+
+def as_read_parts(path: Path) -> dict[str, Any]:
+    """Plan and environment as JSON gives them back."""
+    document = json.loads(path.read_text())
+    return {"plan": document["plan"], "environment": document["environment"]}
+
+
+@pytest.mark.parametrize("schema", ["1", None, [1]])
+def test_a_schema_that_is_none_is_named_beside_the_one_that_is_read(written: Path, schema: Any) -> None:
+    change(written, lambda document: document.update(schema=schema))
+    assert f"schema {schema}, and this version reads {SCHEMA_VERSION}" in corruption(written).message
+
+
+@pytest.mark.parametrize("schema", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
+def test_what_another_version_wrote_is_no_manifest_and_no_damage(written: Path, schema: int) -> None:
+    """After an upgrade a plan is cold, and the folder of other plans is still of use."""
+    change(written, lambda document: document.update(schema=schema))
+    assert read_manifest(written) is None
+    document = json.loads(written.read_text())
+    del document["sha256"]  # the first version wrote none
+    written.write_text(json.dumps(document, indent=1))
+    assert read_manifest(written) is None
+
+
+def test_a_schema_that_was_only_flipped_is_damage(written: Path) -> None:
+    flipped = written.read_text().replace(f'"schema": {SCHEMA_VERSION}', f'"schema": {SCHEMA_VERSION ^ 1}')
+    written.write_text(flipped)
+    corruption(written)
+
+
+@pytest.mark.parametrize("name", [*(item.name for item in fields(Manifest)), "sha256"])
+def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> None:
+    if name == "sha256":
+        document = json.loads(written.read_text())
+        del document[name]
+        written.write_text(json.dumps(document, indent=1))
+    else:
+        change(written, lambda document: document.pop(name))
+    assert f"'{name}'" in corruption(written).message
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
+def test_a_missing_field_of_a_bucket_is_named_even_where_it_has_a_default(written: Path, name: str) -> None:
+    change(written, lambda document: document["buckets"][1].pop(name))
+    assert name in corruption(written).message
+
+
+@pytest.mark.parametrize("name", [item.name for item in fields(Parity)])
+def test_a_missing_field_of_the_parity_is_named(written: Path, name: str) -> None:
+    change(written, lambda document: document["buckets"][0]["parity"].pop(name))
+    assert name in corruption(written).message
+
+
+PLACES: dict[str, Any] = {
+    "manifest": lambda document: document,
+    "origin": lambda document: document["origin"],
+    "file": lambda document: document["files"][0],
+    "bucket": lambda document: document["buckets"][0],
+    "parity": lambda document: document["buckets"][0]["parity"],
+    "trial": lambda document: document["buckets"][0]["trials"][0],
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_field_nobody_knows_is_named(written: Path, place: str) -> None:
+    def add(document: dict[str, Any]) -> None:
+        PLACES[place](document)["novelty"] = 1
+
+    change(written, add)
+    assert "novelty" in corruption(written).message
+
+
+@pytest.mark.parametrize("place", ["oracle", "answers"])
+@pytest.mark.parametrize("name", [item.name for item in fields(Answers)])
+def test_a_missing_field_of_the_answers_is_named(written: Path, place: str, name: str) -> None:
+    change(written, lambda document: document["buckets"][0][place].pop(name))
+    assert name in corruption(written).message
+
+
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [("origin", item.name) for item in fields(Origin)] + [("file", item.name) for item in fields(FileRecord)],
+)
+def test_a_missing_field_of_the_origin_and_of_a_file_is_named(written: Path, place: str, name: str) -> None:
+    change(written, lambda document: PLACES[place](document).pop(name))
+    assert f"'{name}'" in corruption(written).message
+
+
+@pytest.mark.parametrize("files", [None, 3, "text", [1], ["path"], [None], [[]], {"a": 1}])
+def test_files_of_another_shape_are_corrupt(written: Path, files: Any) -> None:
+    change(written, lambda document: document.update(files=files))
+    corruption(written)
+
+
+@pytest.mark.parametrize("buckets", [None, 3, "text", [1], ["bucket"], [None], [[]], {"a": 1}])
+def test_buckets_of_another_shape_are_corrupt(written: Path, buckets: Any) -> None:
+    change(written, lambda document: document.update(buckets=buckets))
+    corruption(written)
+
+
+@pytest.mark.parametrize("parity", [None, 3, "text", [], [1]])
+def test_a_parity_of_another_shape_is_corrupt(written: Path, parity: Any) -> None:
+    change(written, lambda document: document["buckets"][0].update(parity=parity))
+    corruption(written)
+
+
+# Writing
+
+
+def test_a_second_manifest_replaces_the_first(written: Path) -> None:
+    write_manifest(written, replace(MANIFEST, stage_seconds={"compile": 1.0}))
+    found = read_manifest(written)
+    assert found is not None and found.stage_seconds == {"compile": 1.0}
+    assert names_beside(written) == [written.name]
+
+
+WRITE_STEPS = {"folder": "Path.mkdir", "write": "open", "sync": "os.fsync", "rename": "os.replace"}
+
+
+def fail_at(step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one step of writing fail; a write fails only after half of the text is on the disk."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise error
+
+    def opened(*arguments: Any, **options: Any) -> Any:
+        file = open(*arguments, **options)  # noqa: SIM115 - it is the caller's
+        write = file.write
+
+        def write_half(text: str) -> None:
+            write(text[: len(text) // 2])
+            file.flush()
+            raise error
+
+        file.write = write_half  # type: ignore[method-assign, assignment]
+        return file
+
+    target = f"tcdeploy.cache.manifest.{WRITE_STEPS[step]}"
+    monkeypatch.setattr(target, opened if step == "write" else fail, raising=step != "write")
+
+
+@pytest.mark.parametrize("step", WRITE_STEPS)
+def test_a_full_disk_is_a_space_error_and_leaves_the_old_manifest(
+    written: Path, step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written.read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(SpaceError) as caught:
+        fail_at(step, OSError(errno.ENOSPC, "No space left on device"), patch)
+        write_manifest(written, replace(MANIFEST, stage_seconds={}))
+    assert caught.value.exit_code == 7
+    assert str(written) in caught.value.message
+    assert written.read_bytes() == before
+    assert names_beside(written) == [written.name]
+
+
+@pytest.mark.parametrize("step", WRITE_STEPS)
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error"), RuntimeError("any")])
+def test_any_other_failure_passes_through_and_leaves_the_old_manifest(
+    written: Path, step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = written.read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(type(error)) as caught:
+        fail_at(step, error, patch)
+        write_manifest(written, replace(MANIFEST, stage_seconds={}))
+    assert caught.value is error
+    assert written.read_bytes() == before
+    assert names_beside(written) == [written.name]
+
+
+def test_what_json_cannot_hold_leaves_nothing_behind(path: Path) -> None:
+    with pytest.raises(TypeError):
+        write_manifest(path, replace(MANIFEST, plan={"key": object()}))
+    assert names_beside(path) == []
+
+
+def test_the_bytes_are_on_the_disk_before_the_name_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[str] = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (steps.append(name), real(*a))[1])
+    write_manifest(path, MANIFEST)
+    assert steps == ["fsync", "replace"]
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
+    """A tmpfs of that size on `folder`; the test skips where mounting is not allowed."""
+    options = f"size={kilobytes}k"
+    mount = shutil.which("mount")
+    if (
+        not mount
+        or subprocess.run([mount, "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True).returncode
+    ):
+        pytest.skip("needs the right to mount a tmpfs")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+def test_a_disk_that_is_really_full_leaves_the_old_manifest(tmp_path: Path) -> None:
+    with small_disk(tmp_path, kilobytes=64):
+        path = manifest_path(tmp_path, "key")
+        write_manifest(path, MANIFEST)
+        before = path.read_bytes()
+        with contextlib.suppress(OSError), open(tmp_path / "filler", "wb", buffering=0) as filler:
+            while True:
+                filler.write(b"x" * 4096)
+        with pytest.raises(SpaceError):
+            write_manifest(path, replace(MANIFEST, stage_seconds={}))
+        assert path.read_bytes() == before
+        assert names_beside(path) == [path.name]
+        (tmp_path / "filler").unlink()
+        write_manifest(path, replace(MANIFEST, stage_seconds={}))
+        found = read_manifest(path)
+        assert found is not None and found.stage_seconds == {}
+
+
+def test_who_may_read_the_cache_may_read_its_manifest(path: Path) -> None:
+    """An image warms its cache as root and serves from it as somebody else: mkstemp's 0600 must not stay."""
+    before = os.umask(0o022)
+    try:
+        write_manifest(path, MANIFEST)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o644
+
+
+WRITER = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from tests.cache.test_manifest import MANIFEST, RECORD
+from tcdeploy.cache.manifest import write_manifest
+path, name = Path(sys.argv[1]), sys.argv[2]
+print("ready", flush=True)
+sys.stdin.readline()
+for number in range(50):
+    buckets = tuple(replace(RECORD, bucket=f"{name}:{number}") for _ in range(1 + 20 * (name == "long")))
+    write_manifest(path, replace(MANIFEST, buckets=buckets))
+"""
+
+
+def test_two_processes_that_write_at_once_never_show_a_torn_manifest(path: Path) -> None:
+    """One writes long manifests, the other short ones, 50 each; all that is read meanwhile is one or the other."""
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, path, name], env=environ, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        for name in ("long", "short")
+    ]  # fmt: skip
+    for writer in writers:
+        assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    for writer in writers:
+        assert writer.stdin is not None
+        writer.stdin.write("go\n")
+        writer.stdin.flush()
+    seen: set[str] = set()
+    while any(writer.poll() is None for writer in writers) or not seen:
+        found = read_manifest(path)
+        if found is not None:
+            [bucket] = {record.bucket for record in found.buckets}
+            assert len(found.buckets) == (21 if bucket.startswith("long") else 1)
+            seen.add(bucket)
+    for writer in writers:
+        writer.communicate()
+        assert writer.returncode == 0
+    assert len(seen) > 2
+    assert names_beside(path) == [path.name]

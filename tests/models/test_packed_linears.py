@@ -1,0 +1,99 @@
+"""Projections of one input become slices of one matrix: found by running the model, and nothing is kept twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tcdeploy.models.load import load_config
+from tcdeploy.models.probe import probe
+from tcdeploy.models.packed_linears import PackedSlice, pack_siblings
+from tcdeploy.planning.recipe import build_recipe
+from tests.model_families import LAYERS, save_config
+
+QKV_AND_MLP = [{"q_proj", "k_proj", "v_proj"}, {"gate_proj", "up_proj"}]
+GROUPS = {
+    "llama": QKV_AND_MLP,
+    "qwen2": QKV_AND_MLP,
+    "gemma2": QKV_AND_MLP,
+    "mixtral": [{"q_proj", "k_proj", "v_proj"}],  # its experts are no linear layers
+    "cohere": QKV_AND_MLP,  # all five read one tensor, and attention and MLP may be compiled apart
+    "qwen2_moe": QKV_AND_MLP,  # the shared expert's; the gate beside it has one row
+    "phi3": [],  # packed by its authors
+    "gpt2": [],
+}
+
+
+def small_model(family: str, folder: Path) -> tuple[Any, Any]:
+    config = load_config(build_recipe({"model": save_config(family, folder)}, environ={}))
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    return config, AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval().requires_grad_(False)
+
+
+@pytest.mark.parametrize("family", GROUPS)
+def test_the_probe_finds_which_projections_share_their_input(family: str, tmp_path: Path) -> None:
+    config, _ = small_model(family, tmp_path)
+    found = probe(config).siblings
+    assert [{path.rpartition(".")[2] for path in group} for group in found] == GROUPS[family] * LAYERS
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
+def test_packed_weights_are_the_only_copy_and_give_the_same_logits(family: str, tmp_path: Path) -> None:
+    config, model = small_model(family, tmp_path)
+    ids = torch.arange(3, 20)[None]
+    before = model(input_ids=ids, use_cache=False).logits
+    bytes_before = sum(parameter.nbytes for parameter in model.parameters())
+    groups = probe(config).siblings
+    pack_siblings(model, groups)
+    slices = [model.get_submodule(path) for group in groups for path in group]
+    assert all(isinstance(one, PackedSlice) for one in slices)
+    assert sum(parameter.nbytes for parameter in model.parameters()) == bytes_before
+    assert len({one.packed_weight.data_ptr() for one in slices}) == len(groups)
+    assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
+
+
+def test_a_slice_is_the_layer_it_replaced() -> None:
+    holder = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in (("a", 3), ("b", 5))})
+    x, wanted = torch.randn(2, 8), {}
+    wanted = {name: holder[name](x) for name in holder}
+    weights = {name: holder[name].weight.clone() for name in holder}
+    pack_siblings(holder, (("a", "b"),))
+    for name in ("a", "b"):
+        torch.testing.assert_close(holder[name](x), wanted[name], rtol=0, atol=1e-6)
+        assert torch.equal(holder[name].weight, weights[name])
+
+
+def test_smaller_groups_are_packed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    holder = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in (("a", 30), ("b", 50), ("c", 3), ("d", 5))})
+    packed = []
+    concatenate = torch.cat
+    monkeypatch.setattr(torch, "cat", lambda parts: (packed.append(sum(map(len, parts))), concatenate(parts))[1])
+    pack_siblings(holder, (("a", "b"), ("c", "d")))
+    assert packed == [8, 8, 80, 80]  # weights and biases
+
+
+@pytest.mark.gpu
+def test_packing_leaves_no_part_of_a_block_unused() -> None:
+    """Shapes of an 8B model: what is reserved beyond what is allocated cannot be had by anybody else."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    sizes = {"q": 4096, "k": 1024, "v": 1024, "gate": 14336, "up": 14336}
+    layers = {
+        f"{name}{layer}": nn.Linear(4096, rows, bias=False, device="cuda", dtype=torch.bfloat16)
+        for layer in range(8)
+        for name, rows in sizes.items()
+    }
+    groups = [(f"q{layer}", f"k{layer}", f"v{layer}") for layer in range(8)]
+    groups += [(f"gate{layer}", f"up{layer}") for layer in range(8)]
+    model = nn.ModuleDict(layers)
+    del layers
+    pack_siblings(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer, as a probe finds them
+    torch.cuda.empty_cache()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
+    assert unused < 64 << 20, f"{unused >> 20} MiB"

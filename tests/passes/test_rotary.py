@@ -1,0 +1,158 @@
+"""Decode attention turns queries and keys itself where a product made them; whatever else they come from stays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor_config
+import torch._inductor.utils
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+from tcdeploy.attention import ops
+from tcdeploy.passes.post_grad import RewriteProducts
+from tests.conftest import forget_programs
+
+HEADS, KV_HEADS, DIM, BATCH, WIDTH = 4, 2, 16, 3, 48
+ENDS = (HEADS * DIM, (HEADS + KV_HEADS) * DIM, (HEADS + 2 * KV_HEADS) * DIM)
+torch.manual_seed(10)
+WEIGHT = torch.randn(ENDS[-1], WIDTH) / WIDTH**0.5
+ANGLES = torch.randn(1, BATCH, DIM // 2).repeat(1, 1, 2)
+Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+def attention(turn: Rotation) -> Callable[..., Tensor]:
+    """As a layer of transformers' calls it: q, k and v [1, heads, tokens, dim], of one product."""
+
+    def run(x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        packed = linear(x, WEIGHT.to(x.dtype))
+        parts = [packed[..., begin:end] for begin, end in zip((0, *ENDS), ENDS, strict=False)]
+        q, k, v = (part.view(1, BATCH, -1, DIM).transpose(1, 2) for part in parts)
+        q, k = turn(q, k, cos, sin)
+        q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
+        table = torch.arange(1, 1 + 2 * BATCH, dtype=torch.int32).view(BATCH, 2)
+        lengths = torch.tensor([5, 20, 32], dtype=torch.int32)
+        arrivals = torch.zeros(BATCH, KV_HEADS, dtype=torch.int32)
+        return ops.decode_attention(
+            q, k, v, k_cache, v_cache, table, lengths, arrivals, None, 0.25, 0, 0.0, 1, "reference"
+        )
+
+    return run
+
+
+class Looking(RewriteProducts):
+    turns: bool
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        super().__call__(graph)
+        [self.turns] = [node.kwargs.get("cos") is not None for node in graph.nodes if "q" in node.kwargs]
+
+
+def turns_in_attention(
+    turn: Rotation, fuses: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
+) -> bool:
+    """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
+    looking, function = Looking(fuses=fuses), attention(turn)
+    caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
+    x = torch.randn(1, BATCH, WIDTH, dtype=dtype)
+    cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
+    wanted_caches = [cache.clone() for cache in caches]
+    wanted = function(x, cos, sin, *wanted_caches)
+    forget_programs()
+    compiled = torch.compile(function, fullgraph=True, dynamic=False)
+    settings = inductor_config.patch(post_grad_custom_pre_pass=looking)
+    with torch.no_grad(), torch._inductor.utils.fresh_cache(), settings:
+        found = compiled(x, cos, sin, *caches)
+    tolerance = 1e-5 if dtype == torch.float32 else 4e-2
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches, wanted_caches, rtol=tolerance, atol=tolerance)
+    return looking.turns
+
+
+def test_what_transformers_turns_by_halves_is_turned_in_attention() -> None:
+    assert turns_in_attention(apply_rotary_pos_emb)
+    assert turns_in_attention(apply_rotary_pos_emb, dtype=torch.bfloat16)
+    assert not turns_in_attention(apply_rotary_pos_emb, fuses=False), "nobody asked"
+
+
+def test_angles_of_another_kind_are_not_for_the_kernel() -> None:
+    one_for_all = ANGLES[:, :1]
+    assert not turns_in_attention(apply_rotary_pos_emb, cos=one_for_all.cos(), sin=one_for_all.sin())
+    column_first = ANGLES.sin().transpose(1, 2).contiguous().transpose(1, 2)
+    assert not turns_in_attention(apply_rotary_pos_emb, sin=column_first), "strides differ"
+
+
+def halves(x: Tensor) -> Tensor:
+    return torch.cat((-x[..., DIM // 2 :], x[..., : DIM // 2]), dim=-1)
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return x * cos[:, None] + halves(x) * sin[:, None]
+
+
+def normalised_before(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return turned(torch.nn.functional.rms_norm(q, (DIM,)), cos, sin), turned(k, cos, sin)
+
+
+def keys_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return q, turned(k, cos, sin)
+
+
+def each_by_its_own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return turned(q, cos, sin), turned(k, cos.abs(), sin)
+
+
+def the_other_way(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return tuple(x * cos[:, None] - halves(x) * sin[:, None] for x in (q, k))
+
+
+def with_the_sign_on_the_other_half(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def swapped(x: Tensor) -> Tensor:
+        return torch.cat((x[..., DIM // 2 :], -x[..., : DIM // 2]), dim=-1)
+
+    return tuple(x * cos[:, None] + swapped(x) * sin[:, None] for x in (q, k))
+
+
+def by_quarters(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def swapped(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., DIM // 4 :], x[..., : DIM // 4]), dim=-1)
+
+    return tuple(x * cos[:, None] + swapped(x) * sin[:, None] for x in (q, k))
+
+
+def a_part_of_the_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    def partly(x: Tensor) -> Tensor:
+        first, rest = x.chunk(2, -1)
+        swapped = torch.cat((-first[..., DIM // 4 :], first[..., : DIM // 4]), dim=-1)
+        return torch.cat([first * cos[:, None, :, : DIM // 2] + swapped * sin[:, None, :, : DIM // 2], rest], -1)
+
+    return partly(q), partly(k)
+
+
+def turned_in_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return tuple(turned(x.float(), cos, sin).to(x.dtype) for x in (q, k))
+
+
+@pytest.mark.parametrize("turn", [normalised_before, turned_in_float32])
+def test_in_bfloat16_too_only_a_product_is_turned(turn: Rotation) -> None:
+    """What was converted to bfloat16 is not always a product."""
+    assert not turns_in_attention(turn, dtype=torch.bfloat16)
+
+
+def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return turned(q[:, :, :1], cos, sin), turned(k[:, :, :1], cos, sin)
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        one_token_for_all_positions, normalised_before, keys_alone, each_by_its_own, the_other_way,
+        with_the_sign_on_the_other_half, by_quarters, a_part_of_the_head,
+    ],
+)  # fmt: skip
+def test_whatever_is_turned_otherwise_stays(turn: Rotation) -> None:
+    assert not turns_in_attention(turn)

@@ -1,0 +1,151 @@
+"""Every backend's no has its reason, for any machine and any model, on this one."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import replace
+
+import pytest
+
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.capability import Accepted, Rejected, judge_backend
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.recipe import Attention
+from tests.machines import ALL_FLASH, DEEPSEEK_LITE, GEMMA_2_9B, GPT_OSS_20B, H100, LAPTOP, LLAMA_8B, attentions
+
+BACKENDS: tuple[Attention, ...] = typing.get_args(Attention)
+FLASH = ("torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4")
+FULL = replace(H100, flash_packages=ALL_FLASH)
+
+
+def reason(
+    backend: str, environment: Environment, architecture: Architecture, device: str = "cuda", dtype: str = "bfloat16"
+) -> str:
+    """Why not; "" when it is accepted. The verdict always names the backend that was judged."""
+    verdict = judge_backend(backend, environment, architecture, device, dtype)  # type: ignore[arg-type]
+    assert verdict.backend == backend
+    match verdict:
+        case Accepted():
+            return ""
+        case Rejected(_, why):
+            assert why
+            return why
+
+
+def with_heads(head_dim: int, v_head_dim: int | None = None) -> Architecture:
+    """Llama 8B with other heads in its last layer alone: one layer is enough for a no."""
+    odd = attentions(32, head_dim=head_dim, v_head_dim=v_head_dim or head_dim)[-1]
+    return replace(LLAMA_8B, attentions=(*LLAMA_8B.attentions[:-1], odd))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_full_h100_runs_every_backend_on_llama(backend: str) -> None:
+    assert reason(backend, FULL, LLAMA_8B) == ""
+    assert reason(backend, FULL, LLAMA_8B, dtype="float16") == ""
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_sinks_are_no_objection_to_any_backend(backend: str) -> None:
+    assert reason(backend, FULL, GPT_OSS_20B) == ""
+
+
+@pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
+def test_without_a_gpu_only_the_reference_runs(backend: str) -> None:
+    assert reason(backend, LAPTOP, LLAMA_8B, "cpu", "float32") == "it needs a GPU"
+    assert reason(backend, FULL, LLAMA_8B, "cpu", "bfloat16") == "it needs a GPU"
+    assert reason("reference", LAPTOP, LLAMA_8B, "cpu", "float32") == ""
+
+
+@pytest.mark.parametrize("architecture", [LLAMA_8B, GEMMA_2_9B, GPT_OSS_20B, DEEPSEEK_LITE])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_reference_serves_everything_and_triton_all_with_heads_up_to_256(
+    architecture: Architecture, dtype: str
+) -> None:
+    bare = replace(H100, triton="")
+    assert reason("reference", bare, architecture, dtype=dtype) == ""
+    assert reason("triton", H100, architecture, dtype=dtype) == ""
+
+
+def test_triton_is_rejected_where_it_is_not_installed() -> None:
+    assert reason("triton", replace(FULL, triton=""), LLAMA_8B) == "triton is not installed"
+
+
+def test_triton_is_rejected_for_heads_that_its_prefill_kernel_has_no_tiles_for() -> None:
+    """kernels.PREFILL_TILES ends at a padded head_dim of 256: beyond, bfloat16 prefill is a KeyError."""
+    assert "512" in reason("triton", H100, with_heads(512))
+    assert "264" in reason("triton", H100, with_heads(192, 264))
+
+
+@pytest.mark.parametrize(
+    ("backend", "distribution"),
+    [("flash-attn-2", "flash-attn"), ("flash-attn-3", "flash-attn-3"), ("flash-attn-4", "flash-attn-4")],
+)
+def test_a_package_that_is_missing_is_named(backend: str, distribution: str) -> None:
+    others = tuple(item for item in ALL_FLASH if item[0] != backend)
+    missing = replace(H100, flash_packages=others)
+    assert reason(backend, missing, LLAMA_8B) == f"{distribution} is not installed"
+
+
+def test_the_flash_attention_of_torch_needs_no_package() -> None:
+    assert reason("torch-flash", H100, LLAMA_8B) == ""
+
+
+@pytest.mark.parametrize(
+    ("capability", "built"),
+    [
+        ((7, 5), set()),
+        ((8, 0), {"torch-flash", "flash-attn-2"}),
+        ((8, 9), {"torch-flash", "flash-attn-2"}),
+        ((9, 0), set(FLASH)),
+        ((10, 0), {"torch-flash", "flash-attn-2", "flash-attn-4"}),
+        ((11, 0), {"torch-flash", "flash-attn-2", "flash-attn-4"}),
+        ((12, 0), {"torch-flash", "flash-attn-2"}),
+    ],
+)
+def test_kernels_run_on_the_compute_capabilities_they_are_built_for(
+    capability: tuple[int, int], built: set[str]
+) -> None:
+    machine = replace(FULL, gpu_capability=capability)
+    for backend in FLASH:
+        expected = "" if backend in built else f"its kernels are not built for compute capability {capability}"
+        assert reason(backend, machine, LLAMA_8B) == expected
+    assert reason("triton", machine, LLAMA_8B) == ""
+
+
+@pytest.mark.parametrize("backend", FLASH)
+def test_flash_attention_does_not_compute_in_float32(backend: str) -> None:
+    assert reason(backend, FULL, LLAMA_8B, dtype="float32") == "it computes in bfloat16 and float16 only"
+
+
+@pytest.mark.parametrize(
+    ("backend", "limit"), [("torch-flash", 256), ("flash-attn-2", 256), ("flash-attn-3", 256), ("flash-attn-4", 128)]
+)
+def test_heads_are_limited_in_size_and_to_multiples_of_8(backend: str, limit: int) -> None:
+    for fitting in (8, 80, limit):
+        assert reason(backend, FULL, with_heads(fitting)) == ""
+    for unfit in (84, limit + 8):
+        assert reason(backend, FULL, with_heads(unfit)) == f"head_dim {unfit} is not a multiple of 8 up to {limit}"
+
+
+@pytest.mark.parametrize("backend", FLASH)
+def test_flash_attention_wants_keys_and_values_of_one_size(backend: str) -> None:
+    assert reason(backend, FULL, with_heads(96, 64)) == "keys have head_dim 96 and values 64"
+
+
+def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
+    capped = replace(LLAMA_8B, attentions=(*LLAMA_8B.attentions, *attentions(1, softcap=30.0)))
+    assert reason("torch-flash", FULL, capped) == "it has no logit soft-capping, which this model needs"
+    for backend in set(BACKENDS) - {"torch-flash"}:
+        assert reason(backend, FULL, capped) == ""
+
+
+def test_the_first_reason_is_the_one_given() -> None:
+    """The machine before the number format before the model."""
+    nothing_fits = replace(GEMMA_2_9B, attentions=attentions(1, head_dim=300, v_head_dim=64, softcap=1.0))
+    turing = replace(H100, gpu_capability=(7, 5))
+    assert reason("flash-attn-2", turing, nothing_fits, "cpu", "float32") == "it needs a GPU"
+    assert reason("flash-attn-2", turing, nothing_fits, "cuda", "float32") == "flash-attn is not installed"
+    installed = replace(turing, flash_packages=ALL_FLASH)
+    assert "capability (7, 5)" in reason("flash-attn-2", installed, nothing_fits, "cuda", "float32")
+    assert "bfloat16" in reason("flash-attn-2", FULL, nothing_fits, "cuda", "float32")
+    assert "head_dim 300" in reason("flash-attn-2", FULL, nothing_fits)

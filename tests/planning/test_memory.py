@@ -1,0 +1,207 @@
+"""How many KV blocks fit: exact bytes, what is left of memory, and errors that say what to ask instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.environment import Environment
+from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.planning.memory import Demand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
+from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, ask
+
+DEMAND = Demand(context=4096, batch_sizes=(1, 32), longest_prefill=2048, prefill_buckets=3, block_size=16)
+RESERVE = 4 * GIB
+LLAMA_TOKEN_BYTES = 32 * 8 * (128 + 128) * 2  # layers x kv heads x (key and value) x bfloat16: 128 KiB
+LLAMA_WEIGHT_BYTES = 8_030_261_248 * 2
+
+
+def size(
+    demand: Demand = DEMAND,
+    environment: Environment = H100,
+    architecture: Architecture = LLAMA_8B,
+    device: str = "cuda",
+    dtype: str = "bfloat16",
+    **asked: Any,
+) -> KVSize:
+    workspace = Workspace(RESERVE, 0, 0, 0, 0, 0)
+    return size_kv_cache(ask(**asked), environment, architecture, device, dtype, demand, workspace)
+
+
+def test_the_cache_holds_the_largest_batch_at_full_context_and_one_block_for_padding() -> None:
+    found = size()
+    assert found.blocks == 32 * 4096 // 16 + 1
+    assert found.kv_bytes == found.blocks * 16 * LLAMA_TOKEN_BYTES
+    assert found.weight_bytes == LLAMA_WEIGHT_BYTES
+    assert found.context == 4096
+    assert "32 sequences of 4096 tokens" in found.reason
+
+
+def test_a_context_that_ends_inside_a_block_takes_the_whole_block() -> None:
+    assert size(DEMAND._replace(context=4097)).blocks == 32 * 257 + 1
+    assert size(DEMAND._replace(context=4095)).blocks == 32 * 256 + 1
+    assert size(DEMAND._replace(context=4096, block_size=64)).blocks == 32 * 64 + 1
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
+def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: str, width: int) -> None:
+    small = DEMAND._replace(context=2048, batch_sizes=(1,))
+    found = size(small, architecture=DEEPSEEK_LITE, environment=replace(H100, gpu_memory_bytes=141 * GIB), dtype=dtype)
+    assert found.kv_bytes == found.blocks * 16 * 27 * 16 * (192 + 128) * width
+    assert found.weight_bytes == 15_706_484_224 * width
+
+
+def test_layers_of_different_sizes_are_added_up() -> None:
+    mixed = replace(LLAMA_8B, attentions=LLAMA_8B.attentions[:1] + DEEPSEEK_LITE.attentions[:2])
+    found = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
+    assert found.kv_bytes == found.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
+
+
+def test_where_memory_ends_first_the_cache_takes_what_is_left_of_it() -> None:
+    found = size(DEMAND._replace(context=131072))
+    left = int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE
+    assert found.blocks == left // (16 * LLAMA_TOKEN_BYTES)
+    assert found.context == 131072  # one sequence still fits
+    assert f"{32 * 8192 + 1}" in found.reason
+
+
+def test_the_context_shrinks_to_what_one_sequence_can_have() -> None:
+    found = size(DEMAND._replace(context=131072), replace(H100, gpu_memory_bytes=24 * GIB))
+    left = int(24 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE
+    assert found.blocks == left // (16 * LLAMA_TOKEN_BYTES)
+    assert found.context == (found.blocks - 1) * 16 < 131072
+
+
+def test_a_context_that_was_asked_for_and_does_not_fit_is_an_error_whose_hint_fits() -> None:
+    small = replace(H100, gpu_memory_bytes=24 * GIB)
+    with pytest.raises(SpaceError, match="context 65536 is more than") as caught:
+        size(DEMAND._replace(context=65536), small, context=65536)
+    assert caught.value.exit_code == 7
+    flag, value = caught.value.hint.split()
+    assert flag == "--context"
+    assert size(DEMAND._replace(context=int(value)), small, context=int(value)).context == int(value)
+    with pytest.raises(SpaceError):
+        size(DEMAND._replace(context=int(value) + 1), small, context=int(value) + 1)
+
+
+def test_a_quarter_of_what_the_host_has_beside_the_weights_is_for_the_cache() -> None:
+    found = size(DEMAND._replace(context=131072, batch_sizes=(4,)), LAPTOP, device="cpu", dtype="float32")
+    left = (64 * GIB - 2 * LLAMA_WEIGHT_BYTES) // 4
+    assert found.blocks == left // (2 * 16 * LLAMA_TOKEN_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("environment", "device", "dtype", "words"),
+    [
+        (replace(H100, gpu_memory_bytes=16 * GIB), "cuda", "bfloat16", ("14.96 GiB of bfloat16", "16.00 GiB", "90%")),
+        (replace(H100, gpu_memory_bytes=20 * GIB), "cuda", "bfloat16", ("H100", "20.00 GiB")),
+        (replace(H100, gpu_memory_bytes=32 * GIB), "cuda", "float32", ("29.92 GiB of float32",)),
+        (replace(LAPTOP, host_memory_bytes=16 * GIB), "cpu", "float32", ("29.92 GiB", "the host has 16.00 GiB")),
+    ],
+)
+def test_weights_that_leave_no_room_are_an_error_in_numbers(
+    environment: Environment, device: str, dtype: str, words: tuple[str, ...]
+) -> None:
+    with pytest.raises(SpaceError, match="leave no room for KV") as caught:
+        size(environment=environment, device=device, dtype=dtype)
+    assert caught.value.exit_code == 7
+    assert caught.value.hint
+    assert all(word in caught.value.message for word in words)
+
+
+def test_room_for_one_block_less_than_the_buckets_need_is_an_error() -> None:
+    tight = LLAMA_WEIGHT_BYTES + RESERVE + 129 * 16 * LLAMA_TOKEN_BYTES  # 2048 tokens are 128 blocks, and the padding's
+    assert size(environment=replace(H100, gpu_memory_bytes=tight), memory_fraction=1.0).blocks == 129
+    with pytest.raises(SpaceError, match=r"the buckets need 129, memory holds 128") as caught:
+        size(environment=replace(H100, gpu_memory_bytes=tight - 1), memory_fraction=1.0)
+    assert caught.value.exit_code == 7
+
+
+@pytest.mark.parametrize(
+    ("demand", "least"),
+    [
+        (DEMAND, 129),  # the longest prompt decides
+        (DEMAND._replace(longest_prefill=2049), 130),
+        (DEMAND._replace(longest_prefill=64), 33),  # the largest batch decides: a block for each
+    ],
+)
+def test_kv_blocks_that_were_asked_for_must_hold_every_bucket(demand: Demand, least: int) -> None:
+    assert size(demand, kv_blocks=least).blocks == least
+    for too_few in (least - 1, 1, 0, -5):
+        with pytest.raises(SpaceError, match=rf"{too_few} KV blocks .* the buckets need {least}") as caught:
+            size(demand, kv_blocks=too_few)
+        assert caught.value.exit_code == 7
+
+
+def test_kv_blocks_that_were_asked_for_are_taken_up_to_what_memory_holds() -> None:
+    affordable = (int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE) // (16 * LLAMA_TOKEN_BYTES)
+    assert size(kv_blocks=affordable) == (affordable, affordable * 16 * LLAMA_TOKEN_BYTES, LLAMA_WEIGHT_BYTES, 4096,
+                                          "asked for")  # fmt: skip
+    with pytest.raises(SpaceError, match=f"memory holds {affordable}"):
+        size(kv_blocks=affordable + 1)
+
+
+def test_kv_blocks_that_were_asked_for_limit_the_context() -> None:
+    assert size(kv_blocks=200).context == 199 * 16
+    with pytest.raises(SpaceError, match=f"context 4096 is more than the {199 * 16} tokens"):
+        size(kv_blocks=200, context=4096)
+
+
+def test_the_workspace_counts_each_thing_that_grows() -> None:
+    wide = replace(LLAMA_8B, activation_values=51200)
+    found = predict_workspace(wide, "bfloat16", DEMAND, prefill_sequences=8)
+    assert found.activations == 2048 * 51200 * 2
+    assert found.decode_rows == 33 * (128256 * 3 + 256 * 4)
+    assert found.logits == (1 + 32 + 8 * 3) * 128256 * 2
+    assert found.check > found.activations
+    assert found.kept == sum(found) - found.check
+    assert (
+        2 * found.graphs
+        == predict_workspace(
+            replace(wide, attentions=wide.attentions * 2), "bfloat16", DEMAND, prefill_sequences=8
+        ).graphs
+    )
+
+
+@pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_memory_fraction_that_is_none_is_a_usage_error(fraction: float, device: str) -> None:
+    with pytest.raises(UsageError, match=f"memory fraction {fraction}") as caught:
+        size(device=device, memory_fraction=fraction)
+    assert caught.value.exit_code == 2
+
+
+@settings(deadline=None)
+@given(
+    memory_gib=st.floats(18.0, 200.0),
+    fraction=st.floats(0.3, 1.0),
+    context=st.integers(64, 131072),
+    batch=st.integers(1, 256),
+    block_size=st.sampled_from([16, 32, 64, 128]),
+)
+def test_weights_cache_and_reserve_never_exceed_the_share(
+    memory_gib: float, fraction: float, context: int, batch: int, block_size: int
+) -> None:
+    demand = Demand(context, (batch,), min(context, 2048), 1, block_size)
+    machine = replace(H100, gpu_memory_bytes=int(memory_gib * GIB))
+    try:
+        found = size(demand, machine, memory_fraction=fraction)
+    except SpaceError:
+        return
+    assert found.weight_bytes + found.kv_bytes + RESERVE <= machine.gpu_memory_bytes * fraction
+    assert found.kv_bytes == found.blocks * block_size * LLAMA_TOKEN_BYTES
+    assert found.blocks > batch
+    assert min(context, 2048) <= found.context <= min(context, (found.blocks - 1) * block_size)
+    assert found.blocks <= batch * -(-context // block_size) + 1
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "text"), [(GIB, "1.00 GiB"), (80 * GIB, "80.00 GiB"), (GIB - GIB // 4, "768.0 MiB"), (0, "0.0 MiB")]
+)
+def test_sizes_are_told_in_gib_and_below_one_in_mib(size_bytes: int, text: str) -> None:
+    assert gib(size_bytes) == text

@@ -1,0 +1,327 @@
+"""Flags, environment, recipe file and defaults become one Recipe, and nothing given is ignored."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import pytest
+import yaml
+
+from tcdeploy.errors import RecipeError
+from tcdeploy.planning.recipe import Recipe, build_recipe, field_kind, find_recipe, recipe_names
+
+RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+
+
+class Layers(NamedTuple):
+    """One key, given in each layer in that layer's own notation, and what the Recipe then holds."""
+
+    key: str
+    default: Any
+    in_recipe: Any
+    from_recipe: Any
+    in_environment: str
+    from_environment: Any
+    in_flags: Any
+    from_flags: Any
+
+
+LAYERS = [
+    Layers("context", None, 1024, 1024, "2048", 2048, 4096, 4096),
+    Layers("buckets", None, [64, 128], (64, 128), "128,256", (128, 256), "256,512", (256, 512)),
+    Layers("batch_sizes", None, 4, (4,), "1, 8", (1, 8), (1, 16), (1, 16)),
+    Layers("trust_remote_code", False, True, True, "0", False, True, True),
+    Layers("trust_remote_code", False, False, False, "True", True, False, False),
+    Layers("dtype", None, "float32", "float32", "bfloat16", "bfloat16", "float16", "float16"),
+    Layers("mode", "reduce-overhead", "default", "default", "max-autotune", "max-autotune", "default", "default"),
+    Layers("memory_fraction", 0.9, 1, 1.0, "0.5", 0.5, 0.25, 0.25),
+    Layers("cache_dir", None, "/a", "/a", "/b", "/b", "/c", "/c"),
+    Layers("revision", None, 20240131, "20240131", "main", "main", "v1", "v1"),
+]
+
+
+@pytest.fixture
+def recipe_file(tmp_path: Path) -> Callable[[dict[str, Any] | str | bytes], str]:
+    """Write a recipe and give its path; a mapping gets a model, text and bytes go in as they are."""
+
+    def write(content: dict[str, Any] | str | bytes) -> str:
+        path = tmp_path / "asked.yaml"
+        text = yaml.safe_dump({"model": "someone/model", **content}) if isinstance(content, dict) else content
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return str(path)
+
+    return write
+
+
+def from_text(key: str, text: str) -> Recipe:
+    return build_recipe({}, None, {"TCDEPLOY_MODEL": "someone/model", f"TCDEPLOY_{key.upper()}": text})
+
+
+@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.key)
+@pytest.mark.parametrize("in_recipe", [False, True], ids=["no recipe", "recipe"])
+@pytest.mark.parametrize("in_environment", [False, True], ids=["no environment", "environment"])
+@pytest.mark.parametrize("in_flags", [False, True], ids=["no flag", "flag"])
+def test_flags_beat_the_environment_beats_the_recipe_beats_the_default(
+    case: Layers, in_recipe: bool, in_environment: bool, in_flags: bool, recipe_file: Callable[..., str]
+) -> None:
+    path = recipe_file({case.key: case.in_recipe} if in_recipe else {})
+    environ = {f"TCDEPLOY_{case.key.upper()}": case.in_environment} if in_environment else {}
+    flags = {case.key: case.in_flags} if in_flags else {}
+    expected = case.default
+    for given, value in (
+        (in_recipe, case.from_recipe),
+        (in_environment, case.from_environment),
+        (in_flags, case.from_flags),
+    ):
+        expected = value if given else expected
+    found = getattr(build_recipe(flags, path, environ), case.key)
+    assert found == expected
+    assert type(found) is type(expected)
+
+
+def test_a_flag_that_is_none_was_not_given(recipe_file: Callable[..., str]) -> None:
+    recipe = build_recipe({"context": None, "mode": None}, recipe_file({"context": 64, "mode": "default"}), {})
+    assert (recipe.context, recipe.mode) == (64, "default")
+
+
+def test_null_in_a_recipe_leaves_the_decision_open(recipe_file: Callable[..., str]) -> None:
+    path = recipe_file(dict.fromkeys(("context", "buckets", "dtype", "revision", "graphs")))
+    recipe = build_recipe({}, path, {"TCDEPLOY_CONTEXT": "64"})
+    assert (recipe.buckets, recipe.dtype, recipe.revision, recipe.graphs) == (None, None, None, None)
+    assert recipe.context == 64
+
+
+@pytest.mark.parametrize("key", ["mode", "region", "trust_remote_code", "memory_fraction", "model"])
+def test_null_is_an_error_where_there_is_nothing_to_decide(key: str, recipe_file: Callable[..., str]) -> None:
+    with pytest.raises(RecipeError, match=rf"{key} is None"):
+        build_recipe({}, recipe_file({key: None}), {})
+
+
+def test_the_environment_of_the_process_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TCDEPLOY_CONTEXT", "77")
+    assert build_recipe({"model": "someone/model"}).context == 77
+
+
+def test_the_debug_variable_and_those_of_others_are_no_recipe_keys() -> None:
+    recipe = build_recipe({"model": "m"}, None, {"TCDEPLOY_DEBUG": "1", "CONTEXT": "9", "OTHER_TCDEPLOY_CONTEXT": "9"})
+    assert recipe == Recipe(model="m")
+
+
+@pytest.mark.parametrize("name", ["TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"])
+def test_a_variable_of_a_command_is_no_recipe_key_and_one_beside_it_is_unknown(name: str) -> None:
+    assert build_recipe({"model": "m"}, None, {name: "x"}) == Recipe(model="m")
+    for other in (f"{name}S", f"{name}_FILE", name[:-1]):
+        with pytest.raises(RecipeError, match="environment: unknown key"):
+            build_recipe({"model": "m"}, None, {name: "x", other: "x"})
+
+
+def test_a_recipe_is_frozen() -> None:
+    with pytest.raises(FrozenInstanceError):
+        Recipe(model="m").context = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("typo", "nearest"), [("bucket", "buckets"), ("batchsizes", "batch_sizes"), ("modell", "model")]
+)
+def test_an_unknown_key_names_the_nearest(typo: str, nearest: str, recipe_file: Callable[..., str]) -> None:
+    path = recipe_file({typo: 1})
+    for source, build in (
+        (f"recipe {path}", lambda: build_recipe({}, path, {})),
+        ("environment", lambda: build_recipe({"model": "m"}, None, {f"TCDEPLOY_{typo.upper()}": "1"})),
+        ("flags", lambda: build_recipe({"model": "m", typo: 1}, None, {})),
+    ):
+        with pytest.raises(RecipeError) as caught:
+            build()
+        assert caught.value.message == f"{source}: unknown key {typo!r}; the nearest is {nearest!r}"
+        assert nearest in caught.value.hint
+        assert caught.value.exit_code == 2
+
+
+def test_an_unknown_key_near_none_lists_them_all(recipe_file: Callable[..., str]) -> None:
+    with pytest.raises(RecipeError) as caught:
+        build_recipe({}, recipe_file({"xyzzy": 1}), {})
+    assert "nearest" not in caught.value.message
+    assert all(item.name in caught.value.hint for item in fields(Recipe))
+
+
+def test_a_key_given_twice_in_a_recipe_is_an_error(recipe_file: Callable[..., str]) -> None:
+    path = recipe_file("model: m\nbuckets: [128, 512]\nbatch_sizes: [1]\nbuckets: [64]\n")
+    with pytest.raises(RecipeError, match="buckets"):
+        build_recipe({}, path, {})
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("context", True, "a whole number"),
+        ("context", 1.5, "a whole number"),
+        ("context", "many", "a whole number"),
+        ("context", [1], "a whole number"),
+        ("context", {"tokens": 1}, "a whole number"),
+        ("context", float("inf"), "a whole number"),
+        ("context", float("nan"), "a whole number"),
+        ("kv_blocks", False, "a whole number"),
+        ("buckets", [128, True], "a list of whole numbers"),
+        ("buckets", True, "a list of whole numbers"),
+        ("buckets", "128;512", "a list of whole numbers"),
+        ("buckets", "128,", "a list of whole numbers"),
+        ("buckets", [128, [512]], "a list of whole numbers"),
+        ("buckets", {128: 512}, "a list of whole numbers"),
+        ("batch_sizes", [1, 2.5], "a list of whole numbers"),
+        ("batch_sizes", [1, float("inf")], "a list of whole numbers"),
+        ("trust_remote_code", "perhaps", "true or false"),
+        ("trust_remote_code", 2, "true or false"),
+        ("trust_remote_code", [True], "true or false"),
+        ("memory_fraction", "most", "a number"),
+        ("memory_fraction", [0.9], "a number"),
+        ("memory_fraction", True, "a number"),
+        ("cache_dir", ["/a"], "text"),
+        ("model", {"id": "m"}, "text"),
+        ("revision", True, "text"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_names_key_value_and_kind(
+    key: str, value: Any, kind: str, recipe_file: Callable[..., str]
+) -> None:
+    path = recipe_file({key: value})
+    with pytest.raises(RecipeError) as caught:
+        build_recipe({}, path, {})
+    assert caught.value.message.startswith(f"recipe {path}: {key} is {value!r}, which is not {kind}")
+
+
+@pytest.mark.parametrize(("key", "text"), [("context", ""), ("buckets", ""), ("trust_remote_code", ""), ("dtype", "")])
+def test_an_empty_variable_is_not_taken_for_a_value(key: str, text: str) -> None:
+    with pytest.raises(RecipeError, match=f"environment: {key} is ''"):
+        from_text(key, text)
+
+
+def test_a_wrong_kind_also_gives_a_hint() -> None:
+    with pytest.raises(RecipeError) as caught:
+        from_text("buckets", "1,a")
+    assert caught.value.hint
+
+
+def test_a_choice_nobody_knows_names_the_nearest_and_all() -> None:
+    with pytest.raises(RecipeError) as caught:
+        from_text("dtype", "bfloat")
+    assert caught.value.message == "environment: dtype is 'bfloat'; the nearest is 'bfloat16'"
+    assert all(choice in caught.value.hint for choice in ("float32", "bfloat16", "float16"))
+
+
+def test_a_whole_number_may_be_written_as_a_float(recipe_file: Callable[..., str]) -> None:
+    context = build_recipe({}, recipe_file({"context": 4096.0}), {}).context
+    assert (context, type(context)) == (4096, int)
+
+
+TEXTS = {int: ("8", 8), tuple[int, ...]: ("1,8", (1, 8)), bool: ("true", True), float: ("0.5", 0.5), str: ("x", "x")}
+
+
+@pytest.mark.parametrize("key", [item.name for item in fields(Recipe)])
+def test_every_key_can_be_given_as_text(key: str) -> None:
+    kind = field_kind(typing.get_type_hints(Recipe)[key])
+    is_choice = typing.get_origin(kind) is Literal
+    for text, value in [(choice, choice) for choice in typing.get_args(kind)] if is_choice else [TEXTS[kind]]:
+        assert getattr(from_text(key, text), key) == value
+
+
+def test_every_key_has_its_help() -> None:
+    assert [item.name for item in fields(Recipe) if not item.metadata.get("help")] == []
+
+
+def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_name = build_recipe({}, "tiny", {})
+    assert by_name == build_recipe({}, str(RECIPES / "tiny.yaml"), {})
+    assert by_name.model == "builtin:tiny"
+    (tmp_path / "tiny.yaml").write_text("model: mine\n")
+    (tmp_path / "other.yml").write_text("model: other\n")
+    monkeypatch.chdir(tmp_path)
+    assert build_recipe({}, "tiny.yaml", {}).model == "mine"
+    assert build_recipe({}, "./other.yml", {}).model == "other"
+    assert build_recipe({}, "tiny", {}).model == "builtin:tiny"
+
+
+def test_an_unknown_recipe_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"no recipe is called 'tiyn'; the nearest is 'tiny'") as caught:
+        find_recipe("tiyn")
+    assert caught.value.hint == "tcdeploy recipes lists them"
+
+
+@pytest.mark.parametrize("name", ["nowhere.yaml", "nowhere.yml", "some/where", "folder.yaml"])
+def test_a_recipe_path_that_is_no_file_says_so_and_lists_the_names(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        find_recipe(name)
+    assert caught.value.message == f"recipe file {name} does not exist"
+    assert all(known in caught.value.hint for known in recipe_names())
+
+
+@pytest.mark.parametrize("content", ["", "- model\n- m\n", "m\n", "42\n", "null\n", "# only a comment\n"])
+def test_yaml_that_is_no_mapping_is_an_error(content: str, recipe_file: Callable[..., str]) -> None:
+    path = recipe_file(content)
+    with pytest.raises(RecipeError, match="is not a mapping of keys to values") as caught:
+        build_recipe({}, path, {})
+    assert path in caught.value.message
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"model: [unclosed",
+        b"model: m\n\tcontext: 1\n",
+        b"model: m\x00",
+        b"model: caf\xe9\n",
+        b"\xff\xfe\x00",
+        b"model: &a [*b]\n",
+        b"model: !!python/object/apply:os.getcwd []\n",
+        b"model: a\n---\nmodel: b\n",
+        b"model: m\nrevision: 2024-13-45\n",
+    ],
+    ids=["unclosed", "tab", "nul", "latin-1", "utf-16", "unknown anchor", "python tag", "two documents", "no such day"],
+)
+def test_yaml_that_cannot_be_read_names_the_file(content: bytes, recipe_file: Callable[..., str]) -> None:
+    path = recipe_file(content)
+    with pytest.raises(RecipeError, match="cannot be read") as caught:
+        build_recipe({}, path, {})
+    assert path in caught.value.message
+    assert caught.value.hint
+
+
+def test_a_file_that_the_system_does_not_give_out_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "locked.yaml"
+    path.symlink_to("/proc/self/mem")  # a regular file whose first byte nobody can read, root included
+    with pytest.raises(RecipeError, match=r"locked\.yaml cannot be read"):
+        build_recipe({}, str(path), {})
+
+
+@pytest.mark.parametrize("recipe", [None, "context: 64\n"], ids=["no recipe", "recipe without model"])
+def test_no_model_anywhere_says_how_to_give_one(recipe: str | None, recipe_file: Callable[..., str]) -> None:
+    with pytest.raises(RecipeError, match="no model was named") as caught:
+        build_recipe({}, recipe and recipe_file(recipe), {})
+    assert "builtin:tiny" in caught.value.hint
+
+
+def test_the_model_may_come_from_any_layer(recipe_file: Callable[..., str]) -> None:
+    assert build_recipe({}, recipe_file({}), {}).model == "someone/model"
+    assert build_recipe({}, recipe_file({}), {"TCDEPLOY_MODEL": "b"}).model == "b"
+    assert build_recipe({"model": "c"}, recipe_file({}), {"TCDEPLOY_MODEL": "b"}).model == "c"
+
+
+def test_recipes_are_listed_by_name_in_order() -> None:
+    assert recipe_names() == sorted(path.stem for path in RECIPES.iterdir())
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+def test_every_shipped_recipe_can_be_asked_for(name: str) -> None:
+    recipe = build_recipe({}, name, {})
+    assert recipe.model
+    for sizes in (recipe.buckets, recipe.batch_sizes):
+        assert sizes and sizes[0] >= 1
+        assert list(sizes) == sorted(set(sizes))
+    assert recipe.context is None or recipe.buckets[-1] <= recipe.context
