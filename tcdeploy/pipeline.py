@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_step, register_attention
+from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_attention_metadata, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.gc_policy import spare_what_stands
 from tcdeploy.cache import folder as cachedir, toolchain
@@ -238,7 +238,7 @@ def _load(decided: Decided) -> ModelRunner:
     register_attention()
     model = load_model(plan, decided.config, ATTENTION_NAME)
     pack_siblings(model, architecture.siblings)
-    step = empty_step(plan, architecture)
+    step = empty_attention_metadata(plan, architecture)
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
     return ModelRunner(model, plan, step, architecture.vocab_size)
 

@@ -26,7 +26,7 @@ ANY_CONTEXT = 1 << 20  # tokens: programs do not depend on how long sequences ma
 
 
 @dataclass
-class StepInputs:
+class AttentionMetadata:
     """The batch facts of the running step; one object, shared by all layers, refilled for each step.
 
     Both kinds of step read block_table [sequences, width] and seq_lens [sequences], int32. Prefill also reads
@@ -47,7 +47,7 @@ class StepInputs:
     prefill_backend: str = ""  # none: whoever runs a prefill step names it (engine/runner.py)
     early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 
-    def show(self, other: StepInputs) -> None:
+    def show(self, other: AttentionMetadata) -> None:
         """Take over the tensors of `other`: the object stays the one that all layers hold."""
         vars(self).update(vars(other))
 
@@ -59,10 +59,10 @@ class LayerBinding:
     k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor
     decode_backend: str
-    step: StepInputs
+    step: AttentionMetadata
 
 
-def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
+def empty_attention_metadata(plan: Plan, architecture: Architecture) -> AttentionMetadata:
     """A step of nothing, for the layers to hold until the first one is shown to them; its arrivals serve all steps."""
 
     def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = plan.device) -> Tensor:
@@ -71,7 +71,7 @@ def empty_step(plan: Plan, architecture: Architecture) -> StepInputs:
     kv_heads = max(facts.kv_heads for facts in architecture.attentions)
     arrivals = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
     torch._dynamo.mark_dynamic(arrivals, 0)  # programs do not depend on the largest batch
-    return StepInputs(
+    return AttentionMetadata(
         is_prefill=True,
         slot_mapping=zeros(1, dtype=torch.int64),
         block_table=zeros(1, 2),
@@ -97,7 +97,7 @@ def register_attention() -> None:
 
 
 def bind_attention(
-    model: nn.Module, architecture: Architecture, cache: list[LayerKV], plan: Plan, step: StepInputs
+    model: nn.Module, architecture: Architecture, cache: list[LayerKV], plan: Plan, step: AttentionMetadata
 ) -> None:
     """Give each attention module its K, V and decode backend, and the `step` that is refilled before each pass."""
     for facts, layer_kv in zip(architecture.attentions, cache, strict=True):

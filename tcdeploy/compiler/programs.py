@@ -24,7 +24,7 @@ import torch._inductor.compile_fx  # 3 s that belong to importing, not to the fi
 import torch._inductor.config
 from torch import Tensor, nn
 
-from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.interface import AttentionMetadata
 from tcdeploy.planning.variants import Candidate
 from tcdeploy.passes.post_grad import RewriteProducts
 from tcdeploy.cache.toolchain import REFUSAL
@@ -36,7 +36,7 @@ PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch 
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: StepInputs) -> None:
+def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: AttentionMetadata) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
     `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
@@ -58,7 +58,7 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
 
 
 def _compile_in_place(
-    region: nn.Module, plan: Plan, step: StepInputs, is_edge: bool = False, is_last: bool = False
+    region: nn.Module, plan: Plan, step: AttentionMetadata, is_edge: bool = False, is_last: bool = False
 ) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
@@ -97,7 +97,7 @@ def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
 
 
-def _mark_lengths_dynamic(region: nn.Module, step: StepInputs, bucket: Bucket) -> None:
+def _mark_lengths_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:
     """Tell torch, at the region's door, which sizes are token counts that vary within the bucket.
 
     The tensors are made by the eager code before the region, so this is the first place that sees them. It wraps
@@ -116,7 +116,7 @@ def _mark_lengths_dynamic(region: nn.Module, step: StepInputs, bucket: Bucket) -
     region._compiled_call_impl = call  # type: ignore[assignment]
 
 
-def _token_dims(step: StepInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+def _token_dims(step: AttentionMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
     """(tensor, dim) of everything sized by tokens that enters a region: what is [1, tokens, ...], and the slots."""
     for item in torch.utils._pytree.tree_leaves((args, kwargs)):
         if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1:

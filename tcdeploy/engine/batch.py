@@ -21,7 +21,7 @@ import torch._dynamo
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tcdeploy.attention.interface import StepInputs, default_splits
+from tcdeploy.attention.interface import AttentionMetadata, default_splits
 from tcdeploy.attention.kv_cache import PADDING_SLOT
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk
@@ -72,17 +72,17 @@ class StepBuffers:
     position_ids: Tensor  # [1, tokens] int64
     rows: Tensor  # [outputs] int64
     lengths: Tensor  # [outputs] int32
-    step: StepInputs
+    step: AttentionMetadata
     logit_rows: Tensor | None = None  # [outputs] int64: the last token of each prompt; None: every token is one
 
 
-def decode_buffers(bucket: Bucket, state: DecodeRows, step: StepInputs) -> StepBuffers:
+def decode_buffers(bucket: Bucket, state: DecodeRows, step: AttentionMetadata) -> StepBuffers:
     """The first rows of the decode state: views, so that all decode buckets share it. `step` brings the arrivals."""
     size, device = bucket.size, state.token_ids.device
     block_table = state.block_table[:size]
     torch._dynamo.mark_dynamic(block_table, 1)  # its width follows the context: a symbol, so programs do not
     unused = torch.zeros(2, dtype=torch.int64, device=device)
-    inputs = StepInputs(
+    inputs = AttentionMetadata(
         is_prefill=False,
         slot_mapping=unused,
         block_table=block_table,
@@ -100,7 +100,7 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, step: StepInputs) -> StepB
 class PrefillBuffers:
     """A prefill bucket's inputs, as views of one device tensor that is filled by one copy."""
 
-    def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: StepInputs) -> None:
+    def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: AttentionMetadata) -> None:
         self.plan, self.state = plan, state
         sequences, width = plan.prefill_sequences, _table_width(plan)
         self._longs = _Parts(ids=tokens, positions=tokens, slots=tokens, logit_rows=sequences, rows=sequences)
@@ -111,7 +111,7 @@ class PrefillBuffers:
         ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
         torch._dynamo.mark_dynamic(block_table, 1)
-        inputs = StepInputs(
+        inputs = AttentionMetadata(
             is_prefill=True,
             slot_mapping=longs["slots"],
             block_table=block_table,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import StepInputs
+from tcdeploy.attention.interface import AttentionMetadata
 from tcdeploy.planning.variants import Candidate
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
@@ -34,7 +34,7 @@ SCORED_ROWS = 512  # of 128,256 tokens: 130 MB of logits, and twice that in floa
 class ModelRunner:
     """Owns the decode rows, and the buffers and graphs of all buckets. `no_grad` everywhere: torch guards on it."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, step: StepInputs, vocab_size: int) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Plan, step: AttentionMetadata, vocab_size: int) -> None:
         self.model = model
         self.plan = plan
         self.vocab_size = vocab_size

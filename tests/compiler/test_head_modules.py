@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tcdeploy.attention.interface import empty_step
+from tcdeploy.attention.interface import empty_attention_metadata
 from tcdeploy.planning.variants import DEFAULT, WITH_PDL
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import compile_regions
@@ -43,7 +43,7 @@ def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_e
     recipe = build_recipe({"model": save_config("llama", tmp_path), "load_format": "dummy"}, environ={})
     architecture = probe(load_config(recipe))
     plan = make_plan(recipe, LAPTOP, architecture)
-    step = empty_step(plan, architecture)
+    step = empty_attention_metadata(plan, architecture)
     heads = [nn.Linear(64, 128).eval().requires_grad_(False) for _ in range(3)]
     forget_programs()
     compile_regions([], list(heads), plan, step)
