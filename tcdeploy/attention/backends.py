@@ -25,7 +25,7 @@ from tcdeploy.attention import reference
 SHORTEST_QUERY = 2
 
 
-class Rules(NamedTuple):
+class AttentionParams(NamedTuple):
     """How scores are made: see `reference.attend`."""
 
     scale: float
@@ -81,45 +81,45 @@ class VarlenResult(NamedTuple):
     log_sum_exp: Tensor  # [heads, tokens]
 
 
-Varlen = Callable[[Tensor, Tensor, Tensor, Packed, Rules], VarlenResult]
+Varlen = Callable[[Tensor, Tensor, Tensor, Packed, AttentionParams], VarlenResult]
 
 
-def _torch_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+def _torch_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
     """FlashAttention-2 as torch ships it (aten::_flash_attention_forward); it has no soft-capping."""
-    options = dict(zip(("window_size_left", "window_size_right"), rules.window_sizes or (), strict=False))
+    options = dict(zip(("window_size_left", "window_size_right"), params.window_sizes or (), strict=False))
     out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *packed, 0.0, True, False, scale=rules.scale, **options
+        q, k, v, *packed, 0.0, True, False, scale=params.scale, **options
     )
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
     from flash_attn import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, *packed, softmax_scale=rules.scale, causal=True, window_size=rules.window_sizes or (-1, -1),
-        softcap=rules.softcap, return_attn_probs=True,
+        q, k, v, *packed, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        softcap=params.softcap, return_attn_probs=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
     from flash_attn_interface import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, *packed, softmax_scale=rules.scale, causal=True, window_size=rules.window_sizes or (-1, -1),
-        softcap=rules.softcap, return_attn_probs=True,
+        q, k, v, *packed, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        softcap=params.softcap, return_attn_probs=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
     from flash_attn.cute import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k,
-        max_seqlen_q=packed.longest_query, max_seqlen_k=packed.longest_key, softmax_scale=rules.scale, causal=True,
-        window_size=rules.window_sizes or (None, None), softcap=rules.softcap, return_lse=True,
+        max_seqlen_q=packed.longest_query, max_seqlen_k=packed.longest_key, softmax_scale=params.scale, causal=True,
+        window_size=params.window_sizes or (None, None), softcap=params.softcap, return_lse=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
@@ -134,7 +134,7 @@ def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys
     return cache.flatten(0, 1).index_select(0, slot)
 
 
-def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
+def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
     """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
     tokens, keys, longest_query, longest_key, has_prefix = pages.host_facts.tolist()
     if has_prefix:
@@ -143,40 +143,40 @@ def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages
     else:
         cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(longest_query, SHORTEST_QUERY), longest_key)
-    found = varlen(q[:tokens], k, v, packed, rules)
+    found = varlen(q[:tokens], k, v, packed, params)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
-    if rules.sinks is None:
+    if params.sinks is None:
         out[:tokens] = found.out
     else:
-        share = torch.sigmoid(found.log_sum_exp.T - rules.sinks.float())  # [tokens, heads]
+        share = torch.sigmoid(found.log_sum_exp.T - params.sinks.float())  # [tokens, heads]
         out[:tokens] = (found.out * share[..., None]).to(q.dtype)
     return out
 
 
-def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
+def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
     from tcdeploy.attention import kernels
 
-    return kernels.paged_prefill(q, *pages[:5], *rules)
+    return kernels.paged_prefill(q, *pages[:5], *params)
 
 
-def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, rules: Rules) -> Tensor:
-    return reference.paged_prefill(q, *pages[:5], *rules)
+def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
+    return reference.paged_prefill(q, *pages[:5], *params)
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, params: AttentionParams, splits: int, turning: Turning | None
 ) -> Tensor:
     from tcdeploy.attention import decode
 
-    return decode.attend(q, k, v, *pages, *rules, splits, *(turning or ()))
+    return decode.attend(q, k, v, *pages, *params, splits, *(turning or ()))
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, rules: Rules, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, params: AttentionParams, splits: int, turning: Turning | None
 ) -> Tensor:
     if turning:
         q, k = reference.turned(q, *turning), reference.turned(k, *turning)
-    return reference.paged_decode(q, k, v, *pages[:4], *rules)
+    return reference.paged_decode(q, k, v, *pages[:4], *params)
 
 
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -190,7 +190,7 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     v_cache.flatten(0, 1)[slot_mapping] = v
 
 
-PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
+PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, AttentionParams], Tensor]] = {
     "reference": _reference_prefill,
     "triton": _triton_prefill,
     "torch-flash": functools.partial(_flash_prefill, _torch_flash),
@@ -198,7 +198,7 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, Rules], Tensor]] = {
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, Rules, int, Turning | None], Tensor]] = {
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, AttentionParams, int, Turning | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

@@ -61,7 +61,7 @@ def prefill_attention(
     int64 on the CPU. Padding rows are zero.
     """
     pages = backends.Pages(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_facts)
-    return backends.PREFILL[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks))
+    return backends.PREFILL[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks))
 
 
 @prefill_attention.register_fake
@@ -115,7 +115,7 @@ def decode_attention(
     assert (cos is None) == (sin is None)
     turning = None if cos is None or sin is None else backends.Turning(cos, sin)
     pages = backends.DecodePages(k_cache, v_cache, block_table, seq_lens, arrivals)
-    return backends.DECODE[backend](q, k, v, pages, backends.Rules(scale, window, softcap, sinks), splits, turning)
+    return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, turning)
 
 
 @decode_attention.register_fake

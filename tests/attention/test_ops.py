@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
-from tcdeploy.attention.backends import Packed, Pages, Rules, VarlenResult
+from tcdeploy.attention.backends import Packed, Pages, AttentionParams, VarlenResult
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -151,7 +151,7 @@ def test_the_default_splits_are_a_power_of_two_and_leave_no_part_without_keys() 
             assert splits == 1 or max_context // splits >= ops.MIN_KEYS_PER_SPLIT
 
 
-def plain_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: Rules) -> VarlenResult:
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: AttentionParams) -> VarlenResult:
     """A FlashAttention in ten lines: packed in, output and log-sum-exp out, without sinks."""
     outs, sums = [], []
     starts_q, starts_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
@@ -176,7 +176,7 @@ def test_the_flash_adapter_gathers_pages_and_applies_sinks(prefix: int, sinks: b
     case = Case(prefix=prefix)
     case.write()
     pages = Pages(case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_facts)
-    rules = Rules(0.3, 9, 0.0, case.sinks if sinks else None)
+    rules = AttentionParams(0.3, 9, 0.0, case.sinks if sinks else None)
     out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, pages, rules)
     torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)
 
