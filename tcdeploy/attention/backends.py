@@ -39,7 +39,7 @@ class AttentionParams(NamedTuple):
         return (self.window - 1, 0) if self.window else None
 
 
-class Pages(NamedTuple):
+class PagedBatch(NamedTuple):
     """The paged cache and the batch's place in it: see `reference.paged_prefill`; host_facts as in ops.HOST_FACTS."""
 
     k_cache: Tensor
@@ -50,7 +50,7 @@ class Pages(NamedTuple):
     host_facts: Tensor
 
 
-class DecodePages(NamedTuple):
+class PagedDecodeBatch(NamedTuple):
     """The paged cache, each sequence's place in it, and the counters of decode: see `ops.decode_attention`."""
 
     k_cache: Tensor
@@ -134,7 +134,7 @@ def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys
     return cache.flatten(0, 1).index_select(0, slot)
 
 
-def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
+def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
     """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
     tokens, keys, longest_query, longest_key, has_prefix = pages.host_facts.tolist()
     if has_prefix:
@@ -153,18 +153,18 @@ def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Pages
     return out
 
 
-def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
+def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
     from tcdeploy.attention import kernels
 
     return kernels.paged_prefill(q, *pages[:5], *params)
 
 
-def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: Pages, params: AttentionParams) -> Tensor:
+def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
     return reference.paged_prefill(q, *pages[:5], *params)
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, params: AttentionParams, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, turning: Turning | None
 ) -> Tensor:
     from tcdeploy.attention import decode
 
@@ -172,7 +172,7 @@ def _triton_decode(
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: DecodePages, params: AttentionParams, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, turning: Turning | None
 ) -> Tensor:
     if turning:
         q, k = reference.turned(q, *turning), reference.turned(k, *turning)
@@ -190,7 +190,7 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     v_cache.flatten(0, 1)[slot_mapping] = v
 
 
-PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, AttentionParams], Tensor]] = {
+PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]] = {
     "reference": _reference_prefill,
     "triton": _triton_prefill,
     "torch-flash": functools.partial(_flash_prefill, _torch_flash),
@@ -198,7 +198,7 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, Pages, AttentionParams], Te
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, DecodePages, AttentionParams, int, Turning | None], Tensor]] = {
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, Turning | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

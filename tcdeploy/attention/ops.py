@@ -60,7 +60,7 @@ def prefill_attention(
     block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32, host_facts [5]
     int64 on the CPU. Padding rows are zero.
     """
-    pages = backends.Pages(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_facts)
+    pages = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_facts)
     return backends.PREFILL[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks))
 
 
@@ -114,7 +114,7 @@ def decode_attention(
     """
     assert (cos is None) == (sin is None)
     turning = None if cos is None or sin is None else backends.Turning(cos, sin)
-    pages = backends.DecodePages(k_cache, v_cache, block_table, seq_lens, arrivals)
+    pages = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, arrivals)
     return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, turning)
 
 

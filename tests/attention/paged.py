@@ -148,7 +148,7 @@ some_models = pytest.mark.parametrize(
 )
 
 
-class Pages(NamedTuple):
+class PagedSequences(NamedTuple):
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
@@ -161,7 +161,7 @@ class Pages(NamedTuple):
         return self.block_table[row, tokens // block_size].long() * block_size + tokens % block_size
 
 
-def make_pages(case: Case, lengths: list[int], device: str) -> Pages:
+def make_paged_sequences(case: Case, lengths: list[int], device: str) -> PagedSequences:
     """Sequences of these lengths in shuffled blocks; every other slot is NaN, and block 0 is never anyone's."""
     torch.manual_seed(0)
     width = -(-max(lengths) // case.block_size) + 2
@@ -171,12 +171,12 @@ def make_pages(case: Case, lengths: list[int], device: str) -> Pages:
     k_cache = torch.full((*shape, case.head_dim), float("nan"), dtype=case.dtype)
     v_cache = torch.full((*shape, case.v_head_dim or case.head_dim), float("nan"), dtype=case.dtype)
     block_table = torch.where(in_use, blocks.view(len(lengths), width), 0)
-    pages = Pages(k_cache, v_cache, block_table, torch.tensor(lengths, dtype=torch.int32))
+    pages = PagedSequences(k_cache, v_cache, block_table, torch.tensor(lengths, dtype=torch.int32))
     for row, length in enumerate(lengths):
         for cache in (k_cache, v_cache):
             slots = cache.flatten(0, 1)
             slots[pages.slots(row, 0, length)] = torch.randn(length, *slots.shape[1:]).to(case.dtype)
-    return Pages(*(tensor.to(device) for tensor in pages))
+    return PagedSequences(*(tensor.to(device) for tensor in pages))
 
 
 def make_queries(case: Case, tokens: int, device: str) -> Tensor:

@@ -19,11 +19,11 @@ from tests.attention.paged import (
     CUDA,
     TOLERANCE,
     Case,
-    Pages,
+    PagedSequences,
     assert_agrees,
     compiled_for_hopper,
     each_case,
-    make_pages,
+    make_paged_sequences,
     make_queries,
     program_of,
     record_launches,
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     q: Tensor
     k: Tensor
     v: Tensor
-    pages: Pages
+    pages: PagedSequences
     arrivals: Tensor
     options: tuple[float, int, float, Tensor | None]  # scale, window, softcap, sinks
 
@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 def make_step(case: Case, lengths: list[int], device: str) -> Step:
-    pages = make_pages(case, lengths, device)
+    pages = make_paged_sequences(case, lengths, device)
     batch, v_head_dim = len(lengths), case.v_head_dim or case.head_dim
     for row, length in enumerate(lengths):
         for cache in pages[:2]:

@@ -22,7 +22,7 @@ from tests.attention.paged import (
     each_case,
     expected,
     interpreted,
-    make_pages,
+    make_paged_sequences,
     make_queries,
     offsets,
     program_of,
@@ -34,7 +34,7 @@ from tests.attention.paged import (
 
 @each_case
 def test_prefill_means_what_the_reference_means(case, device):
-    pages = make_pages(case, [1, 64, 140, 40], device)
+    pages = make_paged_sequences(case, [1, 64, 140, 40], device)
     new = [1, 34, 20, 0]  # the rest of each sequence is a prefix that an earlier chunk wrote; 6 rows of padding
     args = (make_queries(case, sum(new) + 6, device), *pages[:3], offsets(new, device), pages.seq_lens)
     actual = kernels.paged_prefill(*args, *case.options(device))
@@ -47,7 +47,7 @@ def test_prefill_means_what_the_reference_means(case, device):
 def test_chunks_over_one_cache_make_one_whole_prefill(dtype, window, device):
     case = Case(group=2, kv_heads=1, window=window, dtype=dtype)
     length, options = 150, case.options(device)
-    pages = make_pages(case, [length], device)
+    pages = make_paged_sequences(case, [length], device)
     q = make_queries(case, length, device)
     whole = kernels.paged_prefill(q, *pages[:3], offsets([length], device), pages.seq_lens, *options)
     edges = [0, 1, 65, 129, length]
@@ -61,7 +61,7 @@ def test_chunks_over_one_cache_make_one_whole_prefill(dtype, window, device):
 def test_many_short_sequences_find_their_tiles(sequences, device):
     case = Case(head_dim=16, kv_heads=1)
     new = [1 + 5 * row % 23 for row in range(sequences)]
-    pages = make_pages(case, new, device)
+    pages = make_paged_sequences(case, new, device)
     args = (make_queries(case, sum(new) + 40, device), *pages[:3], offsets(new, device), pages.seq_lens)
     actual = kernels.paged_prefill(*args, *case.options(device))
     assert_agrees(actual, expected(reference.paged_prefill, *args, *case.options(device)))
@@ -69,7 +69,7 @@ def test_many_short_sequences_find_their_tiles(sequences, device):
 
 def test_keys_older_than_the_window_are_never_read(device):
     case = Case(window=37)
-    pages = make_pages(case, [150], device)
+    pages = make_paged_sequences(case, [150], device)
     q, options = make_queries(case, 10, device), case.options(device)
     prefill_args = (q, *pages[:3], offsets([10], device), pages.seq_lens, *options)
     prefilled = expected(reference.paged_prefill, *prefill_args)
@@ -80,7 +80,7 @@ def test_keys_older_than_the_window_are_never_read(device):
 
 def test_queries_may_be_strided(device):
     case = Case(group=3)
-    pages = make_pages(case, [40, 77], device)
+    pages = make_paged_sequences(case, [40, 77], device)
     packed = make_queries(case, 2 * 40, device).flatten(1)  # [tokens, heads * head_dim]
     sliced = torch.cat([packed, packed], dim=1)[:, case.head_dim :][:, : packed.shape[1]].unflatten(1, (case.heads, -1))
     transposed = sliced.transpose(0, 1).contiguous().transpose(0, 1)
