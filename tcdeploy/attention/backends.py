@@ -22,7 +22,7 @@ from tcdeploy.attention import reference
 
 # Told that no sequence has more than one query, FlashAttention-2 folds the heads of a group into queries and reads as
 # many tokens as there are sequences; ours may be padding without any.
-SHORTEST_QUERY = 2
+MIN_MAX_SEQLEN_Q = 2
 
 
 class AttentionParams(NamedTuple):
@@ -72,8 +72,8 @@ class Packed(NamedTuple):
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
-    longest_query: int
-    longest_key: int
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class VarlenResult(NamedTuple):
@@ -118,7 +118,7 @@ def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: Atten
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
         q, k, v, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k,
-        max_seqlen_q=packed.longest_query, max_seqlen_k=packed.longest_key, softmax_scale=params.scale, causal=True,
+        max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k, softmax_scale=params.scale, causal=True,
         window_size=params.window_sizes or (None, None), softcap=params.softcap, return_lse=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
@@ -136,13 +136,13 @@ def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys
 
 def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
     """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
-    tokens, keys, longest_query, longest_key, has_prefix = pages.host_facts.tolist()
+    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = pages.host_facts.tolist()
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(pages.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         k, v = (gather_packed(cache, pages.block_table, cu_seqlens_k, keys) for cache in (pages.k_cache, pages.v_cache))
     else:
         cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
-    packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(longest_query, SHORTEST_QUERY), longest_key)
+    packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
     found = varlen(q[:tokens], k, v, packed, params)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     if params.sinks is None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tcdeploy.attention import backends
 
-HOST_FACTS = ("tokens", "keys", "longest_query", "longest_key", "has_prefix")  # the entries of host_facts
+HOST_FACTS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix")  # the entries of host_facts
 
 
 @torch.library.custom_op("tcdeploy::kv_write", mutates_args=("k_cache", "v_cache"))

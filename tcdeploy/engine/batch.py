@@ -171,8 +171,8 @@ def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[
 def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:
     """See attention/ops.py, HOST_FACTS."""
     lengths = [stop for _, _, stop in chunks]
-    longest_query = max(stop - start for _, start, stop in chunks)
-    return [tokens, sum(lengths), longest_query, max(lengths), int(any(start > 0 for _, start, _ in chunks))]
+    max_seqlen_q = max(stop - start for _, start, stop in chunks)
+    return [tokens, sum(lengths), max_seqlen_q, max(lengths), int(any(start > 0 for _, start, _ in chunks))]
 
 
 class _Parts:
