@@ -57,7 +57,7 @@ class PagedDecodeBatch(NamedTuple):
     v_cache: Tensor
     block_table: Tensor
     seq_lens: Tensor
-    arrivals: Tensor
+    split_counters: Tensor
 
 
 class Turning(NamedTuple):

@@ -11,7 +11,7 @@ keep the chain of waits short:
 - The new token never makes the way through memory: part 0 takes its key and value from registers, after its tiles,
   and stores them in the cache. The loops end before it, so no program reads what another writes.
 - The last part to arrive merges all parts, in their order: the answer does not depend on who was last. It knows by a
-  counter in `arrivals`, which it leaves at zero for the next launch; the counter's acquire and release make the other
+  counter in `split_counters`, which it leaves at zero for the next launch; the counter's acquire and release make the other
   parts' stores visible, and a barrier before it those of the own program's threads.
 
 Nothing reads a length on the host, and `splits` is an argument: what a CUDA graph froze holds for any lengths. Parts
@@ -65,7 +65,7 @@ MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
-    arrivals: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
+    split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
     cos: Tensor | None = None, sin: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See `ops.decode_attention`; arrivals [sequences, kv_heads] int32 is zero before and after.
@@ -88,7 +88,7 @@ def attend(
         parts = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
         weights = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
     _decode_kernel[kv_heads, splits, batch](
-        out, parts, weights, arrivals, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
+        out, parts, weights, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0) if cos is not None else 0,
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
@@ -102,7 +102,7 @@ def attend(
 
 @triton.jit(do_not_specialize=VARYING)
 def _decode_kernel(
-    out, parts, part_weights, arrivals, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
+    out, parts, part_weights, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
     q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
     rotary_stride, table_stride, table_width, splits, window, unit, inner,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MEMBERS: tl.constexpr,
@@ -189,9 +189,9 @@ def _decode_kernel(
         tl.store(part_weights + part_rows, top + tl.log2(total), mask=rows < GROUP)
         store_rows(parts, part_rows, acc / total[:, None], rows < GROUP, V_HEAD_DIM, V_DIM)
         tl.debug_barrier()
-        arrived = tl.atomic_add(arrivals + pair, 1, sem="acq_rel")
+        arrived = tl.atomic_add(split_counters + pair, 1, sem="acq_rel")
         if arrived == sharers - 1:
-            tl.store(arrivals + pair, 0)
+            tl.store(split_counters + pair, 0)
             _merge(
                 out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
                 GROUP, MEMBERS, V_HEAD_DIM, V_DIM, PARTS,

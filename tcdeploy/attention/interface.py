@@ -41,7 +41,7 @@ class AttentionMetadata:
     seq_lens: Tensor
     cu_seqlens_q: Tensor
     host_facts: Tensor
-    arrivals: Tensor
+    split_counters: Tensor
     decode_splits: int
     candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
     prefill_backend: str = ""  # none: whoever runs a prefill step names it (engine/runner.py)
@@ -69,8 +69,8 @@ def empty_attention_metadata(plan: Plan, architecture: Architecture) -> Attentio
         return torch.zeros(*shape, dtype=dtype, device=device)
 
     kv_heads = max(facts.kv_heads for facts in architecture.attentions)
-    arrivals = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
-    torch._dynamo.mark_dynamic(arrivals, 0)  # programs do not depend on the largest batch
+    split_counters = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
+    torch._dynamo.mark_dynamic(split_counters, 0)  # programs do not depend on the largest batch
     return AttentionMetadata(
         is_prefill=True,
         slot_mapping=zeros(1, dtype=torch.int64),
@@ -79,16 +79,16 @@ def empty_attention_metadata(plan: Plan, architecture: Architecture) -> Attentio
         cu_seqlens_q=zeros(2),
         host_facts=zeros(5, dtype=torch.int64, device="cpu"),
         decode_splits=1,
-        arrivals=arrivals,
+        split_counters=split_counters,
     )
 
 
-def default_splits(batch: int, arrivals: Tensor) -> int:
+def default_splits(batch: int, split_counters: Tensor) -> int:
     """Parts that decode cuts each of `batch` sequences into, for this GPU; it does not follow the context."""
-    if not arrivals.is_cuda:
+    if not split_counters.is_cuda:
         return 1
-    multiprocessors = torch.cuda.get_device_properties(arrivals.device).multi_processor_count
-    return ops.decode_splits(batch, arrivals.shape[1], ANY_CONTEXT, multiprocessors)
+    multiprocessors = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
+    return ops.decode_splits(batch, split_counters.shape[1], ANY_CONTEXT, multiprocessors)
 
 
 def register_attention() -> None:
@@ -137,7 +137,7 @@ def paged_attention(
         )  # fmt: skip
     else:
         out = ops.decode_attention(
-            q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.seq_lens, step.arrivals, s_aux,
+            q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.seq_lens, step.split_counters, s_aux,
             scale, window, cap, step.decode_splits, binding.decode_backend,
         )  # fmt: skip
     return out.unsqueeze(0), None

@@ -93,7 +93,7 @@ def decode_attention(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    arrivals: Tensor,
+    split_counters: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
@@ -114,7 +114,7 @@ def decode_attention(
     """
     assert (cos is None) == (sin is None)
     turning = None if cos is None or sin is None else backends.Turning(cos, sin)
-    pages = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, arrivals)
+    pages = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
     return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, turning)
 
 
@@ -127,7 +127,7 @@ def _(
     v_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    arrivals: Tensor,
+    split_counters: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,

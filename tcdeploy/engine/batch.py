@@ -89,8 +89,8 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, step: AttentionMetadata) -
         seq_lens=state.seq_lens[:size],
         cu_seqlens_q=unused,
         host_facts=torch.zeros(5, dtype=torch.int64),
-        decode_splits=default_splits(size, step.arrivals),
-        arrivals=step.arrivals,
+        decode_splits=default_splits(size, step.split_counters),
+        split_counters=step.split_counters,
     )
     rows = torch.arange(size, device=device)
     ids, positions = state.token_ids[None, :size], state.positions[None, :size]
@@ -119,7 +119,7 @@ class PrefillBuffers:
             cu_seqlens_q=ints["starts"],
             host_facts=torch.zeros(5, dtype=torch.int64),
             decode_splits=1,
-            arrivals=step.arrivals,
+            split_counters=step.split_counters,
         )
         self._facts_on_host = inputs.host_facts.numpy()
         self.buffers = StepBuffers(

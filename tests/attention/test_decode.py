@@ -39,16 +39,16 @@ class Step(NamedTuple):
     k: Tensor
     v: Tensor
     pages: PagedSequences
-    arrivals: Tensor
+    split_counters: Tensor
     options: tuple[float, int, float, Tensor | None]  # scale, window, softcap, sinks
 
     def arguments(self, splits: int) -> tuple[Any, ...]:
         """As the op takes them."""
         scale, window, softcap, sinks = self.options
-        return (self.q, self.k, self.v, *self.pages, self.arrivals, sinks, scale, window, softcap, splits, "triton")
+        return (self.q, self.k, self.v, *self.pages, self.split_counters, sinks, scale, window, softcap, splits, "triton")
 
     def run(self, splits: int) -> Tensor:
-        return decode.attend(self.q, self.k, self.v, *self.pages, self.arrivals, *self.options, splits)
+        return decode.attend(self.q, self.k, self.v, *self.pages, self.split_counters, *self.options, splits)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, k_cache and v_cache afterwards; the step's own caches are left alone."""
@@ -66,15 +66,15 @@ def make_step(case: Case, lengths: list[int], device: str) -> Step:
         for cache in pages[:2]:
             cache.flatten(0, 1)[pages.slots(row, max(length - 1, 0), length)] = float("nan")
     k, v = (torch.randn(batch, case.kv_heads, dim).to(case.dtype).to(device) for dim in (case.head_dim, v_head_dim))
-    arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32, device=device)
-    return Step(make_queries(case, batch, device), k, v, pages, arrivals, case.options(device))
+    split_counters = torch.zeros(batch, case.kv_heads, dtype=torch.int32, device=device)
+    return Step(make_queries(case, batch, device), k, v, pages, split_counters, case.options(device))
 
 
 def assert_done(step: Step, out: Tensor, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
     """The output, the newest tokens in their slots and no other slot touched, the counters at zero."""
     assert_agrees(out, wanted[0])
     assert_close([x.cpu() for x in step.pages[:2]], list(wanted[1:]), equal_nan=True, atol=0, rtol=0)
-    assert not step.arrivals.any()
+    assert not step.split_counters.any()
 
 
 @each_case
@@ -134,7 +134,7 @@ def test_queries_and_keys_that_are_yet_to_be_turned(case, splits, device):
     cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
     turned = step._replace(**{name: reference.turned(getattr(step, name), cos, sin) for name in "qk"})
     wanted = turned.expected()
-    out = decode.attend(step.q, step.k, step.v, *step.pages, step.arrivals, *step.options, splits, cos, sin)
+    out = decode.attend(step.q, step.k, step.v, *step.pages, step.split_counters, *step.options, splits, cos, sin)
     assert_agrees(out, wanted[0])
     for found, expected in zip(step.pages[:2], wanted[1:], strict=True):
         tolerance = TOLERANCE[case.dtype]  # a product and a sum, in one order or fused
@@ -158,7 +158,7 @@ def test_a_captured_decode_replays_thousands_of_times_with_other_lengths(splits,
         for _ in range(2000):
             graph.replay()
         assert torch.equal(out, first), "whoever arrives last, the parts are merged in one order"
-        assert not step.arrivals.any()
+        assert not step.split_counters.any()
 
 
 @pytest.mark.parametrize("device", [CUDA])
@@ -206,9 +206,9 @@ def launch(case: Case, batch: int, splits: int, turns: bool = False) -> None:
     caches = [torch.zeros(1, case.block_size, case.kv_heads, dim, dtype=case.dtype) for dim in dims]
     q = torch.zeros(batch, case.heads, case.head_dim, dtype=case.dtype)
     k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
-    arrivals = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
+    split_counters = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
     factors = [torch.zeros(batch, case.head_dim, dtype=case.dtype) for _ in range(2)] if turns else []
-    decode.attend(q, k, v, *caches, table, lengths, arrivals, *case.options("cpu"), splits, *factors)
+    decode.attend(q, k, v, *caches, table, lengths, split_counters, *case.options("cpu"), splits, *factors)
 
 
 @some_models

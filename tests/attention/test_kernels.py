@@ -132,8 +132,8 @@ def test_slots_beyond_two_billion_elements_are_reached(device):
     assert_agrees(prefilled, wanted)
     for cache in caches:
         cache[-1, -1] = float("nan")
-    arrivals = torch.zeros(1, 8, dtype=torch.int32, device=device)
-    decoded = decode.attend(q[15:], k[15:], v[15:], *caches, table, lengths, arrivals, *case.options(device), 2)
+    split_counters = torch.zeros(1, 8, dtype=torch.int32, device=device)
+    decoded = decode.attend(q[15:], k[15:], v[15:], *caches, table, lengths, split_counters, *case.options(device), 2)
     assert_agrees(decoded, wanted[15:])
     assert torch.equal(caches[0][-1], k) and torch.equal(caches[1][-1], v)
 

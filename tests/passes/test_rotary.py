@@ -36,9 +36,9 @@ def attention(turn: Rotation) -> Callable[..., Tensor]:
         q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
         table = torch.arange(1, 1 + 2 * BATCH, dtype=torch.int32).view(BATCH, 2)
         lengths = torch.tensor([5, 20, 32], dtype=torch.int32)
-        arrivals = torch.zeros(BATCH, KV_HEADS, dtype=torch.int32)
+        split_counters = torch.zeros(BATCH, KV_HEADS, dtype=torch.int32)
         return ops.decode_attention(
-            q, k, v, k_cache, v_cache, table, lengths, arrivals, None, 0.25, 0, 0.0, 1, "reference"
+            q, k, v, k_cache, v_cache, table, lengths, split_counters, None, 0.25, 0, 0.0, 1, "reference"
         )
 
     return run
