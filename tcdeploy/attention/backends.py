@@ -60,8 +60,8 @@ class PagedDecodeBatch(NamedTuple):
     split_counters: Tensor
 
 
-class Turning(NamedTuple):
-    """What decode has yet to turn queries and keys by: see `reference.turned`."""
+class RotaryCosSin(NamedTuple):
+    """What decode has yet to turn queries and keys by: see `reference.apply_rotary`."""
 
     cos: Tensor
     sin: Tensor
@@ -164,18 +164,18 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, param
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
 ) -> Tensor:
     from tcdeploy.attention import decode
 
-    return decode.attend(q, k, v, *pages, *params, splits, *(turning or ()))
+    return decode.attend(q, k, v, *pages, *params, splits, *(rotary or ()))
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, turning: Turning | None
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
 ) -> Tensor:
-    if turning:
-        q, k = reference.turned(q, *turning), reference.turned(k, *turning)
+    if rotary:
+        q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
     return reference.paged_decode(q, k, v, *pages[:4], *params)
 
 
@@ -198,7 +198,7 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, Turning | None], Tensor]] = {
+DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

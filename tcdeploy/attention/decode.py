@@ -142,8 +142,8 @@ def _decode_kernel(
         sines = tl.where(is_first, -sines, sines)
         inside = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         q_partner = tl.load(q + (heads * q_stride_head)[:, None] + partner[None, :], mask=inside, other=0.0)
-        queries = _turned(queries, q_partner, cosines[None, :], sines[None, :])
-        k_new = _turned(k_new, tl.load(k + partner, mask=k_inside, other=0.0), cosines, sines)
+        queries = _apply_rotary(queries, q_partner, cosines[None, :], sines[None, :])
+        k_new = _apply_rotary(k_new, tl.load(k + partner, mask=k_inside, other=0.0), cosines, sines)
 
     cached = length - 1
     tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
@@ -199,7 +199,7 @@ def _decode_kernel(
 
 
 @triton.jit
-def _turned(x, partner, cosines, sines):
+def _apply_rotary(x, partner, cosines, sines):
     """A rotation by halves of the head: `partner` is the other coordinate of each pair, `sines` have its sign."""
     return (x.to(tl.float32) * cosines + partner.to(tl.float32) * sines).to(x.dtype)
 

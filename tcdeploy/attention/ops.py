@@ -113,9 +113,9 @@ def decode_attention(
     cos and sin [sequences, head_dim]: q and k are yet to be turned by them, by halves of the head, before all else.
     """
     assert (cos is None) == (sin is None)
-    turning = None if cos is None or sin is None else backends.Turning(cos, sin)
+    rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
     pages = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, turning)
+    return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary)
 
 
 @decode_attention.register_fake

@@ -74,7 +74,7 @@ def paged_prefill(
     return out
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [sequences, heads, head_dim], each pair (i, i + head_dim / 2) turned; cos and sin [sequences, head_dim].
 
     As transformers' `apply_rotary_pos_emb` of Llama, rounded once.

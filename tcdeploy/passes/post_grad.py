@@ -38,7 +38,7 @@ from tcdeploy.passes.silu_mul import end_in_gates
 from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
 from tcdeploy.passes.rms_norm import fold_norms
 from tcdeploy.passes.gemv import cut_in_place, store_long_rows
-from tcdeploy.passes.rotary import turn_in_attention
+from tcdeploy.passes.rotary import fuse_rope_into_attention
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
@@ -60,7 +60,7 @@ class RewriteProducts(CustomGraphPass):
         choose_early(graph)
         cut_in_place(graph)
         if self.fuses:
-            turn_in_attention(graph)
+            fuse_rope_into_attention(graph)
         store_long_rows(graph)
         if self.streams and importlib.util.find_spec("triton"):
             _stream(graph)

@@ -20,7 +20,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default}
 VIEWS_OF_ONE = {aten.select.int, aten.permute.default}
 
 
-class Turned(NamedTuple):
+class RotaryMatch(NamedTuple):
     """`x * cos + halves(x) * sin`, seen through `views`, outermost first; cos and sin [1, tokens, head_dim]."""
 
     x: Node
@@ -29,11 +29,11 @@ class Turned(NamedTuple):
     views: tuple[Node, ...]
 
 
-def turn_in_attention(graph: Graph) -> None:
+def fuse_rope_into_attention(graph: Graph) -> None:
     for node in list(graph.nodes):
         if target_of(node) is not FUNCTIONALIZED or node.args[0] is not ours.decode_attention.default:
             continue
-        q, k = (_turned(node.kwargs[name]) for name in ("q", "k"))
+        q, k = (_match_rotary(node.kwargs[name]) for name in ("q", "k"))
         if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
             continue
         before, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
@@ -61,7 +61,7 @@ def _are_alike(cos: Node, sin: Node) -> bool:
     return len({(value.shape, value.stride()) for value in values}) == 1 and values[0].stride(-1) == 1
 
 
-def _seen(graph: Graph, turned: Turned) -> Node:
+def _seen(graph: Graph, turned: RotaryMatch) -> Node:
     """What was turned, through the views that the result was seen through."""
     node = turned.x
     for view in reversed(turned.views):
@@ -69,7 +69,7 @@ def _seen(graph: Graph, turned: Turned) -> Node:
     return node
 
 
-def _turned(node: Any) -> Turned | None:
+def _match_rotary(node: Any) -> RotaryMatch | None:
     views: list[Node] = []
     while target_of(node) in VIEWS_OF_ONE:
         views.append(node)
@@ -86,7 +86,7 @@ def _turned(node: Any) -> Turned | None:
         return None
     if node.meta["val"].shape != x.meta["val"].shape:
         return None
-    return Turned(x, factors[0], factors[1], tuple(views))
+    return RotaryMatch(x, factors[0], factors[1], tuple(views))
 
 
 def _factor(node: Any) -> Any:

@@ -132,8 +132,8 @@ def test_queries_and_keys_that_are_yet_to_be_turned(case, splits, device):
     step = make_step(case, [40, 0, 150], device)
     angles = torch.randn(3, case.head_dim // 2).repeat(1, 2) * 3
     cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
-    turned = step._replace(**{name: reference.turned(getattr(step, name), cos, sin) for name in "qk"})
-    wanted = turned.expected()
+    apply_rotary = step._replace(**{name: reference.apply_rotary(getattr(step, name), cos, sin) for name in "qk"})
+    wanted = apply_rotary.expected()
     out = decode.attend(step.q, step.k, step.v, *step.pages, step.split_counters, *step.options, splits, cos, sin)
     assert_agrees(out, wanted[0])
     for found, expected in zip(step.pages[:2], wanted[1:], strict=True):
@@ -198,7 +198,7 @@ def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(split
 # What holds without running a kernel.
 
 
-def launch(case: Case, batch: int, splits: int, turns: bool = False) -> None:
+def launch(case: Case, batch: int, splits: int, with_rotary: bool = False) -> None:
     """The op once, on zeros. An odd batch has its lengths and table at an odd address."""
     lengths = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch]
     table = torch.zeros(batch, 64 + batch, dtype=torch.int32)[:, batch % 2 :][:, :64]
@@ -207,27 +207,27 @@ def launch(case: Case, batch: int, splits: int, turns: bool = False) -> None:
     q = torch.zeros(batch, case.heads, case.head_dim, dtype=case.dtype)
     k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
     split_counters = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
-    factors = [torch.zeros(batch, case.head_dim, dtype=case.dtype) for _ in range(2)] if turns else []
+    factors = [torch.zeros(batch, case.head_dim, dtype=case.dtype) for _ in range(2)] if with_rotary else []
     decode.attend(q, k, v, *caches, table, lengths, split_counters, *case.options("cpu"), splits, *factors)
 
 
 @some_models
 @pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
-def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, turns, monkeypatch, tmp_path):
+def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, with_rotary, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
-    launch(case, 1, splits, turns)
+    launch(case, 1, splits, with_rotary)
     [launched] = launches
     assert shared_memory_on_hopper(launched) <= 227 * 1024
 
 
 @pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
-def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, turns, monkeypatch, tmp_path):
+def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, with_rotary, monkeypatch, tmp_path):
     """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "launches_early", lambda _: True)
     launches = record_launches(monkeypatch)
-    launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits, turns)
+    launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits, with_rotary)
     compiled = compiled_for_hopper(launches[0])
     assert compiled.metadata.launch_pdl
     before, after = compiled.asm["ptx"].split("griddepcontrol.wait")

@@ -44,7 +44,7 @@ def attention(turn: Rotation) -> Callable[..., Tensor]:
     return run
 
 
-class Looking(RewriteProducts):
+class RotaryCheckingPass(RewriteProducts):
     turns: bool
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -56,7 +56,7 @@ def turns_in_attention(
     turn: Rotation, fuses: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
 ) -> bool:
     """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
-    looking, function = Looking(fuses=fuses), attention(turn)
+    looking, function = RotaryCheckingPass(fuses=fuses), attention(turn)
     caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
     x = torch.randn(1, BATCH, WIDTH, dtype=dtype)
     cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
