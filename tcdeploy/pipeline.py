@@ -227,7 +227,7 @@ def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Bre
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     regions = _regions(runner.model, decided)
     found = explain_regions(regions, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
-    runner.seating.place([prompt])
+    runner.row_assignment.assign_prefilled([prompt])
     found += explain_regions(regions, lambda: runner.decode([prompt]))
     return list(dict.fromkeys(found))
 

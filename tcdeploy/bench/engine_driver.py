@@ -57,7 +57,7 @@ def placed(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterato
     try:
         yield sequences
     finally:
-        engine.runner.seating.seat([])
+        engine.runner.row_assignment.assign([])
         for sequence in sequences:
             engine.allocator.give_back(sequence.blocks)
 
@@ -69,7 +69,7 @@ def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[],
         with sealed():
             engine.runner.decode(sequences)
 
-    return lambda: engine.runner.seating.place(sequences), step
+    return lambda: engine.runner.row_assignment.assign_prefilled(sequences), step
 
 
 def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:

@@ -153,7 +153,7 @@ class Engine:
                 raise
             self._hand_out(self._collect(before) if before else [])
             if self._launched is None and not self.scheduler.running:
-                self.runner.seating.seat([])  # idle: rows are emptied now rather than before the next prompt
+                self.runner.row_assignment.assign([])  # idle: rows are emptied now rather than before the next prompt
 
     def _start_over(self, before: _Launched | None) -> None:
         """A step was scheduled and did not run: what the scheduler believes to be in the cache is not there."""
@@ -161,7 +161,7 @@ class Engine:
             self._hand_out(self._collect(before) if before else [])
         finally:
             self.scheduler.start_over()
-            self.runner.seating.clear()
+            self.runner.row_assignment.clear()
 
     def _begin(self) -> _Begun | None:
         step = self.scheduler.schedule()
@@ -188,9 +188,9 @@ class Engine:
     def _send_home(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> _Launched:
         """Sample where greedy is not enough, and start the copy of the tokens to the host."""
         live = [sequence for sequence in sequences if sequence is not None and not sequence.finish_reason]
-        features = self.runner.seating.features(live)
+        features = self.runner.row_assignment.features(live)
         if features:
-            masks = self.runner.seating.masks(sequences, len(output.logits)) if features.masks else None
+            masks = self.runner.row_assignment.masks(sequences, len(output.logits)) if features.masks else None
             output = self.runner.sample(output, features, masks)
         wanted = max((-1 if one.params.logprobs is None else one.params.logprobs for one in live), default=-1)
         found = logprobs(output.logits, output.tokens, wanted) if wanted >= 0 else None

@@ -1,6 +1,6 @@
 """Who sits in which decode row: the host's list of running sequences, carried over to the device when it changes.
 
-`seat` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
+`assign` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
 gather on the device (the token that a row feeds next may not have reached the host yet), and new sequences bring their
 sampling parameters. Nothing changed costs a comparison per row and no launch. Rows in which nobody sits are empty, so a
 sequence that only joins the others moves nothing: that gather is some twenty launches, before the first token of a
@@ -28,18 +28,18 @@ class RowSeating:
 
     def __init__(self, state: DecodeRows) -> None:
         self.state = state
-        self._seated: list[Sequence] = []
+        self._assigned: list[Sequence] = []
         self._blocks_up: list[int] = []  # how many of each row's blocks the device knows
 
-    def seat(self, running: ListLike[Sequence]) -> None:
+    def assign(self, running: ListLike[Sequence]) -> None:
         """Make row i hold running[i]. Launches work only for what changed."""
-        if len(running) != len(self._seated) or any(a is not b for a, b in zip(running, self._seated, strict=True)):
-            self._reseat(running)
+        if len(running) != len(self._assigned) or any(a is not b for a, b in zip(running, self._assigned, strict=True)):
+            self._reassign(running)
 
     def bring_blocks(self) -> None:
         """Make the table of every row name all blocks of who sits there. One copy for all that grew."""
         grown: list[tuple[int, int, int]] = []  # row, column, block
-        for row, sequence in enumerate(self._seated):
+        for row, sequence in enumerate(self._assigned):
             known, blocks = self._blocks_up[row], sequence.blocks
             if len(blocks) != known:
                 grown += [(row, column, blocks[column]) for column in range(known, len(blocks))]
@@ -49,13 +49,13 @@ class RowSeating:
 
     def rows_of(self, chunks: ListLike[Chunk]) -> list[int | None]:
         """The decode row of each chunk that ends its sequence's prompt and is seated; None for the others."""
-        seats = {id(sequence): row for row, sequence in enumerate(self._seated)}
+        seats = {id(sequence): row for row, sequence in enumerate(self._assigned)}
         return [seats.get(id(one)) if stop == len(one.token_ids) else None for one, _, stop in chunks]
 
-    def place(self, sequences: ListLike[Sequence]) -> None:
+    def assign_prefilled(self, sequences: ListLike[Sequence]) -> None:
         """Seat sequences whose tokens the host knows all of, as if a prefill had just ended: what warm-up runs on."""
         self.clear()
-        self.seat(sequences)
+        self.assign(sequences)
         self.bring_blocks()
         lengths = [len(sequence.token_ids) for sequence in sequences]
         self._upload(self.state.token_ids, [sequence.token_ids[-1] for sequence in sequences])
@@ -64,7 +64,7 @@ class RowSeating:
 
     def clear(self) -> None:
         """Empty every row, also one that a failed seating left half filled."""
-        self._seated, self._blocks_up = [], []
+        self._assigned, self._blocks_up = [], []
         rows = self.state.nobody
         self._move([rows] * (rows + 1), ())  # whoever penalises brings counts of its own
         self.state.sampling.bias_ends.zero_()  # and a row of no biases must have none
@@ -97,27 +97,27 @@ class RowSeating:
         index = _device_tensor(rows, torch.int64, device)
         return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
 
-    def _reseat(self, running: ListLike[Sequence]) -> None:
-        before = {id(sequence): row for row, sequence in enumerate(self._seated)}
+    def _reassign(self, running: ListLike[Sequence]) -> None:
+        before = {id(sequence): row for row, sequence in enumerate(self._assigned)}
         rows = self.state.nobody
         source = [before.get(id(sequence), rows) for sequence in running]
         source += [rows] * (rows + 1 - len(running))
         if source[: len(before)] != list(range(len(before))):
-            self._move(source, self._seated)
+            self._move(source, self._assigned)
         blocks_up = [self._blocks_up[row] if row < rows else 0 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
             if id(sequence) not in before:
                 self._seat_new(row, sequence)
-        self._seated, self._blocks_up = list(running), blocks_up
+        self._assigned, self._blocks_up = list(running), blocks_up
 
-    def _move(self, source: list[int], seated: ListLike[Sequence]) -> None:
+    def _move(self, source: list[int], assigned: ListLike[Sequence]) -> None:
         """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others.
 
-        What penalties count is the size of the vocabulary in every row: it moves only where one of `seated` has it.
+        What penalties count is the size of the vocabulary in every row: it moves only where one of `assigned` has it.
         """
         state = self.state
         moved = [state.token_ids, state.positions, state.seq_lens, state.block_table]
-        moved += state.sampling.moving(_features(seated))
+        moved += state.sampling.moving(_features(assigned))
         index = _device_tensor(source, torch.int64, state.token_ids.device)
         for tensor in moved:
             tensor.copy_(tensor.index_select(0, index))

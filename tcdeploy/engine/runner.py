@@ -40,7 +40,7 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.step = step  # the object that every layer's binding holds
         self.state = make_decode_rows(plan, vocab_size)
-        self.seating = RowSeating(self.state)
+        self.row_assignment = RowSeating(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
         self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
@@ -62,16 +62,16 @@ class ModelRunner:
         """
         tokens = sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest(self.plan.prefill_buckets, tokens)
-        self.seating.seat(running)
+        self.row_assignment.assign(running)
         prefill = self._prefill_for(bucket, tokens)
-        prefill.fill(chunks, self.seating.rows_of(chunks))
+        prefill.fill(chunks, self.row_assignment.rows_of(chunks))
         self._count(bucket, tokens)
         return self._run(prefill.buffers)
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; row i of the output belongs to sequence i."""
-        self.seating.seat(running)
-        self.seating.bring_blocks()
+        self.row_assignment.assign(running)
+        self.row_assignment.bring_blocks()
         bucket = smallest(self.plan.decode_buckets, len(running))
         self._count(bucket, len(running))
         return self._run(self._decode[bucket])

@@ -78,7 +78,7 @@ def warm_buckets(
         tuning_left -= warmer.tuning_seconds
         progress.bucket_finished(records[bucket])
         _insist(records[bucket].parity, bucket)
-    runner.seating.clear()
+    runner.row_assignment.clear()
     if read_counts().cache_write_errors:
         raise SpaceError(
             f"torch could not write {read_counts().cache_write_errors} entries into the cache folder {cache_dir}",
@@ -311,7 +311,7 @@ class _BucketWarmer:
     def _run(self, sequences: list[Sequence]) -> StepOutput:
         if self.bucket.is_prefill:
             return self.runner.prefill([Chunk(one, 0, len(one.token_ids)) for one in sequences], bucket=self.bucket)
-        self.runner.seating.place(sequences)
+        self.runner.row_assignment.assign_prefilled(sequences)
         return self.runner.decode(sequences)
 
     def _peak_memory_bytes(self) -> int:
@@ -357,7 +357,7 @@ class _BucketWarmer:
         if self.bucket.min_size:  # a dynamic bucket keeps no buffers to run again
             return _median_ms(lambda: None, lambda: self._run(sequences))
         again = self.runner.rerun if captured else self.runner.rerun_uncaptured
-        put_back = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.seating.place(sequences))
+        put_back = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.row_assignment.assign_prefilled(sequences))
         return _median_ms(put_back, lambda: again(self.bucket))
 
     def _timed_sequences(self) -> list[Sequence]:

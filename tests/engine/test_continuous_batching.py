@@ -52,18 +52,18 @@ def test_the_device_knows_every_block_of_every_row_by_one_copy_a_step(
 ) -> None:
     """With blocks that run out: rows come, move, lose what was taken ahead, and come back."""
     engine = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
-    seating, copies = engine.runner.seating, []
-    bring, upload = seating.bring_blocks, seating._upload_blocks
+    row_assignment, copies = engine.runner.row_assignment, []
+    bring, upload = row_assignment.bring_blocks, row_assignment._upload_blocks
 
     def checked() -> None:
         before = len(copies)
         bring()
         assert len(copies) - before <= 1
         for row, sequence in enumerate(engine.scheduler.running):
-            assert seating.state.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
+            assert row_assignment.state.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
 
-    monkeypatch.setattr(seating, "bring_blocks", checked)
-    monkeypatch.setattr(seating, "_upload_blocks", lambda grown: (copies.append(grown), upload(grown))[1])
+    monkeypatch.setattr(row_assignment, "bring_blocks", checked)
+    monkeypatch.setattr(row_assignment, "_upload_blocks", lambda grown: (copies.append(grown), upload(grown))[1])
     preempted = engine.scheduler.preemptions
     engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
     assert engine.scheduler.preemptions > preempted and len(copies) > TOKENS // 16
@@ -73,7 +73,7 @@ def test_the_device_knows_every_block_of_every_row_by_one_copy_a_step(
 def test_blocks_go_up_when_a_prompt_is_on_its_way(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not before: a prefill reads a table of its own, and each launch in front of it holds the first token up."""
     engine, done = tiny_deployment.engine, []
-    for owner, name in ((engine.runner, "_run"), (engine.runner.seating, "_upload_blocks")):
+    for owner, name in ((engine.runner, "_run"), (engine.runner.row_assignment, "_upload_blocks")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda given, name=name, call=call: (done.append(name), call(given))[1])
     engine.generate([list(range(10, 30))], SamplingParams(max_new_tokens=2))

@@ -113,7 +113,7 @@ def test_a_replayed_graph_gives_what_the_programs_give_and_moves_the_rows_on(cac
         sequences = sequences_for(deployment, bucket.size)
         found = []
         for run in (runner.rerun, runner.rerun_uncaptured):
-            runner.seating.place(sequences)
+            runner.row_assignment.assign_prefilled(sequences)
             output = run(bucket)
             found.append((output.logits.clone(), output.tokens.clone()))
             wanted = [len(sequence.token_ids) + 1 for sequence in sequences]
@@ -157,10 +157,10 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
         ):  # fmt: skip
             runner.choose(bucket, candidate)
             for _ in range(3):
-                runner.seating.place(sequences)
+                runner.row_assignment.assign_prefilled(sequences)
                 logits[candidate.name] = runner.rerun(bucket).logits.float().clone()
             runner.capture(bucket)
-            runner.seating.place(sequences)
+            runner.row_assignment.assign_prefilled(sequences)
             torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[candidate.name])
         for name, found in logits.items():
             difference = (found - logits["default"]).norm() / logits["default"].norm()
@@ -234,10 +234,10 @@ def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: 
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
     flags += ("--context", "512", "--kv-blocks", "256")
     here, there, timed = tmp_path / "here", tmp_path / "there", []
-    for outcome, place in (("miss", here), ("hit", here), ("hit", there)):
-        if place == there:
+    for outcome, assign_prefilled in (("miss", here), ("hit", here), ("hit", there)):
+        if assign_prefilled == there:
             here.rename(there)
-        result = run_cli("warm", folder, *flags, "--cache-dir", str(place), "--json")
+        result = run_cli("warm", folder, *flags, "--cache-dir", str(assign_prefilled), "--json")
         records = json.loads(result.stdout)["buckets"]
         made = [(record["outcome"], record["kernels_timed"], record["kernels_compiled"]) for record in records]
         assert [record["outcome"] for record in records] == [outcome] * 2, made
