@@ -41,7 +41,7 @@ class DecodeRows:
     sampling: SamplingRows
 
     @property
-    def nobody(self) -> int:
+    def padding_row(self) -> int:
         return self.token_ids.shape[0] - 1
 
 
@@ -135,7 +135,7 @@ class PrefillBuffers:
         ints = self._ints.of(flat[self._longs.size :].view(numpy.int32))
         flat[: self._zeroed] = 0
         longs["slots"][:] = PADDING_SLOT
-        longs["rows"][:] = self.state.nobody
+        longs["rows"][:] = self.state.padding_row
         tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
         grid = _grid(self.plan.context, self.plan.block_size)
         end = 0

@@ -65,7 +65,7 @@ class RowSeating:
     def clear(self) -> None:
         """Empty every row, also one that a failed seating left half filled."""
         self._assigned, self._blocks_up = [], []
-        rows = self.state.nobody
+        rows = self.state.padding_row
         self._move([rows] * (rows + 1), ())  # whoever penalises brings counts of its own
         self.state.sampling.bias_ends.zero_()  # and a row of no biases must have none
 
@@ -99,7 +99,7 @@ class RowSeating:
 
     def _reassign(self, running: ListLike[Sequence]) -> None:
         before = {id(sequence): row for row, sequence in enumerate(self._assigned)}
-        rows = self.state.nobody
+        rows = self.state.padding_row
         source = [before.get(id(sequence), rows) for sequence in running]
         source += [rows] * (rows + 1 - len(running))
         if source[: len(before)] != list(range(len(before))):
