@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention import ops
 from tcdeploy.attention.kv_cache import LayerKV
-from tcdeploy.planning.variants import DEFAULT, Candidate
+from tcdeploy.planning.variants import DEFAULT, Variant
 from tcdeploy.planning.plan import Plan
 
 ATTENTION_NAME = "tcdeploy"
@@ -43,7 +43,7 @@ class AttentionMetadata:
     host_facts: Tensor
     split_counters: Tensor
     decode_splits: int
-    candidate: Candidate = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
+    variant: Variant = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
     prefill_backend: str = ""  # none: whoever runs a prefill step names it (engine/runner.py)
     early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 

@@ -83,7 +83,7 @@ def _has_edges(bucket: Bucket, plan: Plan) -> bool:
     """Whether what runs before and after the layers is compiled too; with several candidates, if any does it."""
     if plan.region == "model":
         return True
-    return plan.graphs == "step" and not bucket.is_prefill and any(one.edges for one in plan.candidates(bucket))
+    return plan.graphs == "step" and not bucket.is_prefill and any(one.edges for one in plan.variants(bucket))
 
 
 def _of(bucket: Bucket, of_plan: list[Difference]) -> list[Difference]:
@@ -115,8 +115,8 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list
     if bucket.name not in known:
         reasons.append("the bucket is not in the cache")
     elif plan.key != cached.plan["key"]:
-        reasons += _kernels(bucket, known[bucket.name].candidate, plan)
-    elif plan.tune_seconds > cached.plan["tune_seconds"] and _untried(bucket, known[bucket.name], plan):
+        reasons += _variant_reasons(bucket, known[bucket.name].variant, plan)
+    elif plan.tune_seconds > cached.plan["tune_seconds"] and _has_untimed_variant(bucket, known[bucket.name], plan):
         reasons.append("mode auto would try what it had no time for")
     if not reasons:
         return BucketForecast(bucket.name, True)
@@ -124,15 +124,15 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list
     return BucketForecast(bucket.name, False, tuple(reasons), seconds or _typical(cached, bucket), seconds is None)
 
 
-def _untried(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
+def _has_untimed_variant(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
     return bool(
-        {one.name for one in plan.candidates(bucket)} - {one.candidate for one in record.trials} - {record.candidate}
+        {one.name for one in plan.variants(bucket)} - {one.variant for one in record.trials} - {record.variant}
     )
 
 
-def _kernels(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
+def _variant_reasons(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
     """Why the bucket's program would be made in another way. Without time to try, the first candidate is taken."""
-    names = [candidate.name for candidate in plan.candidates(bucket)][: None if plan.tune_seconds else 1]
+    names = [variant.name for variant in plan.variants(bucket)][: None if plan.tune_seconds else 1]
     if names == [cached]:
         return []
     return ["mode auto would tune this plan anew"] if len(names) > 1 else [f"mode: {names[0]} instead of {cached}"]

@@ -57,7 +57,7 @@ class Answers:
 class Trial:
     """One candidate as it did on this bucket: median ms of a step, or why it could not be timed."""
 
-    candidate: str
+    variant: str
     step_ms: float | None
     seconds: float  # of compiling, recording and timing it
     error: str = ""
@@ -83,7 +83,7 @@ class BucketRecord:
     oracle: Answers  # of the eager model
     answers: Answers  # of the bucket as it serves
     peak_memory_bytes: int
-    candidate: str  # how its step is made
+    variant: str  # how its step is made
     trials: tuple[Trial, ...] = ()  # what was timed to choose it, the losers included; kept from the run that tuned
     graph_memory_bytes: int | None = None  # that recording took from the device
     cold_seconds: float | None = None  # compile_seconds of the run that filled the cache

@@ -208,7 +208,7 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         f"{record.capture_seconds:.2f}",
         "-" if record.graph_memory_bytes is None else f"{record.graph_memory_bytes / 1e6:.0f}",
         f"{record.check_seconds:.2f}",
-        record.candidate,
+        record.variant,
         str(record.programs),
         str(record.graph_breaks),
         f"{record.parity.max_difference:.2g}",
@@ -249,9 +249,9 @@ def _print_totals(deployment: Deployment) -> None:
 
 def _trials(record: BucketRecord) -> str:
     """Every candidate with its time, the fastest first."""
-    timed = sorted((trial.step_ms, trial.candidate) for trial in record.trials if trial.step_ms is not None)
-    failed = [f"{trial.candidate} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
-    return ", ".join([f"{candidate} {step_ms:.3f} ms" for step_ms, candidate in timed] + failed)
+    timed = sorted((trial.step_ms, trial.variant) for trial in record.trials if trial.step_ms is not None)
+    failed = [f"{trial.variant} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
+    return ", ".join([f"{variant} {step_ms:.3f} ms" for step_ms, variant in timed] + failed)
 
 
 def _same_arguments() -> str:

@@ -25,7 +25,7 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import AttentionMetadata
-from tcdeploy.planning.variants import Candidate
+from tcdeploy.planning.variants import Variant
 from tcdeploy.passes.post_grad import RewriteProducts
 from tcdeploy.cache.toolchain import REFUSAL
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
@@ -39,10 +39,10 @@ NEARLY_FULL_BYTES = 1 << 20
 def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: AttentionMetadata) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
-    `step` is the layers': its `candidate` says how the running bucket's program is to be made. Edges (what runs before
+    `step` is the layers': its `variant` says how the running bucket's program is to be made. Edges (what runs before
     and after the layers) are compiled in decode only, where their few microseconds count, and if the candidate says so.
     """
-    tried = sum(len(plan.candidates(bucket)) for bucket in plan.buckets)
+    tried = sum(len(plan.variants(bucket)) for bucket in plan.buckets)
     limit = PROGRAMS_PER_BUCKET_LIMIT * (tried + 1)
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
     torch._dynamo.config.accumulated_recompile_limit = max(
@@ -66,16 +66,16 @@ def _compile_in_place(
     shared by all layers, because torch compares options by value. Covered by tests/engine/
     test_tuning.py::test_each_bucket_runs_the_program_of_its_own_candidate.
     """
-    compiled: dict[Candidate, Callable[..., Any]] = {}
+    compiled: dict[Variant, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_edge and (step.is_prefill or not step.candidate.edges):
+        if is_edge and (step.is_prefill or not step.variant.edges):
             return region._call_impl(*args, **kwargs)
-        program = compiled.get(step.candidate)
+        program = compiled.get(step.variant)
         if program is None:
-            options = inductor_options(step.candidate, plan.graphs)
+            options = inductor_options(step.variant, plan.graphs)
             program = torch.compile(_run_region, fullgraph=True, dynamic=False, options=options)
-            compiled[step.candidate] = program
+            compiled[step.variant] = program
         return program(region, step.early_rows if is_last else None, *args, **kwargs)
 
     region._compiled_call_impl = call  # type: ignore[assignment]
@@ -90,11 +90,11 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
     return out if rows is None else out[:, rows]
 
 
-def inductor_options(candidate: Candidate, graphs: str) -> dict[str, Any]:
+def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
-    rewrite = rewrite_products(candidate.streams, candidate.adds, candidate.fuses)
+    rewrite = rewrite_products(variant.streams, variant.adds, variant.fuses)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
-    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(candidate.inductor)}
+    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor)}
 
 
 def _mark_lengths_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:

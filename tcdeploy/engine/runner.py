@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import AttentionMetadata
-from tcdeploy.planning.variants import Candidate
+from tcdeploy.planning.variants import Variant
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -44,7 +44,7 @@ class ModelRunner:
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
         self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
-        self._candidates = {bucket: plan.candidates(bucket)[0] for bucket in plan.buckets}
+        self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
         self.hits: Counter[Bucket] = Counter()  # steps of each bucket since the start
@@ -116,10 +116,10 @@ class ModelRunner:
         self.graphless_passes += self.is_captured(prefill.buffers.bucket)
         return found
 
-    def choose(self, bucket: Bucket, candidate: Candidate) -> None:
+    def set_variant(self, bucket: Bucket, variant: Variant) -> None:
         """How the bucket's step is to be made from now on; a graph made otherwise is dropped."""
         self._graphs.pop(bucket, None)
-        self._candidates[bucket] = candidate
+        self._variants[bucket] = variant
 
     def capture(self, bucket: Bucket) -> None:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
@@ -153,9 +153,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
-        candidate = self._show(buffers)
-        early_rows = buffers.logit_rows if candidate.early_rows else None
-        logits = self._logits(buffers, early_rows, None if candidate.early_rows else buffers.logit_rows)
+        variant = self._show(buffers)
+        early_rows = buffers.logit_rows if variant.early_rows else None
+        logits = self._logits(buffers, early_rows, None if variant.early_rows else buffers.logit_rows)
         state = self.state
         tokens = advance(
             logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
@@ -167,14 +167,14 @@ class ModelRunner:
         self._show(buffers)
         return self._logits(buffers, None, rows)
 
-    def _show(self, buffers: StepBuffers) -> Candidate:
+    def _show(self, buffers: StepBuffers) -> Variant:
         """What the layers are to see from now on; how the bucket's step is made."""
         self.step.show(buffers.step)
-        self.step.candidate = candidate = self._candidates[buffers.bucket]
-        self.step.prefill_backend = candidate.attention or self.plan.prefill_attention
+        self.step.variant = variant = self._variants[buffers.bucket]
+        self.step.prefill_backend = variant.attention or self.plan.prefill_attention
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        return candidate
+        return variant
 
     def _logits(self, buffers: StepBuffers, early_rows: Tensor | None, late_rows: Tensor | None) -> Tensor:
         """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""

@@ -22,7 +22,7 @@ import torch
 import torch._dynamo
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.variants import Candidate
+from tcdeploy.planning.variants import Variant
 from tcdeploy.compiler.ledger import Measured, measured, read_counts
 from tcdeploy.cache.manifest import Answers, BucketRecord, Parity, Trial
 from tcdeploy.compiler.programs import compiling, eager, reading
@@ -116,7 +116,7 @@ class _Checked(NamedTuple):
 class _Settled(NamedTuple):
     """The candidate that serves, and what it took to know that it is right."""
 
-    candidate: Candidate
+    variant: Variant
     made: _Made
     trials: tuple[Trial, ...]
     checked: _Checked
@@ -131,8 +131,8 @@ class _BucketWarmer:
         self.runner, self.plan, self.bucket, self.reference = runner, runner.plan, bucket, reference
         self.random = random.Random(SEED)
         self.vocab_size = vocab_size
-        self.candidates = {candidate.name: candidate for candidate in self.plan.candidates(bucket)}
-        self.made: dict[Candidate, _Made] = {}  # in trials of this run
+        self.variants = {variant.name: variant for variant in self.plan.variants(bucket)}
+        self.made: dict[Variant, _Made] = {}  # in trials of this run
         self.tuning_seconds = 0.0  # that trying took beyond the one candidate there must be
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
@@ -144,7 +144,7 @@ class _BucketWarmer:
         if not self.bucket.is_prefill:
             self._fill_cache(sequences)
         is_known = self.bucket.name in earlier.buckets
-        settled = self._settle(self._trials(sequences, earlier, tune_seconds), sequences, is_known)
+        settled = self._select_variant(self._trials(sequences, earlier, tune_seconds), sequences, is_known)
         made = settled.made
         kernels_compiled = (read_counts() - before).kernels_compiled  # in trials and checks too
         counts = dataclasses.replace(made.compile_step.counts, kernels_compiled=kernels_compiled)
@@ -169,7 +169,7 @@ class _BucketWarmer:
             captured=self.runner.is_captured(self.bucket),
             **settled.checked._asdict(),
             peak_memory_bytes=settled.peak_memory_bytes,
-            candidate=settled.candidate.name,
+            variant=settled.variant.name,
             trials=settled.trials,
             graph_memory_bytes=made.graph_memory_bytes,
             cold_seconds=cold_seconds,
@@ -178,26 +178,26 @@ class _BucketWarmer:
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _settle(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_known: bool) -> _Settled:
+    def _select_variant(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_known: bool) -> _Settled:
         """Make the only candidate, or the fastest of those timed, and check it.
 
         One that is not the eager model is passed over, and shown, as long as there is another that was timed.
         """
         while True:
-            name = _fastest(trials, self.candidates).candidate if trials else next(iter(self.candidates))
-            candidate = self.candidates[name]
+            name = _fastest(trials, self.variants).variant if trials else next(iter(self.variants))
+            variant = self.variants[name]
             with reading() if is_known else contextlib.nullcontext():
-                again = self._make(candidate, sequences)  # the last one made stands
-            made = again._replace(compile_step=_compile_step(candidate, again.compile_step, self.made))
+                again = self._make(variant, sequences)  # the last one made stands
+            made = again._replace(compile_step=_compile_step(variant, again.compile_step, self.made))
             if trials and not self.bucket.is_prefill:
                 self._fill_cache(sequences)  # timing wrote over it
             peak_memory_bytes, start = self._peak_memory_bytes(), time.perf_counter()
             checked = self._check(sequences)
             parity = checked.parity
-            others = tuple(_refuted(trial, parity) if trial.candidate == candidate.name else trial for trial in trials)
+            others = tuple(_refuted(trial, parity) if trial.variant == variant.name else trial for trial in trials)
             if parity.passed or not _is_timed(others):
                 seconds = time.perf_counter() - start
-                return _Settled(candidate, made, trials, checked, seconds, peak_memory_bytes)
+                return _Settled(variant, made, trials, checked, seconds, peak_memory_bytes)
             trials = others
 
     def _trials(self, sequences: list[Sequence], earlier: Earlier, seconds: float) -> tuple[Trial, ...]:
@@ -205,17 +205,17 @@ class _BucketWarmer:
 
         What an earlier run timed is not timed again. What it left out is tried only if there is more time than it had.
         """
-        if len(self.candidates) == 1:
+        if len(self.variants) == 1:
             return ()
-        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.candidate in self.candidates)
+        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.variant in self.variants)
         if _is_timed(known) and self.plan.tune_seconds <= earlier.tune_seconds:
             return known
-        tried = {trial.candidate for trial in known}
-        untried = [candidate for name, candidate in self.candidates.items() if name not in tried]
-        return known + self._try(untried, sequences, seconds, must_succeed=not _is_timed(known))
+        tried = {trial.variant for trial in known}
+        untried = [variant for name, variant in self.variants.items() if name not in tried]
+        return known + self._time_variants(untried, sequences, seconds, must_succeed=not _is_timed(known))
 
-    def _try(
-        self, candidates: list[Candidate], sequences: list[Sequence], seconds: float, must_succeed: bool
+    def _time_variants(
+        self, variants: list[Variant], sequences: list[Sequence], seconds: float, must_succeed: bool
     ) -> tuple[Trial, ...]:
         """Make and time one candidate after another until the seconds are over; fills `self.made`.
 
@@ -225,42 +225,42 @@ class _BucketWarmer:
         """
         trials: list[Trial] = []
         failure = None
-        for candidate in candidates:
+        for variant in variants:
             is_needed = must_succeed and not _is_timed(tuple(trials))
             if not is_needed and self.tuning_seconds >= seconds:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
-                self.made[candidate] = self._make(candidate, sequences)
+                self.made[variant] = self._make(variant, sequences)
                 step_ms = self._step_ms()
             except OSError:
                 raise  # the disk, not the candidate
             except Exception as error:  # of Triton, Inductor, Dynamo, CUDA: they share no class
                 failure, problem = error, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-            trials.append(Trial(candidate.name, step_ms, time.perf_counter() - start, problem))
+            trials.append(Trial(variant.name, step_ms, time.perf_counter() - start, problem))
             self.tuning_seconds += 0.0 if is_needed else trials[-1].seconds
         if must_succeed and failure is not None and not _is_timed(tuple(trials)):
             raise failure
         return tuple(trials)
 
-    def _make(self, candidate: Candidate, sequences: list[Sequence]) -> _Made:
+    def _make(self, variant: Variant, sequences: list[Sequence]) -> _Made:
         """Compile the bucket's step this way, and record it."""
-        self.runner.choose(self.bucket, candidate)
+        self.runner.set_variant(self.bucket, variant)
         with measured() as compile_step:
-            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded(candidate) else 1):
+            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded(variant) else 1):
                 self._run(sequences)
             _synchronize()
         free = _free_bytes()
         start = time.perf_counter()
-        if self.plan.is_recorded(self.bucket, candidate):
+        if self.plan.is_recorded(self.bucket, variant):
             self.runner.capture(self.bucket)
             _synchronize()
         seconds = time.perf_counter() - start
         return _Made(compile_step, seconds, None if free is None else free - (_free_bytes() or 0))
 
-    def _is_recorded(self, candidate: Candidate) -> bool:
+    def _is_recorded(self, variant: Variant) -> bool:
         """By us or by torch: then nothing lazy may be left, which takes more than one run."""
-        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket, candidate)
+        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket, variant)
 
     def _sequences(self) -> list[Sequence]:
         """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""
@@ -384,19 +384,19 @@ def _refuted(trial: Trial, parity: Parity) -> Trial:
     return dataclasses.replace(trial, step_ms=None, error=f"not the eager model: KL {parity.kl:.2g}")
 
 
-def _fastest(trials: tuple[Trial, ...], candidates: dict[str, Candidate]) -> Trial:
+def _fastest(trials: tuple[Trial, ...], variants: dict[str, Variant]) -> Trial:
     def time_of(trial: Trial) -> float:
-        return math.inf if trial.step_ms is None else trial.step_ms * candidates[trial.candidate].handicap
+        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].handicap
 
     return min(trials, key=time_of)
 
 
-def _compile_step(winner: Candidate, again: Measured, made: dict[Candidate, _Made]) -> Measured:
+def _compile_step(winner: Variant, again: Measured, made: dict[Variant, _Made]) -> Measured:
     """What it took to make the winner in this run, with the programs that an earlier candidate left it.
 
     `again` is of making it once more, the last of all, when the programs of those in `made` were there.
     """
-    before = itertools.takewhile(lambda candidate: candidate != winner, made)
+    before = itertools.takewhile(lambda variant: variant != winner, made)
     shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), Measured())
     return shared + (made[winner].compile_step if winner in made else again)
 

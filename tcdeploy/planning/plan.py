@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tcdeploy import __version__
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.variants import DEFAULT, Candidate, candidates, with_attention
+from tcdeploy.planning.variants import DEFAULT, Variant, variants, attention_variant
 from tcdeploy.planning.capability import Accepted, Rejected, judge_backend
 from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import UsageError
@@ -115,22 +115,22 @@ class Plan:
     def decode_buckets(self) -> tuple[Bucket, ...]:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
 
-    def candidates(self, bucket: Bucket) -> tuple[Candidate, ...]:
+    def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """Ways to make the bucket's step; where there are several, the fastest is kept.
 
         Rows are chosen early in whole layers and static shapes alone.
         """
-        known = candidates(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        known = variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
         if bucket.is_prefill and bucket.size >= OTHER_ATTENTION_TOKENS:
-            known += tuple(map(with_attention, self.other_attention))
+            known += tuple(map(attention_variant, self.other_attention))
         can_choose = self.region == "layer" and not bucket.min_size
-        return tuple(candidate for candidate in known if can_choose or not candidate.early_rows)
+        return tuple(variant for variant in known if can_choose or not variant.early_rows)
 
-    def is_recorded(self, bucket: Bucket, candidate: Candidate = DEFAULT) -> bool:
+    def is_recorded(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
         if self.graphs != "step" or bucket.min_size:
             return False
-        return not bucket.is_prefill or (candidate.attention or self.prefill_attention) == "triton"
+        return not bucket.is_prefill or (variant.attention or self.prefill_attention) == "triton"
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -242,10 +242,10 @@ def _decide_prefill_attention(
         log.append(Decision("prefill attention", "reference", "FlashAttention needs a GPU"))
         return "reference"
     noes: list[str] = []
-    for candidate in PREFERRED_ATTENTION:
-        match judge_backend(candidate, environment, architecture, device, dtype):
+    for variant in PREFERRED_ATTENTION:
+        match judge_backend(variant, environment, architecture, device, dtype):
             case Accepted(backend):
-                log.append(Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[candidate], *noes])))
+                log.append(Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[variant], *noes])))
                 return backend
             case Rejected(backend, reason):
                 noes.append(f"not {backend}: {reason}")

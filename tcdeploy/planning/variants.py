@@ -83,7 +83,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Candidate:
+class Variant:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
     `streams` gives products of few rows to our own kernels (linear/). `adds` has cuBLAS add a layer's last product to
@@ -104,7 +104,7 @@ class Candidate:
     attention: str | None = None  # the prefill backend, where it is not the plan's
     handicap: float = 1.0  # times this, its time is compared with the others'
 
-    def shares_programs_with(self, other: Candidate) -> bool:
+    def shares_programs_with(self, other: Variant) -> bool:
         """Whether what runs all rows in both is made but once."""
         return self._layer == other._layer
 
@@ -122,15 +122,15 @@ DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip
 AUTOTUNE = (("max_autotune", True), *DESCENT)
-DEFAULT = Candidate("default", edges=False)
-WITH_PDL = Candidate("pdl", (PDL,))
-PDL_COMBO = Candidate("pdl+combo", (PDL, COMBO))
-DESCENT_PDL_COMBO = Candidate("descent+pdl+combo", (*DESCENT, PDL, COMBO))
-STREAMED_PDL = Candidate("streamed+pdl", (PDL,), streams=True)
-STREAMED_PDL_COMBO = Candidate("streamed+pdl+combo", (PDL, COMBO), streams=True)
-STREAMED_PDL_COMBO_FUSED = Candidate("streamed+pdl+combo+fused", (PDL, COMBO), streams=True, fuses=True)
-MAX_AUTOTUNE = Candidate("max-autotune", AUTOTUNE)
-MAX_AUTOTUNE_PDL = Candidate("max-autotune+pdl", (*AUTOTUNE, PDL))
+DEFAULT = Variant("default", edges=False)
+WITH_PDL = Variant("pdl", (PDL,))
+PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
+DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
+STREAMED_PDL = Variant("streamed+pdl", (PDL,), streams=True)
+STREAMED_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO), streams=True)
+STREAMED_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), streams=True, fuses=True)
+MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
+MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.
 DECODE_ONE = (
     STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
@@ -139,9 +139,9 @@ DECODE_FEW = (
     STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
-DECODE_ELSEWHERE = (Candidate("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
-EARLY_ROWS = Candidate("early-rows", edges=False, early_rows=True)
-EARLY_ROWS_ADDS = Candidate("early-rows+adds", adds=True, edges=False, early_rows=True)
+DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
+EARLY_ROWS = Variant("early-rows", edges=False, early_rows=True)
+EARLY_ROWS_ADDS = Variant("early-rows+adds", adds=True, edges=False, early_rows=True)
 # Default first: what it compiles serves early-rows too.
 PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS)
@@ -150,12 +150,12 @@ STREAMED_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
-def with_attention(backend: str) -> Candidate:
+def attention_variant(backend: str) -> Variant:
     """A long prefill by a package's attention: its import costs every start 5 to 10 s, so it must bring something."""
-    return Candidate(backend, edges=False, attention=backend, handicap=1.05)
+    return Variant(backend, edges=False, attention=backend, handicap=1.05)
 
 
-def candidates(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Candidate, ...]:
+def variants(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
     """What `mode` tries for a bucket of `size`, in this order; all but `auto` name one.
 
     Streamed products and Inductor's dependent launches are for Hopper: other GPUs lack the shared memory or the

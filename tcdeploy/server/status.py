@@ -94,7 +94,7 @@ def status(service: Any) -> dict[str, Any]:
                 "padding": padding.get(record.bucket, 0),
                 "max_difference": record.parity.max_difference,
                 "kl": record.parity.kl,
-                "candidate": record.candidate,
+                "candidate": record.variant,
             }
             for record in deployment.records
         ],

@@ -222,7 +222,7 @@ def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
     from tests.machines import H100
 
     plan = make_plan(ask(context=4096, mode="max-autotune", buckets=(512,), batch_sizes=(1,)), H100, LLAMA_8B)
-    records = tuple(dataclasses.replace(one, candidate="max-autotune") for one in MANIFEST.buckets)
+    records = tuple(dataclasses.replace(one, variant="max-autotune") for one in MANIFEST.buckets)
     origin = dataclasses.replace(MANIFEST.origin, model_config={"rope_theta": 10000.0})
     made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), origin=origin, buckets=records)
     other = dataclasses.replace(origin, model_config={"rope_theta": 5000.0})
@@ -237,9 +237,9 @@ def test_more_time_to_tune_is_a_miss_where_something_was_left_untried() -> None:
 
     asked = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}
     plan = make_plan(ask(**asked), H100, LLAMA_8B)
-    names = {bucket.name: [one.name for one in plan.candidates(bucket)] for bucket in plan.buckets}
+    names = {bucket.name: [one.name for one in plan.variants(bucket)] for bucket in plan.buckets}
     tried = tuple(
-        dataclasses.replace(one, candidate=names[one.bucket][0], trials=(Trial(names[one.bucket][0], 5.0, 1.0),))
+        dataclasses.replace(one, variant=names[one.bucket][0], trials=(Trial(names[one.bucket][0], 5.0, 1.0),))
         for one in MANIFEST.buckets
     )
     made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), buckets=tried)

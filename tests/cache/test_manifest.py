@@ -58,7 +58,7 @@ RECORD = BucketRecord(
     oracle=ORACLE,
     answers=replace(ORACLE, logprobs=(-0.2500001, -1.5)),
     peak_memory_bytes=17 << 30,
-    candidate="descent",
+    variant="descent",
     trials=(Trial("descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
     graph_memory_bytes=1 << 20,
     cold_seconds=12.5,

@@ -49,7 +49,7 @@ def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_e
     compile_regions([], list(heads), plan, step)
     x, counts = torch.randn(4, 64), []
     wanted = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
-    for step.is_prefill, step.candidate in ((True, WITH_PDL), (False, DEFAULT), (False, WITH_PDL)):
+    for step.is_prefill, step.variant in ((True, WITH_PDL), (False, DEFAULT), (False, WITH_PDL)):
         with torch.no_grad(), measured() as found:
             outputs = [head(x) for head in heads]
         counts.append(found.counts.programs)

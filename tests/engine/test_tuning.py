@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tcdeploy.attention import backends
-from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, Candidate, with_attention
+from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, Variant, attention_variant
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import Counts, Measured, measured
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
@@ -42,11 +42,11 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
     first = auto()
     for record in first.records:
         [bucket] = [bucket for bucket in first.plan.buckets if bucket.name == record.bucket]
-        names = [candidate.name for candidate in first.plan.candidates(bucket)]
-        assert [trial.candidate for trial in record.trials] == names
-        timed = {trial.candidate: trial.step_ms for trial in record.trials}
+        names = [variant.name for variant in first.plan.variants(bucket)]
+        assert [trial.variant for trial in record.trials] == names
+        timed = {trial.variant: trial.step_ms for trial in record.trials}
         assert None not in timed.values()
-        assert record.candidate == min(timed, key=lambda name: timed[name])
+        assert record.variant == min(timed, key=lambda name: timed[name])
         assert record.parity.passed
     manifest = read_manifest(manifest_path(first.plan.cache_dir, first.plan.key))
     assert manifest is not None and manifest.trials() == {one.bucket: one.trials for one in first.records}
@@ -55,10 +55,10 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
     with measured() as warm_start:
         second = auto()
     assert [record.trials for record in second.records] == [record.trials for record in first.records]
-    assert [record.candidate for record in second.records] == [record.candidate for record in first.records]
+    assert [record.variant for record in second.records] == [record.variant for record in first.records]
     assert [record.outcome for record in second.records] == ["hit", "hit"]
     kinds = {"early-rows": 2}  # the last layer is a program of its own
-    programs = [kinds.get(record.candidate, 1) for record in second.records]
+    programs = [kinds.get(record.variant, 1) for record in second.records]
     assert [record.programs for record in second.records] == programs
     assert warm_start.counts.programs == sum(programs), "the losers are not even loaded"
 
@@ -66,7 +66,7 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
 def test_no_time_to_try_leaves_the_first_candidate(auto: Any) -> None:
     deployment = auto(tune_seconds=0.0)
     for record in deployment.records:
-        assert [trial.candidate for trial in record.trials] == [record.candidate]
+        assert [trial.variant for trial in record.trials] == [record.variant]
     assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
 
 
@@ -75,20 +75,20 @@ def test_time_is_for_what_is_tried_beyond_the_one_candidate_there_must_be(
 ) -> None:
     """The largest bucket goes first, and its first candidate is slow to make: that leaves its share untouched."""
     make, shares = warmup._BucketWarmer._make, {}
-    try_ = warmup._BucketWarmer._try
+    try_ = warmup._BucketWarmer._time_variants
 
-    def slow(self: Any, candidate: Candidate, sequences: Any) -> Any:
+    def slow(self: Any, variant: Variant, sequences: Any) -> Any:
         if not shares[self.bucket.name][1]:
             time.sleep(0.5)
-        shares[self.bucket.name][1].append(candidate.name)
-        return make(self, candidate, sequences)
+        shares[self.bucket.name][1].append(variant.name)
+        return make(self, variant, sequences)
 
-    def noted(self: Any, candidates: Any, sequences: Any, seconds: float, must_succeed: bool) -> Any:
+    def noted(self: Any, variants: Any, sequences: Any, seconds: float, must_succeed: bool) -> Any:
         shares[self.bucket.name] = (seconds, [])
-        return try_(self, candidates, sequences, seconds, must_succeed)
+        return try_(self, variants, sequences, seconds, must_succeed)
 
     monkeypatch.setattr(warmup._BucketWarmer, "_make", slow)
-    monkeypatch.setattr(warmup._BucketWarmer, "_try", noted)
+    monkeypatch.setattr(warmup._BucketWarmer, "_time_variants", noted)
     records = {record.bucket: record for record in auto(tune_seconds=0.4).records}
     assert shares["prefill:32"][0] == 0.2, "an equal share each"
     assert len(records["prefill:32"].trials) > 1
@@ -100,10 +100,10 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
     """Going back to a candidate compiles nothing; going to one that was never tried does."""
     deployment = auto(tune_seconds=0.0)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
-    tried, untried = deployment.plan.candidates(bucket)[:2]
+    tried, untried = deployment.plan.variants(bucket)[:2]
     counts = []
-    for candidate in (tried, untried, tried, untried):
-        runner.choose(bucket, candidate)
+    for variant in (tried, untried, tried, untried):
+        runner.set_variant(bucket, variant)
         with measured() as found:
             runner.rerun(bucket)
         counts.append(found.counts.programs)
@@ -112,7 +112,7 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
 
 def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model by the pass that GPUs' candidates ask for: attention turns queries and keys by itself."""
-    fused, calls = Candidate("fused", fuses=True), []
+    fused, calls = Variant("fused", fuses=True), []
     decode = backends.DECODE["reference"]
 
     def noted(*args: Any) -> Any:
@@ -123,7 +123,7 @@ def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.Monke
     prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_new_tokens=12)
     plain = deployment.engine.generate(prompts, params)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
-    runner.choose(bucket, fused)
+    runner.set_variant(bucket, fused)
     runner.rerun(bucket)
     monkeypatch.setitem(backends.DECODE, "reference", noted)
     assert deployment.engine.generate(prompts, params) == plain
@@ -132,7 +132,7 @@ def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.Monke
 
 def test_a_candidate_that_failed_is_never_the_fastest() -> None:
     trials = (Trial("a", None, 1.0, "it does not compile"), Trial("b", 3.0, 1.0), Trial("c", 2.0, 1.0))
-    assert _fastest(trials, {name: Candidate(name) for name in "abc"}).candidate == "c"
+    assert _fastest(trials, {name: Variant(name) for name in "abc"}).variant == "c"
 
 
 def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
@@ -140,7 +140,7 @@ def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
         return _Made(Measured(float(programs), Counts(programs=programs, cache_misses=programs)), 0.0, None)
 
     again = Measured(0.1, Counts())
-    default, early, other = DEFAULT, EARLY_ROWS, with_attention("flash-attn-4")
+    default, early, other = DEFAULT, EARLY_ROWS, attention_variant("flash-attn-4")
     found = {default: made(1), early: made(2), other: made(4)}
     assert [_compile_step(one, again, found).counts.programs for one in found] == [1, 3, 4]
     timed_before = _compile_step(default, again, {early: made(2)})
@@ -148,10 +148,10 @@ def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
 
 
 def test_a_candidate_that_costs_every_start_must_bring_more_than_it_gives_away() -> None:
-    candidates = {"a": Candidate("a"), "flash-attn-4": with_attention("flash-attn-4")}
+    variants = {"a": Variant("a"), "flash-attn-4": attention_variant("flash-attn-4")}
     for step_ms, chosen in ((9.6, "a"), (9.4, "flash-attn-4")):
         trials = (Trial("a", 10.0, 1.0), Trial("flash-attn-4", step_ms, 1.0))
-        assert _fastest(trials, candidates).candidate == chosen
+        assert _fastest(trials, variants).variant == chosen
 
 
 def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any) -> None:
@@ -170,15 +170,15 @@ def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch
     class OutOfResources(Exception):
         pass
 
-    def breaking(candidate: Any, graphs: str) -> Any:
-        if candidate.name == "default":
+    def breaking(variant: Any, graphs: str) -> Any:
+        if variant.name == "default":
             raise OutOfResources("shared memory, required: 262144")
-        return options(candidate, graphs)
+        return options(variant, graphs)
 
     monkeypatch.setattr(programs, "inductor_options", breaking)
     for record in auto().records:
-        assert record.candidate != "default"
-        errors = {trial.candidate: trial.error for trial in record.trials}
+        assert record.variant != "default"
+        errors = {trial.variant: trial.error for trial in record.trials}
         assert errors.pop("default") == "shared memory, required: 262144"
         assert errors and not any(errors.values())
 
@@ -198,13 +198,13 @@ def test_a_fast_candidate_that_is_not_the_model_is_passed_over_and_shown(
     first, second = auto().records[0], auto().records[0]
     refuted = [trial for trial in first.trials if trial.error]
     assert [(trial.step_ms, trial.error) for trial in refuted] == [(None, "not the eager model: KL 0.5")]
-    assert first.candidate != refuted[0].candidate and first.parity.passed
-    assert second.candidate == first.candidate, "a warm start does not try it again"
+    assert first.variant != refuted[0].variant and first.parity.passed
+    assert second.variant == first.variant, "a warm start does not try it again"
     assert second.trials == first.trials
 
 
 def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaking(candidate: Any, graphs: str) -> Any:
+    def breaking(variant: Any, graphs: str) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
     monkeypatch.setattr(programs, "inductor_options", breaking)

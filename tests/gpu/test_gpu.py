@@ -18,7 +18,7 @@ from tcdeploy.planning.variants import (
     PDL_COMBO,
     STREAMED_PDL_COMBO,
     STREAMED_PDL_COMBO_FUSED,
-    with_attention,
+    attention_variant,
 )
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import sealed
@@ -151,17 +151,17 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
     for bucket in deployment.plan.decode_buckets:
         sequences = sequences_for(deployment, bucket.size)
         logits = {}
-        for candidate in (
+        for variant in (
             DEFAULT, PDL_COMBO, STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
             MAX_AUTOTUNE_PDL,
         ):  # fmt: skip
-            runner.choose(bucket, candidate)
+            runner.set_variant(bucket, variant)
             for _ in range(3):
                 runner.row_assignment.assign_prefilled(sequences)
-                logits[candidate.name] = runner.rerun(bucket).logits.float().clone()
+                logits[variant.name] = runner.rerun(bucket).logits.float().clone()
             runner.capture(bucket)
             runner.row_assignment.assign_prefilled(sequences)
-            torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[candidate.name])
+            torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[variant.name])
         for name, found in logits.items():
             difference = (found - logits["default"]).norm() / logits["default"].norm()
             assert difference < 0.02, name
@@ -172,13 +172,13 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
     runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
     chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
     logits = {}
-    for candidate in (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, with_attention("torch-flash")):
-        runner.choose(bucket, candidate)
+    for variant in (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, attention_variant("torch-flash")):
+        runner.set_variant(bucket, variant)
         for _ in range(2):
-            logits[candidate.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
-        if deployment.plan.is_recorded(bucket, candidate):
+            logits[variant.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
+        if deployment.plan.is_recorded(bucket, variant):
             runner.capture(bucket)
-            torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[candidate.name])
+            torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[variant.name])
     for name, found in logits.items():
         assert (found - logits["default"]).norm() / logits["default"].norm() < 0.02, name
 

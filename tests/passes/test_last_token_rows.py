@@ -130,8 +130,8 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     found = []
-    for candidate, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (EARLY_ROWS_ADDS, 2)):
-        runner.choose(bucket, candidate)
+    for variant, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (EARLY_ROWS_ADDS, 2)):
+        runner.set_variant(bucket, variant)
         with measured() as made:
             runner.rerun(bucket)  # may compile: the engine may not
         assert made.counts.programs == programs

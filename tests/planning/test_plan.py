@@ -326,14 +326,14 @@ def test_max_autotune_is_said_to_autotune() -> None:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
 def test_every_mode_but_auto_names_one_candidate(mode: str) -> None:
     plan = plan_for(mode=mode)
-    assert {len(plan.candidates(bucket)) for bucket in plan.buckets} == {1}
+    assert {len(plan.variants(bucket)) for bucket in plan.buckets} == {1}
 
 
 @pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
 def test_mode_auto_tries_several_candidates_of_different_names(environment: Environment) -> None:
     plan = plan_for(environment, mode="auto")
     for bucket in plan.buckets:
-        names = [candidate.name for candidate in plan.candidates(bucket)]
+        names = [variant.name for variant in plan.variants(bucket)]
         assert len(set(names)) == len(names) > 1
 
 
@@ -633,13 +633,13 @@ def test_the_buckets_of_the_plan_are_exactly_those_asked_for_and_the_cache_cover
 def test_rows_are_chosen_early_in_whole_layers_of_static_shape_alone() -> None:
     def tried(**asked: Any) -> set[bool]:
         plan = plan_for(**{"mode": "auto", "buckets": (512, 2048), **asked})
-        return {any(one.early_rows for one in plan.candidates(bucket)) for bucket in plan.prefill_buckets}
+        return {any(one.early_rows for one in plan.variants(bucket)) for bucket in plan.prefill_buckets}
 
     assert tried() == {True}
     assert tried(buckets=(128,)) == {False}, "it brought nothing there"
     assert tried(region="blocks") == tried(shapes="dynamic", buckets=(2048,)) == {False}
     plan = plan_for(mode="auto")
-    assert not any(one.early_rows for bucket in plan.decode_buckets for one in plan.candidates(bucket))
+    assert not any(one.early_rows for bucket in plan.decode_buckets for one in plan.variants(bucket))
 
 
 def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked_for() -> None:
@@ -647,16 +647,16 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
 
     def tried(environment: Environment = with_package_4, **asked: Any) -> list[list[str]]:
         plan = plan_for(environment, buckets=(512, 4096), context=8192, **{"mode": "auto", **asked})
-        return [[one.attention for one in plan.candidates(b) if one.attention] for b in plan.prefill_buckets]
+        return [[one.attention for one in plan.variants(b) if one.attention] for b in plan.prefill_buckets]
 
     assert tried() == [[], ["flash-attn-4"]]
     assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
     assert "4096 tokens" in decision_on(plan_for(with_package_4, mode="auto"), "other attention").reason
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
-    candidates = {one.name: one for one in plan.candidates(plan.buckets[0])}
-    assert plan.is_recorded(plan.buckets[0], candidates["default"])
-    assert not plan.is_recorded(plan.buckets[0], candidates["flash-attn-4"]), "it reads lengths on the host"
+    variants = {one.name: one for one in plan.variants(plan.buckets[0])}
+    assert plan.is_recorded(plan.buckets[0], variants["default"])
+    assert not plan.is_recorded(plan.buckets[0], variants["flash-attn-4"]), "it reads lengths on the host"
 
 
 def test_a_large_bucket_packs_more_prompts() -> None:
