@@ -128,7 +128,7 @@ def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gat
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     out = x.new_empty(rows, n // 2 if gated else n)
     early = launches_early(x.device)
-    _linear_kernel[(triton.cdiv(n, tile.columns),)](
+    _skinny_gemm_kernel[(triton.cdiv(n, tile.columns),)](
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
         _padded_rows(rows), tile.columns, fitted_depth(tile.depth, k), tile.slices, gated, early,
         num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
@@ -150,7 +150,7 @@ def fitted_depth(depth: int, k: int) -> int:
 
 # `rows` is not specialised: else a batch of 16 would compile the kernel again.
 @triton.jit(do_not_specialize=["rows"])
-def _linear_kernel(
+def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr,
     EARLY: tl.constexpr,

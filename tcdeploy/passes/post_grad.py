@@ -50,10 +50,10 @@ OP_FOLDERS = ("attention", "linear")
 
 
 class RewriteProducts(CustomGraphPass):
-    """All of the above; `streams`, `adds` and `fuses` ask for what is named so."""
+    """All of the above; `skinny_gemm`, `adds` and `fuses` ask for what is named so."""
 
-    def __init__(self, streams: bool = False, adds: bool = False, fuses: bool = False) -> None:
-        self.streams, self.adds, self.fuses = streams, adds, fuses
+    def __init__(self, skinny_gemm: bool = False, adds: bool = False, fuses: bool = False) -> None:
+        self.skinny_gemm, self.adds, self.fuses = skinny_gemm, adds, fuses
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
@@ -62,8 +62,8 @@ class RewriteProducts(CustomGraphPass):
         if self.fuses:
             fuse_rope_into_attention(graph)
         store_long_rows(graph)
-        if self.streams and importlib.util.find_spec("triton"):
-            _stream(graph)
+        if self.skinny_gemm and importlib.util.find_spec("triton"):
+            replace_with_skinny_gemm(graph)
             add_residuals(graph)
             if self.fuses:
                 end_in_gates(graph)
@@ -72,7 +72,7 @@ class RewriteProducts(CustomGraphPass):
             add_in_place(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.streams} {self.adds} {self.fuses}")
+        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.adds} {self.fuses}")
 
 
 @functools.cache
@@ -100,10 +100,10 @@ def _merge_identical(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def _stream(graph: Graph) -> None:
+def replace_with_skinny_gemm(graph: Graph) -> None:
     for node in list(graph.nodes):
         product = product_of(node)
-        configs = _configs(product) if product is not None else ()
+        configs = _skinny_gemm_configs(product) if product is not None else ()
         if product is None or not configs:
             continue
         with graph.inserting_before(node):
@@ -112,17 +112,17 @@ def _stream(graph: Graph) -> None:
         graph.erase_node(node)
 
 
-def _configs(product: Product) -> tuple[int, ...]:
+def _skinny_gemm_configs(product: Product) -> tuple[int, ...]:
     from tcdeploy.linear import skinny_gemm as kernels, gemv as vector
 
     x, weight = product.x.meta["val"], product.weight.meta["val"]
-    if not _is_streamable(x, weight):
+    if not _supports_skinny_gemm(x, weight):
         return ()
     if x.shape[0] != 1:
         return kernels.candidates(x.shape[0], *weight.shape)
     return vector.candidates(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
 
 
-def _is_streamable(x: Tensor, weight: Tensor) -> bool:
+def _supports_skinny_gemm(x: Tensor, weight: Tensor) -> bool:
     half = x.dtype in (torch.bfloat16, torch.float16) and weight.dtype == x.dtype
     return half and isinstance(x.shape[0], int) and weight.is_contiguous() and x.stride(1) == 1

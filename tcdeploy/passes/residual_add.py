@@ -23,7 +23,7 @@ def add_residuals(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
-        products = [arg for arg in node.args if _is_streamed_for(node, arg)]
+        products = [arg for arg in node.args if _is_unbiased_skinny_gemm(node, arg)]
         others = [arg for arg in node.args if arg not in products]
         if len(products) != 1 or not isinstance(others[0], Node):
             continue
@@ -91,7 +91,7 @@ def _are_alike(*values: Tensor) -> bool:
     return len({(value.dtype, value.shape) for value in values}) == 1
 
 
-def _is_streamed_for(reader: Node, arg: Any) -> bool:
+def _is_unbiased_skinny_gemm(reader: Node, arg: Any) -> bool:
     """Whether `arg` is a streamed product without a bias, and nothing but `reader` reads it."""
     while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [reader]:
         if arg.target is ours.linear.default:

@@ -86,7 +86,7 @@ from dataclasses import dataclass
 class Variant:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `streams` gives products of few rows to our own kernels (linear/). `adds` has cuBLAS add a layer's last product to
+    `skinny_gemm` gives products of few rows to our own kernels (linear/). `adds` has cuBLAS add a layer's last product to
     the residual in its place. `fuses` has a product of our kernels end in the MLP's gate and, of one row, normalise its
     input, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
@@ -96,7 +96,7 @@ class Variant:
 
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
-    streams: bool = False
+    skinny_gemm: bool = False
     adds: bool = False
     fuses: bool = False
     edges: bool = True
@@ -110,7 +110,7 @@ class Variant:
 
     @property
     def _layer(self) -> tuple[object, ...]:
-        return self.inductor, self.streams, self.adds, self.fuses, self.attention
+        return self.inductor, self.skinny_gemm, self.adds, self.fuses, self.attention
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -126,17 +126,17 @@ DEFAULT = Variant("default", edges=False)
 WITH_PDL = Variant("pdl", (PDL,))
 PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
 DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
-STREAMED_PDL = Variant("streamed+pdl", (PDL,), streams=True)
-STREAMED_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO), streams=True)
-STREAMED_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), streams=True, fuses=True)
+SKINNY_PDL = Variant("streamed+pdl", (PDL,), skinny_gemm=True)
+SKINNY_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO), skinny_gemm=True)
+SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), skinny_gemm=True, fuses=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.
 DECODE_ONE = (
-    STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_FEW = (
-    STREAMED_PDL_COMBO_FUSED, STREAMED_PDL_COMBO, STREAMED_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
@@ -146,7 +146,7 @@ EARLY_ROWS_ADDS = Variant("early-rows+adds", adds=True, edges=False, early_rows=
 PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS)
 SHORT_TOKENS = 256
-STREAMED_ROWS = 64  # our kernel's most
+SKINNY_GEMM_MAX_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
@@ -171,4 +171,4 @@ def variants(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: in
         return PREFILL_ELSEWHERE if not is_hopper else PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
     if not is_hopper:
         return DECODE_ELSEWHERE
-    return DECODE_ONE if size == 1 else DECODE_FEW if size <= STREAMED_ROWS else DECODE_MANY
+    return DECODE_ONE if size == 1 else DECODE_FEW if size <= SKINNY_GEMM_MAX_ROWS else DECODE_MANY

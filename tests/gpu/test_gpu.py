@@ -16,8 +16,8 @@ from tcdeploy.planning.variants import (
     EARLY_ROWS_ADDS,
     MAX_AUTOTUNE_PDL,
     PDL_COMBO,
-    STREAMED_PDL_COMBO,
-    STREAMED_PDL_COMBO_FUSED,
+    SKINNY_PDL_COMBO,
+    SKINNY_PDL_COMBO_FUSED,
     attention_variant,
 )
 from tcdeploy.compiler.ledger import measured
@@ -152,7 +152,7 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
         sequences = sequences_for(deployment, bucket.size)
         logits = {}
         for variant in (
-            DEFAULT, PDL_COMBO, STREAMED_PDL_COMBO, STREAMED_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
+            DEFAULT, PDL_COMBO, SKINNY_PDL_COMBO, SKINNY_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
             MAX_AUTOTUNE_PDL,
         ):  # fmt: skip
             runner.set_variant(bucket, variant)

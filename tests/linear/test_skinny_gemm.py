@@ -167,7 +167,7 @@ def test_what_cublas_does_as_well_or_the_kernel_cannot_is_refused(rows: int, n: 
 
 
 def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
-    assert candidate.STREAMED_ROWS == kernels.MAX_ROWS
+    assert candidate.SKINNY_GEMM_MAX_ROWS == kernels.MAX_ROWS
 
 
 def launch(rows: int, n: int, k: int, config: int, gated: bool = False) -> None:

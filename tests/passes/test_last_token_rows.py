@@ -32,7 +32,7 @@ class Seen(RewriteProducts):
     """The pass, and the rows of every matrix product that it leaves."""
 
     def __init__(self) -> None:
-        super().__init__(streams=False)
+        super().__init__(skinny_gemm=False)
         self.rows: list[int] = []
 
     def __call__(self, graph: torch.fx.Graph) -> None:

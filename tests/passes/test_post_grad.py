@@ -31,7 +31,7 @@ def products(module: nn.Module, merge: bool) -> tuple[int, torch.Tensor]:
     forget_programs()
     torch.manual_seed(2)
     x = torch.randn(8, 64)
-    rewrite = RewriteProducts(streams=False) if merge else None
+    rewrite = RewriteProducts(skinny_gemm=False) if merge else None
     with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=rewrite):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
     return len(re.findall(r"extern_kernels\.(?:add)?mm\(|mkldnn\._linear", "\n".join(code))), out
@@ -76,7 +76,7 @@ def streamed_calls(module: Projection, dtype: torch.dtype = torch.bfloat16) -> t
     torch.manual_seed(3)
     module = module.to(dtype).eval().requires_grad_(False)
     x = torch.randn(module.rows, 1024, dtype=dtype)
-    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=RewriteProducts(streams=True)):
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=RewriteProducts(skinny_gemm=True)):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
         return len(re.findall(r"torch\.ops\.tcdeploy\.linear\.default\(", "\n".join(code))), out, module(x)
 
@@ -131,7 +131,7 @@ def test_a_product_that_stands_there_in_its_parts_is_merged_and_cut_in_place() -
     forget_programs()
     module, x = Rows().eval(), torch.randn(1, 1, 32).bfloat16()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
-        with inductor_config.patch(post_grad_custom_pre_pass=Counting(streams=False)):
+        with inductor_config.patch(post_grad_custom_pre_pass=Counting(skinny_gemm=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)
         assert (sums, cuts) == ([1], [3])
         for mine, wanted in zip(found, module(x), strict=True):
@@ -162,7 +162,7 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
 
     forget_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
-        with inductor_config.patch(post_grad_custom_pre_pass=Listing(streams=False)):
+        with inductor_config.patch(post_grad_custom_pre_pass=Listing(skinny_gemm=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)
         torch.testing.assert_close(found, module(x), rtol=2e-2, atol=2e-2)
     return len(stored)

@@ -27,7 +27,7 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def test_a_streamed_product_adds_the_residual_on_either_side_of_it() -> None:
     for function in (lambda x: x + product(x), lambda x: product(x) + x):
-        found = rewritten(function, rows(1, 4), streams=True)
+        found = rewritten(function, rows(1, 4), skinny_gemm=True)
         assert (found[STREAMED], found[ADDITION]) == (1, 0)
 
 
@@ -44,7 +44,7 @@ def test_a_streamed_product_adds_the_residual_on_either_side_of_it() -> None:
     ids=["a bias", "another reader", "a transposed residual", "another dtype", "broadcasting", "a number"],
 )
 def test_a_streamed_product_leaves_what_it_cannot_add(function: Callable[[Tensor], Tensor], additions: int) -> None:
-    found = rewritten(function, rows(1, 4), streams=True)
+    found = rewritten(function, rows(1, 4), skinny_gemm=True)
     assert (found[STREAMED], found[ADDITION]) == (1, additions)
 
 
