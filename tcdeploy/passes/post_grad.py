@@ -32,7 +32,7 @@ from torch.fx import Graph, Node
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
 from tcdeploy.passes import residual_add as additions, last_token_rows as early_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
 from tcdeploy.torch_compat import graph_cache_keys as keys
-from tcdeploy.passes.residual_add import add_in_place, add_residuals
+from tcdeploy.passes.residual_add import fuse_inplace_residual_add, add_residuals
 from tcdeploy.passes.last_token_rows import choose_early
 from tcdeploy.passes.silu_mul import end_in_gates
 from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
@@ -50,10 +50,10 @@ OP_FOLDERS = ("attention", "linear")
 
 
 class RewriteProducts(CustomGraphPass):
-    """All of the above; `skinny_gemm`, `adds` and `fuses` ask for what is named so."""
+    """All of the above; `skinny_gemm`, `inplace_residual` and `fuses` ask for what is named so."""
 
-    def __init__(self, skinny_gemm: bool = False, adds: bool = False, fuses: bool = False) -> None:
-        self.skinny_gemm, self.adds, self.fuses = skinny_gemm, adds, fuses
+    def __init__(self, skinny_gemm: bool = False, inplace_residual: bool = False, fuses: bool = False) -> None:
+        self.skinny_gemm, self.inplace_residual, self.fuses = skinny_gemm, inplace_residual, fuses
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
@@ -68,11 +68,11 @@ class RewriteProducts(CustomGraphPass):
             if self.fuses:
                 end_in_gates(graph)
                 fold_norms(graph)
-        if self.adds:
-            add_in_place(graph)
+        if self.inplace_residual:
+            fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.adds} {self.fuses}")
+        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fuses}")
 
 
 @functools.cache

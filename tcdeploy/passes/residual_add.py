@@ -41,7 +41,7 @@ def add_residuals(graph: Graph) -> None:
         erase_unread(graph, products[0])
 
 
-def add_in_place(graph: Graph) -> None:
+def fuse_inplace_residual_add(graph: Graph) -> None:
     """Let a product be added to the sum before it, where that is read no more: the end of a layer, down plus residual.
 
     The sum is a fresh tensor, never an input of the graph nor a view of one.

@@ -86,7 +86,7 @@ from dataclasses import dataclass
 class Variant:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
-    `skinny_gemm` gives products of few rows to our own kernels (linear/). `adds` has cuBLAS add a layer's last product to
+    `skinny_gemm` gives products of few rows to our own kernels (linear/). `inplace_residual` has cuBLAS add a layer's last product to
     the residual in its place. `fuses` has a product of our kernels end in the MLP's gate and, of one row, normalise its
     input, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
@@ -97,7 +97,7 @@ class Variant:
     name: str
     inductor: tuple[tuple[str, bool | str], ...] = ()
     skinny_gemm: bool = False
-    adds: bool = False
+    inplace_residual: bool = False
     fuses: bool = False
     edges: bool = True
     early_rows: bool = False
@@ -110,7 +110,7 @@ class Variant:
 
     @property
     def _layer(self) -> tuple[object, ...]:
-        return self.inductor, self.skinny_gemm, self.adds, self.fuses, self.attention
+        return self.inductor, self.skinny_gemm, self.inplace_residual, self.fuses, self.attention
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -141,10 +141,10 @@ DECODE_FEW = (
 DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
 EARLY_ROWS = Variant("early-rows", edges=False, early_rows=True)
-EARLY_ROWS_ADDS = Variant("early-rows+adds", adds=True, edges=False, early_rows=True)
+LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, edges=False, early_rows=True)
 # Default first: what it compiles serves early-rows too.
-PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS, MAX_AUTOTUNE)
-PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS)
+PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
+PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE)
 SHORT_TOKENS = 256
 SKINNY_GEMM_MAX_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, EARLY_ROWS_ADDS
+from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE
 from tcdeploy.passes import last_token_rows as early_rows
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.passes.post_grad import RewriteProducts
@@ -130,7 +130,7 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     found = []
-    for variant, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (EARLY_ROWS_ADDS, 2)):
+    for variant, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
         with measured() as made:
             runner.rerun(bucket)  # may compile: the engine may not

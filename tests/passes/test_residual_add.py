@@ -54,7 +54,7 @@ def test_a_product_is_added_in_the_place_of_a_sum_that_nothing_reads_later() -> 
         return middle + product(middle * 0.5)
 
     for function in (block, lambda x: block(block(x))):
-        found = rewritten(function, rows(1, 70), adds=True)
+        found = rewritten(function, rows(1, 70), inplace_residual=True)
         assert found[IN_PLACE] == found[torch.ops.aten.tanh.default] > 0
         assert found[torch.ops.aten.mm.default] == 0
 
@@ -84,5 +84,5 @@ def read_later_through_a_view(x: Tensor) -> Tensor:
     ids=["an input", "no sum", "another dtype", "a bias", "broadcasting", "read later", "read later through a view"],
 )
 def test_what_cannot_be_written_over_is_not(function: Callable[[Tensor], Tensor]) -> None:
-    found = rewritten(function, rows(1, 70), adds=True)
+    found = rewritten(function, rows(1, 70), inplace_residual=True)
     assert found[IN_PLACE] == 0 and found[torch.ops.aten.mm.default] + found[torch.ops.aten.addmm.default] == 1
