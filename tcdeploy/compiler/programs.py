@@ -92,7 +92,7 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
 def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
-    rewrite = rewrite_products(variant.skinny_gemm, variant.inplace_residual, variant.fuses)
+    rewrite = rewrite_products(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor)}
 

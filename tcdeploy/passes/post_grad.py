@@ -50,29 +50,29 @@ OP_FOLDERS = ("attention", "linear")
 
 
 class RewriteProducts(CustomGraphPass):
-    """All of the above; `skinny_gemm`, `inplace_residual` and `fuses` ask for what is named so."""
+    """All of the above; `skinny_gemm`, `inplace_residual` and `fused_epilogues` ask for what is named so."""
 
-    def __init__(self, skinny_gemm: bool = False, inplace_residual: bool = False, fuses: bool = False) -> None:
-        self.skinny_gemm, self.inplace_residual, self.fuses = skinny_gemm, inplace_residual, fuses
+    def __init__(self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False) -> None:
+        self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
         choose_early(graph)
         cut_in_place(graph)
-        if self.fuses:
+        if self.fused_epilogues:
             fuse_rope_into_attention(graph)
         store_long_rows(graph)
         if self.skinny_gemm and importlib.util.find_spec("triton"):
             replace_with_skinny_gemm(graph)
             add_residuals(graph)
-            if self.fuses:
+            if self.fused_epilogues:
                 end_in_gates(graph)
                 fold_norms(graph)
         if self.inplace_residual:
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fuses}")
+        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
 
 
 @functools.cache

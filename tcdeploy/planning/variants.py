@@ -87,7 +87,7 @@ class Variant:
     """`inductor` are settings of torch._inductor.config by dotted name.
 
     `skinny_gemm` gives products of few rows to our own kernels (linear/). `inplace_residual` has cuBLAS add a layer's last product to
-    the residual in its place. `fuses` has a product of our kernels end in the MLP's gate and, of one row, normalise its
+    the residual in its place. `fused_epilogues` has a product of our kernels end in the MLP's gate and, of one row, normalise its
     input, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
     `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
@@ -98,7 +98,7 @@ class Variant:
     inductor: tuple[tuple[str, bool | str], ...] = ()
     skinny_gemm: bool = False
     inplace_residual: bool = False
-    fuses: bool = False
+    fused_epilogues: bool = False
     edges: bool = True
     early_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
@@ -110,7 +110,7 @@ class Variant:
 
     @property
     def _layer(self) -> tuple[object, ...]:
-        return self.inductor, self.skinny_gemm, self.inplace_residual, self.fuses, self.attention
+        return self.inductor, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
@@ -128,7 +128,7 @@ PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
 DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
 SKINNY_PDL = Variant("streamed+pdl", (PDL,), skinny_gemm=True)
 SKINNY_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO), skinny_gemm=True)
-SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), skinny_gemm=True, fuses=True)
+SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.

@@ -112,7 +112,7 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
 
 def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model by the pass that GPUs' candidates ask for: attention turns queries and keys by itself."""
-    fused, calls = Variant("fused", fuses=True), []
+    fused, calls = Variant("fused", fused_epilogues=True), []
     decode = backends.DECODE["reference"]
 
     def noted(*args: Any) -> Any:

@@ -53,10 +53,10 @@ class RotaryCheckingPass(RewriteProducts):
 
 
 def turns_in_attention(
-    turn: Rotation, fuses: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
+    turn: Rotation, fused_epilogues: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
 ) -> bool:
     """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
-    looking, function = RotaryCheckingPass(fuses=fuses), attention(turn)
+    looking, function = RotaryCheckingPass(fused_epilogues=fused_epilogues), attention(turn)
     caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
     x = torch.randn(1, BATCH, WIDTH, dtype=dtype)
     cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
@@ -76,7 +76,7 @@ def turns_in_attention(
 def test_what_transformers_turns_by_halves_is_turned_in_attention() -> None:
     assert turns_in_attention(apply_rotary_pos_emb)
     assert turns_in_attention(apply_rotary_pos_emb, dtype=torch.bfloat16)
-    assert not turns_in_attention(apply_rotary_pos_emb, fuses=False), "nobody asked"
+    assert not turns_in_attention(apply_rotary_pos_emb, fused_epilogues=False), "nobody asked"
 
 
 def test_angles_of_another_kind_are_not_for_the_kernel() -> None:

@@ -41,7 +41,7 @@ def gated_from_the_right(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("function", [gated, gated_from_the_right])
 def test_the_product_ends_in_its_gate(function: Callable[[Tensor], Tensor]) -> None:
     for shape in ((1,), (4,), (1, 1), (1, 4), (1, 16)):
-        found = rewritten(function, rows(*shape), skinny_gemm=True, fuses=True)
+        found = rewritten(function, rows(*shape), skinny_gemm=True, fused_epilogues=True)
         assert (found[GATED], found[STREAMED]) == (1, 0)
         assert found[torch.ops.aten.exp.default] == 0
     assert rewritten(function, rows(4), skinny_gemm=True)[GATED] == 0, "nobody asked"
@@ -110,5 +110,5 @@ def left_in_float32(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_whatever_is_something_else_stays(function: Callable[[Tensor], Tensor]) -> None:
-    found = rewritten(function, rows(4), skinny_gemm=True, fuses=True)
+    found = rewritten(function, rows(4), skinny_gemm=True, fused_epilogues=True)
     assert found[GATED] == 0 and found[STREAMED] > 0
