@@ -41,7 +41,7 @@ from tcdeploy.cache.manifest import (
 )
 from tcdeploy.passes.post_grad import sources_digest
 from tcdeploy.compiler.programs import compile_regions
-from tcdeploy.compiler.regions import find_edges, find_layers, regions_to_compile
+from tcdeploy.compiler.regions import find_head_modules, find_layers, regions_to_compile
 from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
@@ -121,8 +121,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         runner = _load(decided)
     with stages.stage("compile"):
         layers = find_layers(runner.model, architecture)
-        edges = find_edges(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
-        compile_regions(regions_to_compile(runner.model, layers, plan.region), edges, plan, runner.step)
+        head_modules = find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
+        compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
         known = _known(decided, earlier)
         with UsedFiles(cache_dir).watching() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)

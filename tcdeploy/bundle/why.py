@@ -72,18 +72,18 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     of_plan = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
     found = [
         _forecast_bucket(
-            bucket, cached, plan, [*everywhere, *(of_edges if _has_edges(bucket, plan) else ()), *_of(bucket, of_plan)]
+            bucket, cached, plan, [*everywhere, *(of_edges if _compiles_head(bucket, plan) else ()), *_of(bucket, of_plan)]
         )
         for bucket in plan.buckets
     ]
     return Forecast(tuple(found), tuple(everywhere + of_edges + of_plan))
 
 
-def _has_edges(bucket: Bucket, plan: Plan) -> bool:
+def _compiles_head(bucket: Bucket, plan: Plan) -> bool:
     """Whether what runs before and after the layers is compiled too; with several candidates, if any does it."""
     if plan.region == "model":
         return True
-    return plan.graphs == "step" and not bucket.is_prefill and any(one.edges for one in plan.variants(bucket))
+    return plan.graphs == "step" and not bucket.is_prefill and any(one.compile_head for one in plan.variants(bucket))
 
 
 def _of(bucket: Bucket, of_plan: list[Difference]) -> list[Difference]:

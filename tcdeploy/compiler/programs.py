@@ -36,7 +36,7 @@ PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch 
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan, step: AttentionMetadata) -> None:
+def compile_regions(regions: list[nn.Module], head_modules: list[nn.Module], plan: Plan, step: AttentionMetadata) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
     `step` is the layers': its `variant` says how the running bucket's program is to be made. Edges (what runs before
@@ -53,12 +53,12 @@ def compile_regions(regions: list[nn.Module], edges: list[nn.Module], plan: Plan
         for bucket in plan.buckets:
             if bucket.min_size:
                 _mark_lengths_dynamic(region, step, bucket)
-    for edge in edges:
-        _compile_in_place(edge, plan, step, is_edge=True)
+    for head_module in head_modules:
+        _compile_in_place(head_module, plan, step, is_head=True)
 
 
 def _compile_in_place(
-    region: nn.Module, plan: Plan, step: AttentionMetadata, is_edge: bool = False, is_last: bool = False
+    region: nn.Module, plan: Plan, step: AttentionMetadata, is_head: bool = False, is_last: bool = False
 ) -> None:
     """Fill the slot that `region.compile()` would fill, with one compiled call per candidate.
 
@@ -69,7 +69,7 @@ def _compile_in_place(
     compiled: dict[Variant, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_edge and (step.is_prefill or not step.variant.edges):
+        if is_head and (step.is_prefill or not step.variant.head_modules):
             return region._call_impl(*args, **kwargs)
         program = compiled.get(step.variant)
         if program is None:

@@ -39,7 +39,7 @@ def _holds_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
-def find_edges(model: nn.Module, layers: list[DecoderLayer]) -> list[nn.Module]:
+def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[nn.Module]:
     """What a step runs before and after the layers and is worth a program: final norm, rotary factors, head.
 
     Neighbours of the stack of layers, on every level above it. Embeddings are one kernel as they are. Rotary factors

@@ -88,7 +88,7 @@ class Variant:
 
     `skinny_gemm` gives products of few rows to our own kernels (linear/). `inplace_residual` has cuBLAS add a layer's last product to
     the residual in its place. `fused_epilogues` has a product of our kernels end in the MLP's gate and, of one row, normalise its
-    input, and decode attention turn its queries and keys. `edges` makes programs of what a decode step runs before
+    input, and decode attention turn its queries and keys. `compile_head` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
     `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
     program more (passes/last_token_rows.py).
@@ -99,7 +99,7 @@ class Variant:
     skinny_gemm: bool = False
     inplace_residual: bool = False
     fused_epilogues: bool = False
-    edges: bool = True
+    compile_head: bool = True
     early_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
     handicap: float = 1.0  # times this, its time is compared with the others'
@@ -122,7 +122,7 @@ DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip
 AUTOTUNE = (("max_autotune", True), *DESCENT)
-DEFAULT = Variant("default", edges=False)
+DEFAULT = Variant("default", compile_head=False)
 WITH_PDL = Variant("pdl", (PDL,))
 PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
 DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
@@ -140,8 +140,8 @@ DECODE_FEW = (
 )  # fmt: skip
 DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
-EARLY_ROWS = Variant("early-rows", edges=False, early_rows=True)
-LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, edges=False, early_rows=True)
+EARLY_ROWS = Variant("early-rows", compile_head=False, early_rows=True)
+LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, compile_head=False, early_rows=True)
 # Default first: what it compiles serves early-rows too.
 PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE)
@@ -152,7 +152,7 @@ CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUT
 
 def attention_variant(backend: str) -> Variant:
     """A long prefill by a package's attention: its import costs every start 5 to 10 s, so it must bring something."""
-    return Variant(backend, edges=False, attention=backend, handicap=1.05)
+    return Variant(backend, compile_head=False, attention=backend, handicap=1.05)
 
 
 def variants(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:

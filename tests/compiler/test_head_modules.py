@@ -12,7 +12,7 @@ from tcdeploy.attention.interface import empty_attention_metadata
 from tcdeploy.planning.variants import DEFAULT, WITH_PDL
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.compiler.programs import compile_regions
-from tcdeploy.compiler.regions import find_edges, find_layers
+from tcdeploy.compiler.regions import find_head_modules, find_layers
 from tcdeploy.models.load import load_config
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.plan import make_plan
@@ -21,21 +21,21 @@ from tests.conftest import forget_programs
 from tests.model_families import save_config
 from tests.machines import LAPTOP
 
-EDGES = {
+HEAD_MODULES = {
     "llama": ["LlamaRMSNorm", "LlamaRotaryEmbedding", "Linear"],
     "gemma3_text": ["Gemma3RMSNorm", "Gemma3RotaryEmbedding", "Linear"],
     "gpt2": ["LayerNorm", "Linear"],
 }
 
 
-@pytest.mark.parametrize("family", EDGES)
+@pytest.mark.parametrize("family", HEAD_MODULES)
 def test_the_neighbours_of_the_layers_are_found(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = load_config(build_recipe({"model": save_config(family, tmp_path)}, environ={}))
     model = AutoModelForCausalLM.from_config(config)
-    edges = find_edges(model, find_layers(model, probe(config)))
-    assert sorted(type(edge).__name__ for edge in edges) == sorted(EDGES[family])
+    head_modules = find_head_modules(model, find_layers(model, probe(config)))
+    assert sorted(type(head_module).__name__ for head_module in head_modules) == sorted(HEAD_MODULES[family])
 
 
 def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_eagerly_else(tmp_path: Path) -> None:
