@@ -45,7 +45,7 @@ class AttentionMetadata:
     decode_splits: int
     variant: Variant = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
     prefill_backend: str = ""  # none: whoever runs a prefill step names it (engine/runner.py)
-    early_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
+    last_token_rows: Tensor | None = None  # [outputs] int64: the only rows of the last layer that this step wants
 
     def show(self, other: AttentionMetadata) -> None:
         """Take over the tensors of `other`: the object stays the one that all layers hold."""

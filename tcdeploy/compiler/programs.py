@@ -76,7 +76,7 @@ def _compile_in_place(
             options = inductor_options(step.variant, plan.graphs)
             program = torch.compile(_run_region, fullgraph=True, dynamic=False, options=options)
             compiled[step.variant] = program
-        return program(region, step.early_rows if is_last else None, *args, **kwargs)
+        return program(region, step.last_token_rows if is_last else None, *args, **kwargs)
 
     region._compiled_call_impl = call  # type: ignore[assignment]
 

@@ -154,8 +154,8 @@ class ModelRunner:
     @torch.no_grad()
     def _call(self, buffers: StepBuffers) -> StepOutput:
         variant = self._show(buffers)
-        early_rows = buffers.logit_rows if variant.early_rows else None
-        logits = self._logits(buffers, early_rows, None if variant.early_rows else buffers.logit_rows)
+        last_token_rows = buffers.logit_rows if variant.last_token_rows else None
+        logits = self._logits(buffers, last_token_rows, None if variant.last_token_rows else buffers.logit_rows)
         state = self.state
         tokens = advance(
             logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
@@ -176,18 +176,18 @@ class ModelRunner:
             torch.compiler.cudagraph_mark_step_begin()
         return variant
 
-    def _logits(self, buffers: StepBuffers, early_rows: Tensor | None, late_rows: Tensor | None) -> Tensor:
+    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, late_rows: Tensor | None) -> Tensor:
         """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""
         keep: dict[str, Any] = {}
         if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
             keep["logits_to_keep"] = 0 if late_rows is None else late_rows
-        self.step.early_rows = early_rows
+        self.step.last_token_rows = last_token_rows
         try:
             logits = self.model(
                 input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep
             ).logits[0]
         finally:
-            self.step.early_rows = None  # the reference runs the same layers
+            self.step.last_token_rows = None  # the reference runs the same layers
         return logits if late_rows is None or keep else logits[late_rows]
 
 

@@ -7,7 +7,7 @@
 - Adding in place: cuBLAS adds a product to the residual, where nothing else reads that (candidates named "adds").
 - Fusing (candidates named "fused"): a streamed product ends in the gate that reads it (gates.py) and, of one row,
   normalises its input itself (norms.py); decode attention turns its queries and keys itself (rotary.py).
-- Choosing early: see early_rows.py.
+- Choosing early: see last_token_rows.py.
 - Products of one row that Inductor writes itself: see one_row.py.
 
 The pass has a uuid, so programs that went through it are still cached: a hash of its sources, and of those of our ops,
@@ -30,7 +30,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
-from tcdeploy.passes import residual_add as additions, last_token_rows as early_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
+from tcdeploy.passes import residual_add as additions, last_token_rows as last_token_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
 from tcdeploy.torch_compat import graph_cache_keys as keys
 from tcdeploy.passes.residual_add import fuse_inplace_residual_add, add_residuals
 from tcdeploy.passes.last_token_rows import choose_early
@@ -45,7 +45,7 @@ aten = torch.ops.aten
 PARTS = {aten.mul.Tensor, SUM, CONVERT}
 PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
 
-MODULES = (additions, early_rows, gates, keys, nodes, norms, one_row, rotary)
+MODULES = (additions, last_token_rows, gates, keys, nodes, norms, one_row, rotary)
 OP_FOLDERS = ("attention", "linear")
 
 

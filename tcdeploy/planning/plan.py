@@ -124,7 +124,7 @@ class Plan:
         if bucket.is_prefill and bucket.size >= OTHER_ATTENTION_TOKENS:
             known += tuple(map(attention_variant, self.other_attention))
         can_choose = self.region == "layer" and not bucket.min_size
-        return tuple(variant for variant in known if can_choose or not variant.early_rows)
+        return tuple(variant for variant in known if can_choose or not variant.last_token_rows)
 
     def is_recorded(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""

@@ -90,7 +90,7 @@ class Variant:
     the residual in its place. `fused_epilogues` has a product of our kernels end in the MLP's gate and, of one row, normalise its
     input, and decode attention turn its queries and keys. `compile_head` makes programs of what a decode step runs before
     and after its layers too (final norm, rotary factors, head): some 50 us less for 0.3 s more at every start.
-    `early_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
+    `last_token_rows` has the last layer of a prefill step work, after its attention, on the sampled rows alone, for a
     program more (passes/last_token_rows.py).
     """
 
@@ -100,7 +100,7 @@ class Variant:
     inplace_residual: bool = False
     fused_epilogues: bool = False
     compile_head: bool = True
-    early_rows: bool = False
+    last_token_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
     handicap: float = 1.0  # times this, its time is compared with the others'
 
@@ -140,14 +140,14 @@ DECODE_FEW = (
 )  # fmt: skip
 DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
 DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
-EARLY_ROWS = Variant("early-rows", compile_head=False, early_rows=True)
-LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, compile_head=False, early_rows=True)
+LAST_TOKEN_ROWS = Variant("early-rows", compile_head=False, last_token_rows=True)
+LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, compile_head=False, last_token_rows=True)
 # Default first: what it compiles serves early-rows too.
-PREFILL_ELSEWHERE = (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
-PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE)
+PREFILL_ELSEWHERE = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
+PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE)
 SHORT_TOKENS = 256
 SKINNY_GEMM_MAX_ROWS = 64  # our kernel's most
-CPU_PREFILL, CPU_DECODE = (DEFAULT, EARLY_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
+CPU_PREFILL, CPU_DECODE = (DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
 def attention_variant(backend: str) -> Variant:

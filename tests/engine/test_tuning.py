@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tcdeploy.attention import backends
-from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, Variant, attention_variant
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attention_variant
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import Counts, Measured, measured
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
@@ -140,7 +140,7 @@ def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
         return _Made(Measured(float(programs), Counts(programs=programs, cache_misses=programs)), 0.0, None)
 
     again = Measured(0.1, Counts())
-    default, early, other = DEFAULT, EARLY_ROWS, attention_variant("flash-attn-4")
+    default, early, other = DEFAULT, LAST_TOKEN_ROWS, attention_variant("flash-attn-4")
     found = {default: made(1), early: made(2), other: made(4)}
     assert [_compile_step(one, again, found).counts.programs for one in found] == [1, 3, 4]
     timed_before = _compile_step(default, again, {early: made(2)})

@@ -12,7 +12,7 @@ import torch
 from tcdeploy.planning.variants import (
     DEFAULT,
     DESCENT_PDL_COMBO,
-    EARLY_ROWS,
+    LAST_TOKEN_ROWS,
     LAST_TOKEN_ROWS_INPLACE,
     MAX_AUTOTUNE_PDL,
     PDL_COMBO,
@@ -172,7 +172,7 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
     runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
     chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
     logits = {}
-    for variant in (DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE, attention_variant("torch-flash")):
+    for variant in (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, attention_variant("torch-flash")):
         runner.set_variant(bucket, variant)
         for _ in range(2):
             logits[variant.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()

@@ -14,8 +14,8 @@ from torch.fx import Graph, Node
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tcdeploy.planning.variants import DEFAULT, EARLY_ROWS, LAST_TOKEN_ROWS_INPLACE
-from tcdeploy.passes import last_token_rows as early_rows
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
+from tcdeploy.passes import last_token_rows as last_token_rows
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.passes.post_grad import RewriteProducts
 from tcdeploy.engine.sequence import SamplingParams
@@ -120,17 +120,17 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[int] = []
-    move_up = early_rows._move_up
+    move_up = last_token_rows._move_up
 
     def counted(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -> None:
         moved.append(tokens)
         move_up(graph, choice, whole, rows, tokens)
 
-    monkeypatch.setattr(early_rows, "_move_up", counted)
+    monkeypatch.setattr(last_token_rows, "_move_up", counted)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     found = []
-    for variant, programs in ((DEFAULT, 0), (EARLY_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
+    for variant, programs in ((DEFAULT, 0), (LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
         with measured() as made:
             runner.rerun(bucket)  # may compile: the engine may not
@@ -139,4 +139,4 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
         found.append(deployment.engine.generate(prompts, params))
     assert found[0] == found[1] == found[2]
     assert moved == [64, 64], "the last layer's programs, and no other"
-    assert runner.step.early_rows is None, "whoever runs the layers next wants all rows"
+    assert runner.step.last_token_rows is None, "whoever runs the layers next wants all rows"

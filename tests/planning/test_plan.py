@@ -633,13 +633,13 @@ def test_the_buckets_of_the_plan_are_exactly_those_asked_for_and_the_cache_cover
 def test_rows_are_chosen_early_in_whole_layers_of_static_shape_alone() -> None:
     def tried(**asked: Any) -> set[bool]:
         plan = plan_for(**{"mode": "auto", "buckets": (512, 2048), **asked})
-        return {any(one.early_rows for one in plan.variants(bucket)) for bucket in plan.prefill_buckets}
+        return {any(one.last_token_rows for one in plan.variants(bucket)) for bucket in plan.prefill_buckets}
 
     assert tried() == {True}
     assert tried(buckets=(128,)) == {False}, "it brought nothing there"
     assert tried(region="blocks") == tried(shapes="dynamic", buckets=(2048,)) == {False}
     plan = plan_for(mode="auto")
-    assert not any(one.early_rows for bucket in plan.decode_buckets for one in plan.variants(bucket))
+    assert not any(one.last_token_rows for bucket in plan.decode_buckets for one in plan.variants(bucket))
 
 
 def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked_for() -> None:
