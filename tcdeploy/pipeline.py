@@ -50,7 +50,7 @@ from tcdeploy.engine.warmup import Earlier, warm_buckets
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.models.load import config_values, load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
-from tcdeploy.models.packed_linears import pack_siblings
+from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.progress import Progress, Silent
 from tcdeploy.planning.recipe import Recipe
@@ -237,7 +237,7 @@ def _load(decided: Decided) -> ModelRunner:
     plan, architecture = decided.plan, decided.architecture
     register_attention()
     model = load_model(plan, decided.config, ATTENTION_NAME)
-    pack_siblings(model, architecture.siblings)
+    pack_linears(model, architecture.packed_linears)
     step = empty_attention_metadata(plan, architecture)
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
     return ModelRunner(model, plan, step, architecture.vocab_size)

@@ -42,13 +42,13 @@ class PackedSlice(nn.Module):
 
 
 @torch.no_grad()
-def pack_siblings(model: nn.Module, siblings: tuple[tuple[str, ...], ...]) -> None:
+def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> None:
     """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place.
 
     A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones). Smaller
     groups go first: a packed matrix in the place of a larger part would keep the rest of it, unused, for good.
     """
-    for paths in sorted(siblings, key=lambda paths: _values(model, paths)):
+    for paths in sorted(packed_linears, key=lambda paths: _values(model, paths)):
         layers = [model.get_submodule(path) for path in paths]
         if _are_alike(layers):
             _pack(layers, model, paths)

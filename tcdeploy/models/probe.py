@@ -89,7 +89,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         attentions=attentions,
         rope_limit=_rope_limit(text_config),
         activation_values=_activation_values(linear_inputs, text_config),
-        siblings=_siblings(model, linear_inputs),
+        packed_linears=_find_packed_linears(model, linear_inputs),
         config_digest=digest_config(config_values(config)),
     )
 
@@ -108,7 +108,7 @@ def _activation_values(inputs: _LinearInputs, text_config: Any) -> int:
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
-def _siblings(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:
+def _find_packed_linears(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:
     """Groups of two or more plain linear layers that read the very same tensor, once.
 
     They stand in one module (so whatever is compiled as one holds all of a group) and agree on having a bias.

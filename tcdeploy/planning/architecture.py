@@ -43,7 +43,7 @@ class Architecture:
     """A causal LM: `context` in tokens, `parameters` counted once when tied, `dtype` the checkpoint's own.
 
     `rope_limit` is the length beyond which its rotary factors depend on the longest sequence of a batch (longrope), so
-    that neighbours would change one another's answers; 0 where there is none. `siblings` are groups of linear layers
+    that neighbours would change one another's answers; 0 where there is none. `packed_linears` are groups of linear layers
     that read the same input: their weights can be one matrix. `config_digest` stands for all that the config says.
     """
 
@@ -56,7 +56,7 @@ class Architecture:
     attentions: tuple[AttentionFacts, ...]
     rope_limit: int = 0
     activation_values: int = 0  # numbers per token that a layer holds at its widest, estimated from its linear layers
-    siblings: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
+    packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
     config_digest: str = ""
 
     @property

@@ -11,7 +11,7 @@ from torch import nn
 
 from tcdeploy.models.load import load_config
 from tcdeploy.models.probe import probe
-from tcdeploy.models.packed_linears import PackedSlice, pack_siblings
+from tcdeploy.models.packed_linears import PackedSlice, pack_linears
 from tcdeploy.planning.recipe import build_recipe
 from tests.model_families import LAYERS, save_config
 
@@ -39,7 +39,7 @@ def small_model(family: str, folder: Path) -> tuple[Any, Any]:
 @pytest.mark.parametrize("family", GROUPS)
 def test_the_probe_finds_which_projections_share_their_input(family: str, tmp_path: Path) -> None:
     config, _ = small_model(family, tmp_path)
-    found = probe(config).siblings
+    found = probe(config).packed_linears
     assert [{path.rpartition(".")[2] for path in group} for group in found] == GROUPS[family] * LAYERS
 
 
@@ -49,8 +49,8 @@ def test_packed_weights_are_the_only_copy_and_give_the_same_logits(family: str, 
     ids = torch.arange(3, 20)[None]
     before = model(input_ids=ids, use_cache=False).logits
     bytes_before = sum(parameter.nbytes for parameter in model.parameters())
-    groups = probe(config).siblings
-    pack_siblings(model, groups)
+    groups = probe(config).packed_linears
+    pack_linears(model, groups)
     slices = [model.get_submodule(path) for group in groups for path in group]
     assert all(isinstance(one, PackedSlice) for one in slices)
     assert sum(parameter.nbytes for parameter in model.parameters()) == bytes_before
@@ -63,7 +63,7 @@ def test_a_slice_is_the_layer_it_replaced() -> None:
     x, wanted = torch.randn(2, 8), {}
     wanted = {name: holder[name](x) for name in holder}
     weights = {name: holder[name].weight.clone() for name in holder}
-    pack_siblings(holder, (("a", "b"),))
+    pack_linears(holder, (("a", "b"),))
     for name in ("a", "b"):
         torch.testing.assert_close(holder[name](x), wanted[name], rtol=0, atol=1e-6)
         assert torch.equal(holder[name].weight, weights[name])
@@ -74,7 +74,7 @@ def test_smaller_groups_are_packed_first(monkeypatch: pytest.MonkeyPatch) -> Non
     packed = []
     concatenate = torch.cat
     monkeypatch.setattr(torch, "cat", lambda parts: (packed.append(sum(map(len, parts))), concatenate(parts))[1])
-    pack_siblings(holder, (("a", "b"), ("c", "d")))
+    pack_linears(holder, (("a", "b"), ("c", "d")))
     assert packed == [8, 8, 80, 80]  # weights and biases
 
 
@@ -93,7 +93,7 @@ def test_packing_leaves_no_part_of_a_block_unused() -> None:
     groups += [(f"gate{layer}", f"up{layer}") for layer in range(8)]
     model = nn.ModuleDict(layers)
     del layers
-    pack_siblings(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer, as a probe finds them
+    pack_linears(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer, as a probe finds them
     torch.cuda.empty_cache()
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
     assert unused < 64 << 20, f"{unused >> 20} MiB"

@@ -19,7 +19,7 @@ from tcdeploy.passes import last_token_rows as last_token_rows
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.passes.post_grad import RewriteProducts
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.models.packed_linears import pack_siblings
+from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import TINY, forget_programs
@@ -61,7 +61,7 @@ class Layer(nn.Module):
         self.mixed, self.o = nn.Linear(width, width, bias), nn.Linear(width, width, bias)
         self.norm = LlamaRMSNorm(width)
         self.mlp = LlamaMLP(LlamaConfig(hidden_size=width, intermediate_size=2 * width, mlp_bias=bias))
-        pack_siblings(self, (("mlp.gate_proj", "mlp.up_proj"),))
+        pack_linears(self, (("mlp.gate_proj", "mlp.up_proj"),))
         self.requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 from tcdeploy.passes.post_grad import RewriteProducts
-from tcdeploy.models.packed_linears import pack_siblings
+from tcdeploy.models.packed_linears import pack_linears
 from tests.conftest import forget_programs
 
 
@@ -41,7 +41,7 @@ def test_three_projections_of_one_input_are_one_product() -> None:
     for bias in (False, True):
         module = Attention(bias).eval().requires_grad_(False)
         plain, wanted = products(module, merge=False)
-        pack_siblings(module, (("q", "k", "v"),))
+        pack_linears(module, (("q", "k", "v"),))
         unmerged, _ = products(module, merge=False)
         merged, found = products(module, merge=True)
         assert (plain, unmerged, merged) == (3, 3, 1)
