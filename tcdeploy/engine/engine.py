@@ -71,7 +71,7 @@ class Engine:
                 max_rows=plan.decode_buckets[-1].size,
                 prefill_tokens=plan.prefill_buckets[-1].size,
                 prefill_sequences=plan.prefill_sequences,
-                prefill_steps_in_a_row=plan.prefill_burst,
+                max_consecutive_prefills=plan.max_consecutive_prefills,
             ),
             self.allocator,
         )

@@ -13,7 +13,7 @@ reason a prompt's blocks are registered without waiting for their step to end: w
 only a later step may read what this one writes, and by then the device is at work on this one.
 
 Prefill comes first, because a row that decodes costs nearly nothing beside the others and an empty one earns nothing;
-after `prefill_steps_in_a_row` the running ones get a token, so that a burst of prompts does not stop their streams.
+after `max_consecutive_prefills` the running ones get a token, so that a burst of prompts does not stop their streams.
 Prefill and decode stay separate steps: they are separate compiled programs.
 """
 
@@ -35,7 +35,7 @@ class Limits(NamedTuple):
     max_rows: int
     prefill_tokens: int
     prefill_sequences: int
-    prefill_steps_in_a_row: int = 4
+    max_consecutive_prefills: int = 4
 
 
 class Step(NamedTuple):
@@ -66,7 +66,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # number i is decode row i
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
-        self._prefills_in_a_row = 0
+        self._consecutive_prefills = 0
         self._unregistered: tuple[Chunk, ...] = ()  # of the last step
 
     @property
@@ -98,14 +98,14 @@ class Scheduler:
         """The next step, to be launched at once. None: nothing can run until tokens in flight have been read."""
         self._register()
         self._retire()
-        decode_is_due = bool(self.running) and self._prefills_in_a_row >= self.limits.prefill_steps_in_a_row
+        decode_is_due = bool(self.running) and self._consecutive_prefills >= self.limits.max_consecutive_prefills
         chunks = () if decode_is_due else self._prefill()
         if chunks:
-            self._prefills_in_a_row += 1
+            self._consecutive_prefills += 1
             return Step(chunks=chunks)
         if not self.running:
             return None
-        self._prefills_in_a_row = 0
+        self._consecutive_prefills = 0
         return Step(decode=self._decode())
 
     def start_over(self) -> None:

@@ -32,7 +32,7 @@ BLOCK_SIZE = 16
 # symbols.
 NOT_IN_PROGRAMS = {
     "model", "revision", "load_format", "trust_remote_code",
-    "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "prefill_burst",
+    "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "max_consecutive_prefills",
 }  # fmt: skip
 # Prefill on an H100, 2048 tokens of 32 heads over 8 (scripts/bench-attention): Triton 0.113 ms, FlashAttention-4 0.108,
 # torch's FlashAttention-2 0.190. FlashAttention-4 gains beyond that (8192 tokens: 0.94 against 1.47), but its first
@@ -94,7 +94,7 @@ class Plan:
     graphs: str
     is_hopper: bool  # compute capability 9.0: what our fastest products were written for
     tune_seconds: float
-    prefill_burst: int  # prefill steps in a row while sequences wait for their next token
+    max_consecutive_prefills: int  # prefill steps in a row while sequences wait for their next token
     buckets: tuple[Bucket, ...]
     prefill_sequences: int
     context: int
@@ -145,8 +145,8 @@ def prefill_sequences(longest_prefill: int) -> int:
 def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
     """Decide everything. Raises UsageError for what cannot be asked, SpaceError for what does not fit."""
     log: list[Decision] = []
-    if recipe.prefill_burst < 1:
-        raise UsageError(f"a prefill burst of {recipe.prefill_burst} steps would never prefill", "--prefill-burst 4")
+    if recipe.max_consecutive_prefills < 1:
+        raise UsageError(f"a prefill burst of {recipe.max_consecutive_prefills} steps would never prefill", "--max-consecutive-prefills 4")
     device = _decide_device(recipe, environment, log)
     dtype = _decide_dtype(recipe, architecture, device, log)
     prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, log)
@@ -176,7 +176,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "graphs": graphs,
         "is_hopper": device == "cuda" and environment.gpu_capability == (9, 0),
         "tune_seconds": recipe.tune_seconds,
-        "prefill_burst": recipe.prefill_burst,
+        "max_consecutive_prefills": recipe.max_consecutive_prefills,
         "buckets": prefill + decode,
         "prefill_sequences": prefill_sequences(demand.longest_prefill),
         "context": memory.context,

@@ -64,7 +64,7 @@ class Recipe:
     context: int | None = _asked(None, "longest sequence to serve, in tokens; the model's own if not given")
     block_size: int | None = _asked(None, "KV slots in a block, a power of two")
     kv_blocks: int | None = _asked(None, "KV blocks to hold; what memory allows if not given")
-    prefill_burst: int = _asked(4, "prefill steps in a row before the running sequences get a token")
+    max_consecutive_prefills: int = _asked(4, "prefill steps in a row before the running sequences get a token")
     memory_fraction: float = _asked(0.9, "share of the GPU's memory that this process may fill")
     cache_dir: str | None = _asked(None, "root of the persistent compile cache")
     on_bad_cache: OnBadCache = _asked("refuse", "a damaged cache is an error, or discarded and compiled again")

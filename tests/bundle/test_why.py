@@ -44,7 +44,7 @@ CASES = [
     Case("nothing", flags={"buckets": "16,48", "batch_sizes": "1,3"}),
     Case("context", flags={"context": 200}),
     Case("KV blocks", flags={"kv_blocks": 40}),
-    Case("prefill burst", flags={"prefill_burst": 8}),
+    Case("prefill burst", flags={"max_consecutive_prefills": 8}),
     Case("fewer buckets", flags={"buckets": "48", "batch_sizes": "3"}),
     Case("a longer bucket", ("prefill:480",), {"buckets": "16,480"}),
     Case("a bucket between", ("prefill:32",), {"buckets": "16,32"}),

@@ -148,7 +148,7 @@ def test_no_more_sequences_are_admitted_than_there_are_rows() -> None:
 
 
 def test_a_half_done_prompt_takes_a_row_too() -> None:
-    scheduler = make(max_rows=2, prefill_steps_in_a_row=1)
+    scheduler = make(max_rows=2, max_consecutive_prefills=1)
     running(scheduler, 2)
     for first in (1, 2):
         scheduler.submit(request(20, first=first))
@@ -158,14 +158,14 @@ def test_a_half_done_prompt_takes_a_row_too() -> None:
 
 
 def test_running_sequences_get_a_token_after_so_many_prefill_steps() -> None:
-    scheduler = make(prefill_steps_in_a_row=2, max_rows=10, prefill_sequences=1)
+    scheduler = make(max_consecutive_prefills=2, max_rows=10, prefill_sequences=1)
     submitted(scheduler, *[2] * 6)
     kinds = ["prefill" if step.chunks else "decode" for step in (scheduler.schedule() for _ in range(8)) if step]
     assert kinds == "prefill prefill decode prefill prefill decode prefill prefill".split()
 
 
 def test_prefill_steps_go_on_where_nothing_runs() -> None:
-    scheduler = make(prefill_steps_in_a_row=1)
+    scheduler = make(max_consecutive_prefills=1)
     submitted(scheduler, 48)
     assert [chunks(scheduler.schedule())[0][1] for _ in range(3)] == [0, 16, 32]
 
@@ -358,7 +358,7 @@ def test_where_blocks_are_scarce_a_row_gets_only_the_one_it_needs() -> None:
 
 
 def test_nobody_looks_ahead_while_another_waits_for_blocks() -> None:
-    scheduler = make(blocks=60, prefill_steps_in_a_row=1)
+    scheduler = make(blocks=60, max_consecutive_prefills=1)
     [sequence] = running(scheduler, 4, new=50)
     scheduler.submit(request(236, new=4, first=1))
     assert rows(scheduler.schedule()) == [0]
@@ -479,7 +479,7 @@ def test_a_half_done_prompt_is_sent_back_before_what_runs() -> None:
     scheduler.schedule()
     assert scheduler.prefilling == [second]
     scheduler.allocator.take(scheduler.allocator.free)
-    scheduler.limits = scheduler.limits._replace(prefill_steps_in_a_row=1)
+    scheduler.limits = scheduler.limits._replace(max_consecutive_prefills=1)
     assert rows(scheduler.schedule()) == [0]
     assert (scheduler.prefilling, list(scheduler.waiting), second.cached) == ([], [second], 0)
 
@@ -548,7 +548,7 @@ class FakeEngine:
 
     def check_turns(self, step: Step, something_ran: bool) -> None:
         if step.chunks and something_ran:
-            assert self.prefills_in_a_row < self.scheduler.limits.prefill_steps_in_a_row
+            assert self.prefills_in_a_row < self.scheduler.limits.max_consecutive_prefills
         self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks else 0
 
     def prefill(self, step: Step) -> list[tuple[Sequence, int]]:
