@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import ALIASES, CONVERT, SUM, behind_reshapes, call, target_of
+from tcdeploy.passes.nodes import ALIASES, CONVERT, SUM, strip_reshapes, insert_call, target_of
 
 aten = torch.ops.aten
 
@@ -38,7 +38,7 @@ def _row_of_parts(total: Any) -> Node | None:
     return row if row.meta["val"].dtype == total.meta["val"].dtype == torch.float32 else None
 
 
-def cut_in_place(graph: Graph) -> None:
+def sink_slices(graph: Graph) -> None:
     """Let the slices of a product that is written in its parts be views of one tensor in its own dtype.
 
     Else Inductor keeps the float32 sum, and each slice is converted by whoever reads it: a kernel of its own where
@@ -47,19 +47,19 @@ def cut_in_place(graph: Graph) -> None:
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
             continue
-        product = behind_reshapes(node.args[0])
+        product = strip_reshapes(node.args[0])
         if target_of(product) is not CONVERT or target_of(product.args[0]) is not SUM:
             continue
         cut = node.meta["val"]
         with graph.inserting_before(node):
-            view = call(
+            view = insert_call(
                 graph, aten.as_strided.default, product, list(cut.shape), list(cut.stride()), cut.storage_offset()
             )
         node.replace_all_uses_with(view)
         graph.erase_node(node)
 
 
-def store_long_rows(graph: Graph) -> None:
+def materialize_mlp_input(graph: Graph) -> None:
     """Have the input of a product that is written in its parts stored, where it is longer than the output.
 
     A strided view is what makes Inductor store it.
@@ -71,12 +71,12 @@ def store_long_rows(graph: Graph) -> None:
         narrow: Any = row.args[0]
         value = narrow.meta["val"]
         with graph.inserting_before(row):
-            stored = call(graph, aten.as_strided.default, narrow, list(value.shape), list(value.stride()), 0)
+            stored = insert_call(graph, aten.as_strided.default, narrow, list(value.shape), list(value.stride()), 0)
         row.replace_input_with(narrow, stored)
 
 
 def _is_made_here(node: Any) -> bool:
     """Whether the tensor is computed by this graph and begins where its memory does: an input is stored already."""
-    value, maker = node.meta["val"], behind_reshapes(node)
+    value, maker = node.meta["val"], strip_reshapes(node)
     is_plain = value.is_contiguous() and value.storage_offset() == 0
     return is_plain and maker.op == "call_function" and maker.target not in ALIASES

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import CONVERT, RESHAPES, call
+from tcdeploy.passes.nodes import CONVERT, RESHAPES, insert_call
 
 aten = torch.ops.aten
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
 
 
-def choose_early(graph: Graph) -> None:
+def hoist_row_selection(graph: Graph) -> None:
     """For each `x[..., rows]` at a graph's end whose x has no other reader."""
     for node in list(graph.nodes):
         if node.op == "call_function" and node.target is aten.index.Tensor and _is_last(node):
@@ -48,7 +48,7 @@ def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -
     def choose(node: Node) -> Node:
         if node not in chosen:
             places = [None] * (_row_dim(node, tokens) or 0)
-            chosen[node] = call(graph, aten.index.Tensor, node, [*places, rows])
+            chosen[node] = insert_call(graph, aten.index.Tensor, node, [*places, rows])
         return chosen[node]
 
     with graph.inserting_before(choice):
@@ -60,7 +60,7 @@ def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -
             if node.target in RESHAPES:
                 args[1] = list(node.meta["val"].shape)
                 args[1][_row_dim(node, tokens) or 0] = rows.meta["val"].shape[0]
-            chosen[node] = call(graph, node.target, *args)
+            chosen[node] = insert_call(graph, node.target, *args)
     if whole in chosen:
         choice.replace_all_uses_with(chosen[whole])
         graph.erase_node(choice)

@@ -17,7 +17,7 @@ ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
 ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.default, aten.select.int}
 
 
-def call(graph: Graph, target: Any, *args: Any) -> Node:
+def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
     """`target(*args)` at the graph's insertion point; at least one argument is a node of a tensor.
 
     Inductor asks each node for the tensor that it would give.
@@ -38,13 +38,13 @@ def target_of(node: Any) -> Any:
     return node.target if isinstance(node, Node) and node.op == "call_function" else None
 
 
-def behind_reshapes(node: Any) -> Any:
+def strip_reshapes(node: Any) -> Any:
     while node.op == "call_function" and node.target in RESHAPES:
         node = node.args[0]
     return node
 
 
-def erase_unread(graph: Graph, node: Node) -> None:
+def erase_if_unused(graph: Graph, node: Node) -> None:
     """Erase `node` if nobody reads it, and what was made for it alone; all of it is pure."""
     made = {node}
     for one in reversed(list(graph.nodes)):
@@ -53,7 +53,7 @@ def erase_unread(graph: Graph, node: Node) -> None:
             graph.erase_node(one)
 
 
-def behind_aliases(node: Any) -> Any:
+def strip_aliases(node: Any) -> Any:
     while target_of(node) in ALIASES:
         node = node.args[0]
     return node
@@ -64,11 +64,11 @@ def is_weight(node: Any, dims: int) -> bool:
 
     Of one and two these are the parameters: what flows between layers has three ([1, tokens, hidden]), a cache more.
     """
-    given = behind_aliases(node)
+    given = strip_aliases(node)
     return given.op == "placeholder" and given.meta["val"].ndim == dims
 
 
-class Product(NamedTuple):
+class LinearMatch(NamedTuple):
     """x [rows, k] @ weight [n, k].T + bias [n], as nodes."""
 
     x: Node
@@ -76,11 +76,11 @@ class Product(NamedTuple):
     bias: Node | None
 
 
-def product_of(node: Node) -> Product | None:
+def match_linear(node: Node) -> LinearMatch | None:
     """What `node` multiplies, where it is a linear layer's product."""
     if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
         return None
     bias, x, transposed = (None, *node.args) if node.target == aten.mm.default else node.args
     if not isinstance(transposed, Node) or transposed.target != aten.permute.default or transposed.args[1] != [1, 0]:
         return None
-    return Product(x, transposed.args[0], bias)  # type: ignore[arg-type]
+    return LinearMatch(x, transposed.args[0], bias)  # type: ignore[arg-type]

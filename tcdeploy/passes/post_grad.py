@@ -32,12 +32,12 @@ from torch.fx import Graph, Node
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
 from tcdeploy.passes import residual_add as additions, last_token_rows as last_token_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
 from tcdeploy.torch_compat import graph_cache_keys as keys
-from tcdeploy.passes.residual_add import fuse_inplace_residual_add, add_residuals
-from tcdeploy.passes.last_token_rows import choose_early
-from tcdeploy.passes.silu_mul import end_in_gates
-from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, Product, call, is_weight, product_of
-from tcdeploy.passes.rms_norm import fold_norms
-from tcdeploy.passes.gemv import cut_in_place, store_long_rows
+from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
+from tcdeploy.passes.last_token_rows import hoist_row_selection
+from tcdeploy.passes.silu_mul import fuse_swiglu
+from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, LinearMatch, insert_call, is_weight, match_linear
+from tcdeploy.passes.rms_norm import fuse_rms_norm
+from tcdeploy.passes.gemv import sink_slices, materialize_mlp_input
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 
 aten = torch.ops.aten
@@ -57,17 +57,17 @@ class RewriteProducts(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         _merge_identical(graph)
-        choose_early(graph)
-        cut_in_place(graph)
+        hoist_row_selection(graph)
+        sink_slices(graph)
         if self.fused_epilogues:
             fuse_rope_into_attention(graph)
-        store_long_rows(graph)
+        materialize_mlp_input(graph)
         if self.skinny_gemm and importlib.util.find_spec("triton"):
             replace_with_skinny_gemm(graph)
-            add_residuals(graph)
+            fuse_residual_add(graph)
             if self.fused_epilogues:
-                end_in_gates(graph)
-                fold_norms(graph)
+                fuse_swiglu(graph)
+                fuse_rms_norm(graph)
         if self.inplace_residual:
             fuse_inplace_residual_add(graph)
 
@@ -102,17 +102,17 @@ def _merge_identical(graph: Graph) -> None:
 
 def replace_with_skinny_gemm(graph: Graph) -> None:
     for node in list(graph.nodes):
-        product = product_of(node)
+        product = match_linear(node)
         configs = _skinny_gemm_configs(product) if product is not None else ()
         if product is None or not configs:
             continue
         with graph.inserting_before(node):
-            streamed = call(graph, torch.ops.tcdeploy.linear.default, *product, configs[0])
+            streamed = insert_call(graph, torch.ops.tcdeploy.linear.default, *product, configs[0])
         node.replace_all_uses_with(streamed)
         graph.erase_node(node)
 
 
-def _skinny_gemm_configs(product: Product) -> tuple[int, ...]:
+def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
     from tcdeploy.linear import skinny_gemm as kernels, gemv as vector
 
     x, weight = product.x.meta["val"], product.weight.meta["val"]

@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import ALIASES, RESHAPES, behind_reshapes, call, erase_unread, product_of
+from tcdeploy.passes.nodes import ALIASES, RESHAPES, strip_reshapes, insert_call, erase_if_unused, match_linear
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 
 
-def add_residuals(graph: Graph) -> None:
+def fuse_residual_add(graph: Graph) -> None:
     """Let a streamed product without a bias end in the addition that is all that reads it."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
@@ -27,18 +27,18 @@ def add_residuals(graph: Graph) -> None:
         others = [arg for arg in node.args if arg not in products]
         if len(products) != 1 or not isinstance(others[0], Node):
             continue
-        streamed, shape = behind_reshapes(products[0]), node.meta["val"].shape
+        streamed, shape = strip_reshapes(products[0]), node.meta["val"].shape
         residual = others[0].meta["val"]
         if not _are_alike(node.meta["val"], products[0].meta["val"], residual) or not residual.is_contiguous():
             continue
         x, weight, _, config = streamed.args
         with graph.inserting_before(node):
-            rows = call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
-            added = call(graph, ours.linear.default, x, weight, rows, config)
-            shaped = call(graph, aten.reshape.default, added, list(shape))
+            rows = insert_call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
+            added = insert_call(graph, ours.linear.default, x, weight, rows, config)
+            shaped = insert_call(graph, aten.reshape.default, added, list(shape))
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
-        erase_unread(graph, products[0])
+        erase_if_unused(graph, products[0])
 
 
 def fuse_inplace_residual_add(graph: Graph) -> None:
@@ -51,17 +51,17 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
         for total, reshaped in (node.args, node.args[::-1]):
-            product = product_of(behind_reshapes(reshaped)) if _is_read_alone(node, reshaped) else None
+            product = match_linear(strip_reshapes(reshaped)) if _is_read_alone(node, reshaped) else None
             if product is None or product.bias is not None or not _is_last_reader(node, total, order):
                 continue
             if not _are_alike(node.meta["val"], reshaped.meta["val"], total.meta["val"]):
                 continue
             with graph.inserting_before(node):
-                rows = call(graph, aten.reshape.default, total, list(behind_reshapes(reshaped).meta["val"].shape))
-                call(graph, ours.add_product_.default, rows, product.x, product.weight)
+                rows = insert_call(graph, aten.reshape.default, total, list(strip_reshapes(reshaped).meta["val"].shape))
+                insert_call(graph, ours.add_product_.default, rows, product.x, product.weight)
             node.replace_all_uses_with(total)
             graph.erase_node(node)
-            erase_unread(graph, reshaped)
+            erase_if_unused(graph, reshaped)
             break
 
 

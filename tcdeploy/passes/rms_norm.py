@@ -17,7 +17,7 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import CONVERT, RESHAPES, call, erase_unread, is_rounding, is_weight, target_of
+from tcdeploy.passes.nodes import CONVERT, RESHAPES, insert_call, erase_if_unused, is_rounding, is_weight, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
@@ -25,7 +25,7 @@ SHIFTS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of tor
 PRODUCTS = {ours.linear.default, ours.gated_linear.default}
 
 
-class Norm(NamedTuple):
+class RMSNormMatch(NamedTuple):
     """`inverse` is 1 / sqrt(mean(x^2) + eps); the normalised row is x times `inverse` times `weight`."""
 
     x: Node
@@ -34,19 +34,19 @@ class Norm(NamedTuple):
     weight: Node
 
 
-def fold_norms(graph: Graph) -> None:
+def fuse_rms_norm(graph: Graph) -> None:
     """For each norm that nothing reads but streamed products of one row."""
     found = {}
     for node in graph.nodes:
         if target_of(node) in PRODUCTS and node.args[0].meta["val"].shape[0] == 1:
-            norm = _norm_of(node.args[0])
+            norm = _match_rms_norm(node.args[0])
             if norm is not None:
                 found[node] = norm
     for node, norm in [one for one in found.items() if _feeds_only(one[1].inverse, found.keys())]:
         _fold(graph, node, norm)
 
 
-def _norm_of(row: Node) -> Norm | None:
+def _match_rms_norm(row: Node) -> RMSNormMatch | None:
     """What `row` normalises; None where it is anything else."""
     inverses = [factor for factor in _factors(row, None) if target_of(factor) is aten.rsqrt.default]
     if len(inverses) != 1:
@@ -71,7 +71,7 @@ def _norm_of(row: Node) -> Norm | None:
     weight = weights[0].meta["val"]
     if not is_whole or value.numel() != size or weight.numel() != size or not weight.is_contiguous():
         return None
-    return Norm(x, inverse, float(shifted.args[1]), weights[0])
+    return RMSNormMatch(x, inverse, float(shifted.args[1]), weights[0])
 
 
 def _factors(node: Any, last: Node | None) -> list[Node]:
@@ -95,13 +95,13 @@ def _feeds_only(node: Node, products: Collection[Node]) -> bool:
     return True
 
 
-def _fold(graph: Graph, product: Node, norm: Norm) -> None:
+def _fold(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
     gated = product.target is ours.gated_linear.default
     row, weight, addend, config = (*product.args[:2], None, product.args[2]) if gated else product.args
     size = row.meta["val"].shape[1]  # type: ignore[union-attr]
     with graph.inserting_before(product):
-        x = call(graph, aten.reshape.default, norm.x, [1, size])
-        scales = call(graph, aten.reshape.default, norm.weight, [size])
-        folded = call(graph, ours.normed_linear.default, x, scales, norm.eps, weight, addend, gated, config)
+        x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
+        scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
+        folded = insert_call(graph, ours.normed_linear.default, x, scales, norm.eps, weight, addend, gated, config)
     product.replace_all_uses_with(folded)
-    erase_unread(graph, product)
+    erase_if_unused(graph, product)

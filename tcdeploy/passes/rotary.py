@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops  # noqa: F401 - registers the op
-from tcdeploy.passes.nodes import behind_aliases, call, erase_unread, target_of
+from tcdeploy.passes.nodes import strip_aliases, insert_call, erase_if_unused, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
@@ -40,11 +40,11 @@ def fuse_rope_into_attention(graph: Graph) -> None:
         if any(list(one.meta["val"].shape[::2]) != shape for one in before) or not _are_alike(q.cos, q.sin):
             continue
         with graph.inserting_before(node):
-            cos, sin = (call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
+            cos, sin = (insert_call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
             given = {"q": _seen(graph, q), "k": _seen(graph, k), "cos": cos, "sin": sin}
         _give(node, given)
         for one in before:
-            erase_unread(graph, one)
+            erase_if_unused(graph, one)
 
 
 def _give(node: Node, given: dict[str, Node]) -> None:
@@ -65,7 +65,7 @@ def _seen(graph: Graph, turned: RotaryMatch) -> Node:
     """What was turned, through the views that the result was seen through."""
     node = turned.x
     for view in reversed(turned.views):
-        node = call(graph, view.target, node, *view.args[1:])
+        node = insert_call(graph, view.target, node, *view.args[1:])
     return node
 
 
@@ -81,15 +81,15 @@ def _match_rotary(node: Any) -> RotaryMatch | None:
         return None
     x, cos = straight.args
     halves, sin = across.args
-    factors = [_factor(cos), _factor(sin)]
-    if None in factors or not _is_halves_of(halves, x) or target_of(behind_aliases(x)) not in PRODUCTS:
+    factors = [_strip_unsqueeze(cos), _strip_unsqueeze(sin)]
+    if None in factors or not _is_halves_of(halves, x) or target_of(strip_aliases(x)) not in PRODUCTS:
         return None
     if node.meta["val"].shape != x.meta["val"].shape:
         return None
     return RotaryMatch(x, factors[0], factors[1], tuple(views))
 
 
-def _factor(node: Any) -> Any:
+def _strip_unsqueeze(node: Any) -> Any:
     """cos of cos[:, None], one batch of tokens."""
     if target_of(node) is not aten.unsqueeze.default or node.args[1] != 1:
         return None

@@ -11,29 +11,29 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import behind_reshapes, call, erase_unread, is_rounding, target_of
+from tcdeploy.passes.nodes import strip_reshapes, insert_call, erase_if_unused, is_rounding, target_of
 
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 
 
-def end_in_gates(graph: Graph) -> None:
+def fuse_swiglu(graph: Graph) -> None:
     """For each product of half `silu(first) * second` whose halves nothing else reads."""
     for node in list(graph.nodes):
         if target_of(node) is not aten.mul.Tensor or node.kwargs:
             continue
         for activated, second in (node.args, node.args[::-1]):
-            streamed = _gated(node, activated, second)
+            streamed = _match_swiglu(node, activated, second)
             if streamed is not None:
                 with graph.inserting_before(node):
                     x, weight, _, config = streamed.args
-                    gated = call(graph, ours.gated_linear.default, x, weight, config)
-                    shaped = call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
+                    gated = insert_call(graph, ours.gated_linear.default, x, weight, config)
+                    shaped = insert_call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
                 node.replace_all_uses_with(shaped)
-                erase_unread(graph, node)
+                erase_if_unused(graph, node)
                 break
 
 
-def _gated(node: Node, activated: Any, second: Any) -> Node | None:
+def _match_swiglu(node: Node, activated: Any, second: Any) -> Node | None:
     """The streamed product that `node` is the gate of, where it can be the kernel's to end in it."""
     from tcdeploy.linear.skinny_gemm import N_MULTIPLE
 
@@ -41,8 +41,8 @@ def _gated(node: Node, activated: Any, second: Any) -> Node | None:
     halves = [one for one in (first, second) if target_of(one) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
-    streamed = behind_reshapes(halves[0].args[0])
-    if target_of(streamed) is not ours.linear.default or behind_reshapes(halves[1].args[0]) is not streamed:
+    streamed = strip_reshapes(halves[0].args[0])
+    if target_of(streamed) is not ours.linear.default or strip_reshapes(halves[1].args[0]) is not streamed:
         return None
     value = streamed.meta["val"]
     half = value.shape[1] // 2
@@ -56,7 +56,7 @@ def _gated(node: Node, activated: Any, second: Any) -> Node | None:
 
 def _behind_silu(node: Any) -> Any:
     """x of x / (1 + exp(-x)), as Inductor writes silu in float32; None of anything else."""
-    quotient = _behind_rounding(node)
+    quotient = _strip_cast(node)
     if target_of(quotient) is not aten.div.Tensor:
         return None
     x, divisor = quotient.args
@@ -65,10 +65,10 @@ def _behind_silu(node: Any) -> Any:
     negative: Any = exponential.args[0] if target_of(exponential) is aten.exp.default else None
     if target_of(negative) is not aten.neg.default or negative.args[0] is not x:
         return None
-    return _behind_rounding(x)
+    return _strip_cast(x)
 
 
-def _behind_rounding(node: Any) -> Any:
+def _strip_cast(node: Any) -> Any:
     return node.args[0] if is_rounding(node) else node
 
 
