@@ -14,14 +14,14 @@ STARTING = 50_000  # new objects before the young ones are looked at; Python's o
 _before: tuple[int, int, int] | None = None  # what was set when a start was expected
 
 
-def expect_a_start() -> None:
-    """Look seldom, until `spare_what_stands`."""
+def relax_gc_for_startup() -> None:
+    """Look seldom, until `freeze_gc_after_startup`."""
     global _before
     _before = _before or gc.get_threshold()
     gc.set_threshold(STARTING, *_before[1:])
 
 
-def spare_what_stands() -> None:
+def freeze_gc_after_startup() -> None:
     """What stands now is to stay, so it is never visited again; what comes is looked at as it was before."""
     global _before
     gc.collect()

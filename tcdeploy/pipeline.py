@@ -25,7 +25,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_attention_metadata, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
-from tcdeploy.gc_policy import spare_what_stands
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.cache import folder as cachedir, toolchain
 from tcdeploy.cache.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
 from tcdeploy.compiler.explain import Break, explain_regions
@@ -126,7 +126,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         known = _known(decided, earlier)
         with UsedFiles(cache_dir).watching() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
-        spare_what_stands()
+        freeze_gc_after_startup()
     with stages.stage("record"):
         files = _record_files(decided, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)

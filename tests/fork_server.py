@@ -142,9 +142,9 @@ class Forks:
 
 def _serve(control: socket.socket) -> dict[str, Any]:
     """In each child, what it is asked to run; never in the process itself, which ends with its control."""
-    from tcdeploy.gc_policy import expect_a_start
+    from tcdeploy.gc_policy import relax_gc_for_startup
 
-    expect_a_start()
+    relax_gc_for_startup()
     import tcdeploy.cli.app
     import tcdeploy.pipeline  # noqa: F401 - what takes the time
 

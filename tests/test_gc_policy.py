@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.gc_policy import STARTING, expect_a_start, spare_what_stands
+from tcdeploy.gc_policy import STARTING, relax_gc_for_startup, freeze_gc_after_startup
 
 
 @pytest.fixture(autouse=True)
 def usual() -> Iterator[None]:
-    spare_what_stands()  # the tests themselves expect a start
+    freeze_gc_after_startup()  # the tests themselves expect a start
     before = gc.get_threshold()
     yield
     gc.set_threshold(*before)
@@ -21,15 +21,15 @@ def usual() -> Iterator[None]:
 
 def test_after_a_start_it_looks_as_before() -> None:
     gc.set_threshold(900, 9, 8)
-    expect_a_start()
-    expect_a_start()
+    relax_gc_for_startup()
+    relax_gc_for_startup()
     assert gc.get_threshold() == (STARTING, 9, 8)
-    spare_what_stands()
+    freeze_gc_after_startup()
     assert gc.get_threshold() == (900, 9, 8) and gc.get_freeze_count() > 0
 
 
 def test_who_expected_no_start_keeps_what_was_set() -> None:
     """A program that uses `prepare` as a library."""
     gc.set_threshold(800, 7, 6)
-    spare_what_stands()
+    freeze_gc_after_startup()
     assert gc.get_threshold() == (800, 7, 6)

@@ -20,7 +20,7 @@ from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
-from tcdeploy.gc_policy import expect_a_start
+from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.errors import TcdeployError
 
 app = typer.Typer(
@@ -60,7 +60,7 @@ def root(
 
 def main() -> None:
     """Run the CLI; typer itself ends the process on success and on what its parser refuses (exit code 2)."""
-    expect_a_start()
+    relax_gc_for_startup()
     try:
         app()
     except TcdeployError as error:
