@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.errors import UsageError
-from tcdeploy.remote import retry as patience
+from tcdeploy.remote import retry as retry
 from tcdeploy.remote.address import CHUNK_BYTES, PATHS, Address, BundleName, read_name
 from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
@@ -63,7 +63,7 @@ class RemoteFolder:
         try:
             return Found(self._ask("info", self._path(name))["size"])
         except FileNotFoundError as error:
-            if patience.judge(error).verdict != "missing":  # http says so of every failure
+            if retry.judge(error).verdict != "missing":  # http says so of every failure
                 raise
             return None
 
@@ -100,7 +100,7 @@ class RemoteFolder:
             else:
                 self._put_beside_and_move(str(file), path)
         except Exception as error:
-            if patience.judge(error).status == 412:
+            if retry.judge(error).status == 412:
                 raise FileExistsError(path) from error
             raise
 
@@ -109,7 +109,7 @@ class RemoteFolder:
         try:
             listing = self._ask("ls", self.root, detail=True, **details)
         except FileNotFoundError as error:
-            judgement = patience.judge(error)
+            judgement = retry.judge(error)
             if judgement.verdict != "missing" or judgement.status:  # a bucket, a repository or a page that is not there
                 raise
             return []
@@ -161,14 +161,14 @@ def _client_options(scheme: str) -> dict[str, Any]:
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
 
-        timeouts = {"connect_timeout": patience.CONNECT_SECONDS, "read_timeout": patience.READ_SECONDS}
+        timeouts = {"connect_timeout": retry.CONNECT_SECONDS, "read_timeout": retry.READ_SECONDS}
         once = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
         return {**fresh, "config_kwargs": {**conf.get("s3", {}).get("config_kwargs", {}), **timeouts, **once}}
     if scheme in (*READ_ONLY, "gs", "gcs"):
         import aiohttp
 
         limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=patience.CONNECT_SECONDS, sock_read=patience.READ_SECONDS
+            total=None, sock_connect=retry.CONNECT_SECONDS, sock_read=retry.READ_SECONDS
         )
         if scheme not in READ_ONLY:
             return {**fresh, "requests_timeout": limit}

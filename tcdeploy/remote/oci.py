@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 from tcdeploy.errors import IntegrityError, UsageError
-from tcdeploy.remote import retry as patience
+from tcdeploy.remote import retry as retry
 from tcdeploy.remote.address import CHUNK_BYTES, SUFFIX, Address, BundleName, read_name
 from tcdeploy.remote.fsspec_folder import missing_library
 from tcdeploy.remote.retry import Answer, Deadline
@@ -187,7 +187,7 @@ class Repository:
                 headers={"Accept-Encoding": "identity", **(headers or {})},
                 auth=self._sign,
                 stream=True,
-                timeout=(patience.CONNECT_SECONDS, patience.READ_SECONDS),
+                timeout=(retry.CONNECT_SECONDS, retry.READ_SECONDS),
             )
         return response
 

@@ -17,7 +17,7 @@ import subprocess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.remote import retry as patience
+from tcdeploy.remote import retry as retry
 from tcdeploy.remote.retry import Answer
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def _fetch_token(session: Session, realm: str, wanted: dict[str, str], login: st
         realm,
         params={key: wanted[key] for key in ("service", "scope") if key in wanted},
         auth=(user, password) if login else None,
-        timeout=(patience.CONNECT_SECONDS, patience.READ_SECONDS),
+        timeout=(retry.CONNECT_SECONDS, retry.READ_SECONDS),
         stream=True,
     )
     with response:
@@ -89,7 +89,7 @@ def _ask_helper(helper: Any, host: str) -> str | None:
             input=host,
             text=True,
             capture_output=True,
-            timeout=patience.READ_SECONDS,
+            timeout=retry.READ_SECONDS,
             check=True,
         )
         found = json.loads(done.stdout)

@@ -84,7 +84,7 @@ class Deadline:
             raise TimeoutError(f"not done within {self.seconds:g} s")
 
 
-def patiently(work: Callable[[], Result], where: Address, deadline: Deadline) -> Result:
+def with_retries(work: Callable[[], Result], where: Address, deadline: Deadline) -> Result:
     """The work's result, from the first attempt that gives one. Raises NetworkError, or SpaceError for a full disk."""
     for attempt in range(1, ATTEMPTS + 1):
         try:

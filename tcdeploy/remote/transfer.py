@@ -30,7 +30,7 @@ from tcdeploy.errors import IntegrityError, SpaceError, UsageError
 from tcdeploy.remote.address import Address, BundleName, check_plan_key, name_of
 from tcdeploy.remote.local_folder import sync_folder
 from tcdeploy.remote.fsspec_folder import open_folder
-from tcdeploy.remote.retry import Deadline, patiently
+from tcdeploy.remote.retry import Deadline, with_retries
 from tcdeploy.remote.store import Body, Store
 
 MOST_BYTES = 8 << 30
@@ -55,7 +55,7 @@ def push(file: Path, destination: str, plan_key: str) -> Pushed:
     name, size, folder = name_of(file, plan_key), file.stat().st_size, Address.parse(destination)
     where, deadline = folder.child(str(name)), Deadline()
     store = open_store(folder, deadline)
-    was_there = patiently(lambda: _put(store, name, file, size, where, deadline), where, deadline)
+    was_there = with_retries(lambda: _put(store, name, file, size, where, deadline), where, deadline)
     return Pushed(where.shown, size, was_there)
 
 
@@ -73,7 +73,7 @@ def pull(source: str, to: Path) -> Path:
     deadline = Deadline()
     store = open_store(folder, deadline)
     with _staged(to) as staging:
-        patiently(lambda: _fetch(store, name, where, staging, deadline), where, deadline)
+        with_retries(lambda: _fetch(store, name, where, staging, deadline), where, deadline)
     return to
 
 
@@ -86,7 +86,7 @@ def find(source: str, plan_key: str) -> list[str]:
     check_plan_key(plan_key)
     folder, deadline = Address.parse(source), Deadline()
     store = open_store(folder, deadline)
-    entries = patiently(lambda: store.list(plan_key), folder, deadline)
+    entries = with_retries(lambda: store.list(plan_key), folder, deadline)
     entries.sort(key=lambda entry: (-(entry.time or 0), entry.name))
     return [folder.child(str(entry.name)).url for entry in entries]
 

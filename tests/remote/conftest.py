@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tcdeploy.remote import retry as patience
+from tcdeploy.remote import retry as retry
 from tests.remote.faulty import Proxy, proxy, served
 
 PLAN = "0123456789abcdef"
@@ -30,10 +30,10 @@ HTPASSWD = "user:$2b$04$vIV0jUhZz9huini/DJHIr.A51QNLkw/hdq5tAPP.hIw8n7ehY59b2\n"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short waits, and no login of the machine's owner."""
-    monkeypatch.setattr(patience, "PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(patience, "READ_SECONDS", 3.0)
-    monkeypatch.setattr(patience, "CONNECT_SECONDS", 3.0)
-    monkeypatch.setattr(patience, "TOTAL_SECONDS", 60.0)
+    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.02)
+    monkeypatch.setattr(retry, "READ_SECONDS", 3.0)
+    monkeypatch.setattr(retry, "CONNECT_SECONDS", 3.0)
+    monkeypatch.setattr(retry, "TOTAL_SECONDS", 60.0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith(("AWS_", "FSSPEC_", "DOCKER_", "HF_"))]:
         monkeypatch.delenv(name)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import oci, retry as patience
+from tcdeploy.remote import oci, retry as retry
 from tcdeploy.remote.transfer import find, pull, push
 from tests.conftest import mounted
 from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, Together
@@ -194,7 +194,7 @@ def test_a_registry_in_trouble_is_asked_again_but_not_for_ever(
     with pytest.raises(NetworkError, match="tried 4 times") as caught:
         pull(url, inbox / "got.tcb")
     assert caught.value.exit_code == 8 and url in caught.value.message
-    assert front.count("GET", path) == patience.ATTEMPTS
+    assert front.count("GET", path) == retry.ATTEMPTS
     assert list(inbox.iterdir()) == []
 
 
@@ -214,8 +214,8 @@ def test_a_slow_registry_is_given_up_on(
     place: str, front: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     url = push(make_bundle(5000), place, PLAN).url
-    monkeypatch.setattr(patience, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(patience, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
     front.fail(fault, method="GET", path="/blobs/")
     start = time.monotonic()
     with pytest.raises(NetworkError, match="did not answer as it should"):

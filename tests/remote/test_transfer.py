@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import retry as patience, transfer
+from tcdeploy.remote import retry as retry, transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, shown
 from tests.conftest import mounted
@@ -259,7 +259,7 @@ def test_s3_in_trouble_is_asked_again_but_not_for_ever(s3: Proxy, make_bundle: M
     with pytest.raises(NetworkError, match="tried 4 times") as caught:
         pull(url, inbox / "got.tcb")
     assert caught.value.exit_code == 8 and url in caught.value.message and caught.value.hint
-    assert s3.count("GET") == patience.ATTEMPTS, "the library's own attempts do not multiply with ours"
+    assert s3.count("GET") == retry.ATTEMPTS, "the library's own attempts do not multiply with ours"
     assert list(inbox.iterdir()) == []
 
 
@@ -320,8 +320,8 @@ def test_a_bucket_that_does_not_exist_is_no_empty_folder(s3: Proxy, make_bundle:
 def test_a_slow_s3_is_given_up_on(
     s3: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(patience, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(patience, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
     url = push(make_bundle(5000), "s3://bucket/deep", PLAN).url
     s3.fail(fault, method="GET")
     start = time.monotonic()
@@ -335,7 +335,7 @@ def test_a_slow_s3_is_given_up_on(
 def test_one_silent_answer_is_not_waited_for_longer_than_a_read_may_take(
     store: str, request: pytest.FixtureRequest, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(patience, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "READ_SECONDS", 0.5)
     file = make_bundle()
     proxy = request.getfixturevalue(store) if store == "s3" else request.getfixturevalue(store)[0]
     url = push(file, "s3://bucket/deep", PLAN).url if store == "s3" else put_on(request.getfixturevalue(store), file)
@@ -361,7 +361,7 @@ def test_a_web_server_in_trouble_is_asked_again_but_not_for_ever(
     (inbox / "got.tcb").unlink()
     with pytest.raises(NetworkError, match="tried 4 times"):
         pull(url, inbox / "got.tcb")
-    assert web[0].count("GET") == patience.ATTEMPTS
+    assert web[0].count("GET") == retry.ATTEMPTS
     assert list(inbox.iterdir()) == []
 
 
@@ -381,8 +381,8 @@ def test_a_slow_web_server_is_given_up_on(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     url = put_on(web, make_bundle(5000))
-    monkeypatch.setattr(patience, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(patience, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
     web[0].fail(fault)
     start = time.monotonic()
     with pytest.raises(NetworkError, match="did not answer as it should"):
