@@ -163,5 +163,5 @@ def is_apart(engine: Engine) -> bool:
     return engine.plan.device == "cuda"
 
 
-def captured(engine: Engine) -> int:
+def count_captured_graphs(engine: Engine) -> int:
     return sum(engine.runner.is_captured(bucket) for bucket in engine.plan.buckets)

@@ -16,7 +16,7 @@ from tcdeploy.bench.baselines import PlainModel
 from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import ThroughputSettings
-from tcdeploy.bench.engine_driver import Prompts, captured, drain, is_apart, submit
+from tcdeploy.bench.engine_driver import Prompts, count_captured_graphs, drain, is_apart, submit
 from tcdeploy.bench.traffic import Latencies, Served, arrivals, latencies
 from tcdeploy.compiler.ledger import measured
 from tcdeploy.engine.engine import Engine
@@ -77,7 +77,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     engine.allocator.reset_prefixes()
     waiting = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
-    captured_before, preemptions_before = captured(engine), engine.scheduler.load.preemptions
+    captured_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.load.preemptions
     with measured() as compiled:
         drive = _Drive(engine, settings.output_length, settings.concurrency)
         drive.run(list(zip(times, waiting, strict=True)))
@@ -88,7 +88,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
         prefix_hit_tokens=sum(sequence.prefix_hits for sequence in drive.sequences),
         host_us=drive.host_seconds / drive.steps * 1e6 if is_apart(engine) else None,
         compiles=compiled.counts.compiles,
-        captures=captured(engine) - captured_before,
+        captures=count_captured_graphs(engine) - captured_before,
     )
     yield _row(subject, list(drive.served.values()), settings, counts, _thinned(drive.timeline))
 

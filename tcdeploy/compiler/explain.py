@@ -30,10 +30,10 @@ def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) ->
     kinds = {type(region): region for region in reversed(regions)}
     arguments: dict[type, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
-    def catch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def capture_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         arguments[type(module)] = (args, kwargs)
 
-    hooks = [region.register_forward_pre_hook(catch, with_kwargs=True) for region in kinds.values()]
+    hooks = [region.register_forward_pre_hook(capture_arguments, with_kwargs=True) for region in kinds.values()]
     try:
         run_once()
     finally:

@@ -31,7 +31,7 @@ class StepGraph(NamedTuple):
         return self.output
 
 
-def record(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
+def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
     """Record `step` with its tensors in `pool`, a torch.cuda.MemPool: it outlives its graphs, which candidates need."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

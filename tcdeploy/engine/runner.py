@@ -23,7 +23,7 @@ from tcdeploy.planning.variants import Variant
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
-from tcdeploy.engine.graphs import StepGraph, StepOutput, record
+from tcdeploy.engine.graphs import StepGraph, StepOutput, capture_graph
 from tcdeploy.engine.rows import RowSeating
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
@@ -49,7 +49,7 @@ class ModelRunner:
         self._pool: Any | None = None
         self.hits: Counter[Bucket] = Counter()  # steps of each bucket since the start
         self.padding: Counter[Bucket] = Counter()  # tokens or rows that they computed for nobody
-        self.graphless_passes = 0  # of a bucket that has a graph: what scoring prompts takes
+        self.uncaptured_runs = 0  # of a bucket that has a graph: what scoring prompts takes
         self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
@@ -113,7 +113,7 @@ class ModelRunner:
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
                 found.append((begin, sampling.logprobs(self._scored(prefill.buffers, rows), next_ids, wanted)))
-        self.graphless_passes += self.is_captured(prefill.buffers.bucket)
+        self.uncaptured_runs += self.is_captured(prefill.buffers.bucket)
         return found
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
@@ -125,7 +125,7 @@ class ModelRunner:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
         buffers = self._buffers(bucket)
         self._pool = self._pool or torch.cuda.MemPool()
-        self._graphs[bucket] = record(lambda: self._call(buffers), self._pool)
+        self._graphs[bucket] = capture_graph(lambda: self._call(buffers), self._pool)
 
     def is_captured(self, bucket: Bucket) -> bool:
         return bucket in self._graphs

@@ -35,7 +35,7 @@ from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.progress import Progress
 
-RUNS_BEFORE_RECORDING = 2
+RUNS_BEFORE_CAPTURE = 2
 CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
 TIMED_CONTEXT = 512
 TIMED_RUNS = 20
@@ -187,7 +187,7 @@ class _BucketWarmer:
             name = _fastest(trials, self.variants).variant if trials else next(iter(self.variants))
             variant = self.variants[name]
             with reading() if is_known else contextlib.nullcontext():
-                again = self._make(variant, sequences)  # the last one made stands
+                again = self._compile_and_capture(variant, sequences)  # the last one made stands
             made = again._replace(compile_step=_compile_step(variant, again.compile_step, self.made))
             if trials and not self.bucket.is_prefill:
                 self._fill_cache(sequences)  # timing wrote over it
@@ -231,7 +231,7 @@ class _BucketWarmer:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
-                self.made[variant] = self._make(variant, sequences)
+                self.made[variant] = self._compile_and_capture(variant, sequences)
                 step_ms = self._step_ms()
             except OSError:
                 raise  # the disk, not the candidate
@@ -243,24 +243,24 @@ class _BucketWarmer:
             raise failure
         return tuple(trials)
 
-    def _make(self, variant: Variant, sequences: list[Sequence]) -> _Made:
+    def _compile_and_capture(self, variant: Variant, sequences: list[Sequence]) -> _Made:
         """Compile the bucket's step this way, and record it."""
         self.runner.set_variant(self.bucket, variant)
         with measured() as compile_step:
-            for _ in range(RUNS_BEFORE_RECORDING if self._is_recorded(variant) else 1):
+            for _ in range(RUNS_BEFORE_CAPTURE if self._uses_cuda_graph(variant) else 1):
                 self._run(sequences)
             _synchronize()
         free = _free_bytes()
         start = time.perf_counter()
-        if self.plan.is_recorded(self.bucket, variant):
+        if self.plan.uses_cuda_graph(self.bucket, variant):
             self.runner.capture(self.bucket)
             _synchronize()
         seconds = time.perf_counter() - start
         return _Made(compile_step, seconds, None if free is None else free - (_free_bytes() or 0))
 
-    def _is_recorded(self, variant: Variant) -> bool:
+    def _uses_cuda_graph(self, variant: Variant) -> bool:
         """By us or by torch: then nothing lazy may be left, which takes more than one run."""
-        return self.plan.graphs == "region" or self.plan.is_recorded(self.bucket, variant)
+        return self.plan.graphs == "region" or self.plan.uses_cuda_graph(self.bucket, variant)
 
     def _sequences(self) -> list[Sequence]:
         """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""

@@ -126,7 +126,7 @@ class Plan:
         can_choose = self.region == "layer" and not bucket.min_size
         return tuple(variant for variant in known if can_choose or not variant.last_token_rows)
 
-    def is_recorded(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
+    def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph: in prefill only where attention reads nothing on the host."""
         if self.graphs != "step" or bucket.min_size:
             return False

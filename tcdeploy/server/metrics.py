@@ -101,7 +101,7 @@ class _Watched:
         yield _counter("bucket_hits", "Steps of each bucket", hits, ("bucket",))
         padding = {(bucket.name,): count for bucket, count in list(runner.padding.items())}
         yield _counter("bucket_padding_tokens", "Tokens computed for nobody", padding, ("bucket",))
-        passes = {(): runner.graphless_passes}
+        passes = {(): runner.uncaptured_runs}
         yield _counter("eager_fallbacks", "Passes without the graph that their bucket has: prompts scored", passes)
         missed = {(shape,): count for shape, count in service.missed.counts.items()}
         yield _counter(

@@ -252,7 +252,7 @@ def test_a_captured_step_walks_on_by_itself(backend: Literal["reference", "trito
     def step() -> Tensor:
         return advance(logits, rows, state.seq_lens[:32], *state, backend)
 
-    graph = record(step)
+    graph = capture(step)
     before = state.seq_lens.clone()
     for _ in range(50):
         logits.copy_(torch.randn_like(logits))
@@ -263,7 +263,7 @@ def test_a_captured_step_walks_on_by_itself(backend: Literal["reference", "trito
     assert torch.equal(state.positions[:32][live], before[:32][live].long() + 49)
 
 
-def record(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
+def capture(step: Callable[[], Tensor]) -> torch.cuda.CUDAGraph:
     step()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -74,7 +74,7 @@ def test_time_is_for_what_is_tried_beyond_the_one_candidate_there_must_be(
     auto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The largest bucket goes first, and its first candidate is slow to make: that leaves its share untouched."""
-    make, shares = warmup._BucketWarmer._make, {}
+    make, shares = warmup._BucketWarmer._compile_and_capture, {}
     try_ = warmup._BucketWarmer._time_variants
 
     def slow(self: Any, variant: Variant, sequences: Any) -> Any:
@@ -87,7 +87,7 @@ def test_time_is_for_what_is_tried_beyond_the_one_candidate_there_must_be(
         shares[self.bucket.name] = (seconds, [])
         return try_(self, variants, sequences, seconds, must_succeed)
 
-    monkeypatch.setattr(warmup._BucketWarmer, "_make", slow)
+    monkeypatch.setattr(warmup._BucketWarmer, "_compile_and_capture", slow)
     monkeypatch.setattr(warmup._BucketWarmer, "_time_variants", noted)
     records = {record.bucket: record for record in auto(tune_seconds=0.4).records}
     assert shares["prefill:32"][0] == 0.2, "an equal share each"

@@ -176,7 +176,7 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
         runner.set_variant(bucket, variant)
         for _ in range(2):
             logits[variant.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
-        if deployment.plan.is_recorded(bucket, variant):
+        if deployment.plan.uses_cuda_graph(bucket, variant):
             runner.capture(bucket)
             torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[variant.name])
     for name, found in logits.items():

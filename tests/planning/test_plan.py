@@ -340,7 +340,7 @@ def test_mode_auto_tries_several_candidates_of_different_names(environment: Envi
 def test_prefill_is_recorded_where_its_attention_reads_nothing_on_the_host() -> None:
     def recorded(**asked: Any) -> list[bool]:
         plan = plan_for(**asked)
-        return [plan.is_recorded(bucket) for bucket in (plan.prefill_buckets[0], plan.decode_buckets[0])]
+        return [plan.uses_cuda_graph(bucket) for bucket in (plan.prefill_buckets[0], plan.decode_buckets[0])]
 
     assert recorded() == [True, True]
     assert recorded(attention="torch-flash") == [False, True]
@@ -655,8 +655,8 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
     variants = {one.name: one for one in plan.variants(plan.buckets[0])}
-    assert plan.is_recorded(plan.buckets[0], variants["default"])
-    assert not plan.is_recorded(plan.buckets[0], variants["flash-attn-4"]), "it reads lengths on the host"
+    assert plan.uses_cuda_graph(plan.buckets[0], variants["default"])
+    assert not plan.uses_cuda_graph(plan.buckets[0], variants["flash-attn-4"]), "it reads lengths on the host"
 
 
 def test_a_large_bucket_packs_more_prompts() -> None:
