@@ -23,7 +23,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.attention.interface import ATTENTION_NAME, bind_attention, empty_attention_metadata, register_attention
+from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, empty_attention_metadata, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.cache import folder as cachedir, toolchain
@@ -48,7 +48,7 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import Earlier, warm_buckets
 from tcdeploy.planning.environment import Environment, detect_environment
-from tcdeploy.models.load import config_values, load_config, load_model, load_tokenizer
+from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.planning.plan import Plan, make_plan
@@ -149,7 +149,7 @@ def _known(decided: Decided, earlier: Manifest | None) -> Earlier:
 
 def origin_of(decided: Decided) -> Origin:
     """What programs are made from here, beside plan and machine."""
-    return make_origin(decided.recipe, config_values(decided.config), sources_digest(), torch_settings())
+    return make_origin(decided.recipe, config_to_dict(decided.config), sources_digest(), torch_settings())
 
 
 def _record_files(
@@ -236,7 +236,7 @@ def _load(decided: Decided) -> ModelRunner:
     """Weights, KV cache and the bindings between them, with nothing compiled yet."""
     plan, architecture = decided.plan, decided.architecture
     register_attention()
-    model = load_model(plan, decided.config, ATTENTION_NAME)
+    model = load_model(plan, decided.config, ATTN_IMPLEMENTATION)
     pack_linears(model, architecture.packed_linears)
     step = empty_attention_metadata(plan, architecture)
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)

@@ -113,9 +113,9 @@ def reference_tiny() -> Any:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
-    return AutoModelForCausalLM.from_pretrained(locate(TINY), dtype=torch.float32).eval()
+    return AutoModelForCausalLM.from_pretrained(resolve_model_path(TINY), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")

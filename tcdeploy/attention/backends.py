@@ -1,6 +1,6 @@
 """The implementations behind the ops: reference, Triton, torch's FlashAttention, and the flash-attn packages 2 to 4.
 
-Every FlashAttention is used through one adapter, `Varlen`: packed queries and packed keys in, output and log-sum-exp
+Every FlashAttention is used through one adapter, `VarlenAttention`: packed queries and packed keys in, output and log-sum-exp
 out. A prompt's first chunk has its keys at hand; a later chunk gathers its pages into a packed copy first, which
 costs one read of the prefix and spares four packages' different ideas of a page table (FA2 wants pages of 256 slots;
 torch 2.11 knows none). Attention sinks need no support in the kernel: a sink only adds to the softmax's denominator,
@@ -26,7 +26,7 @@ MIN_MAX_SEQLEN_Q = 2
 
 
 class AttentionParams(NamedTuple):
-    """How scores are made: see `reference.attend`."""
+    """How scores are made: see `reference.paged_decode`."""
 
     scale: float
     window: int
@@ -40,14 +40,14 @@ class AttentionParams(NamedTuple):
 
 
 class PagedBatch(NamedTuple):
-    """The paged cache and the batch's place in it: see `reference.paged_prefill`; host_facts as in ops.HOST_FACTS."""
+    """The paged cache and the batch's place in it: see `reference.paged_prefill`; host_scalars as in ops.HOST_SCALARS."""
 
     k_cache: Tensor
     v_cache: Tensor
     block_table: Tensor
     cu_seqlens_q: Tensor
     seq_lens: Tensor
-    host_facts: Tensor
+    host_scalars: Tensor
 
 
 class PagedDecodeBatch(NamedTuple):
@@ -67,7 +67,7 @@ class RotaryCosSin(NamedTuple):
     sin: Tensor
 
 
-class Packed(NamedTuple):
+class VarlenSeqlens(NamedTuple):
     """Where each sequence's queries and keys start; the lengths are the longest of any sequence."""
 
     cu_seqlens_q: Tensor
@@ -81,50 +81,50 @@ class VarlenResult(NamedTuple):
     log_sum_exp: Tensor  # [heads, tokens]
 
 
-Varlen = Callable[[Tensor, Tensor, Tensor, Packed, AttentionParams], VarlenResult]
+VarlenAttention = Callable[[Tensor, Tensor, Tensor, VarlenSeqlens, AttentionParams], VarlenResult]
 
 
-def _torch_flash(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
+def _torch_flash(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     """FlashAttention-2 as torch ships it (aten::_flash_attention_forward); it has no soft-capping."""
     options = dict(zip(("window_size_left", "window_size_right"), params.window_sizes or (), strict=False))
     out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *packed, 0.0, True, False, scale=params.scale, **options
+        q, k, v, *seqlens, 0.0, True, False, scale=params.scale, **options
     )
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
+def _flash_attn_2(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     from flash_attn import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, *packed, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        q, k, v, *seqlens, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
         softcap=params.softcap, return_attn_probs=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
+def _flash_attn_3(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     from flash_attn_interface import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, *packed, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
+        q, k, v, *seqlens, softmax_scale=params.scale, causal=True, window_size=params.window_sizes or (-1, -1),
         softcap=params.softcap, return_attn_probs=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
 
-def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, packed: Packed, params: AttentionParams) -> VarlenResult:
+def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     from flash_attn.cute import flash_attn_varlen_func
 
     out, log_sum_exp, *_ = flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=packed.cu_seqlens_q, cu_seqlens_k=packed.cu_seqlens_k,
-        max_seqlen_q=packed.max_seqlen_q, max_seqlen_k=packed.max_seqlen_k, softmax_scale=params.scale, causal=True,
+        q, k, v, cu_seqlens_q=seqlens.cu_seqlens_q, cu_seqlens_k=seqlens.cu_seqlens_k,
+        max_seqlen_q=seqlens.max_seqlen_q, max_seqlen_k=seqlens.max_seqlen_k, softmax_scale=params.scale, causal=True,
         window_size=params.window_sizes or (None, None), softcap=params.softcap, return_lse=True,
     )  # fmt: skip
     return VarlenResult(out, log_sum_exp)
 
 
-def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys: int) -> Tensor:
+def gather_paged_kv(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys: int) -> Tensor:
     """The sequences' slots one after another: cache [blocks, block_size, heads, dim] -> [keys, heads, dim]."""
     block_size = cache.shape[1]
     index = torch.arange(keys, device=cache.device)
@@ -134,16 +134,16 @@ def gather_packed(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys
     return cache.flatten(0, 1).index_select(0, slot)
 
 
-def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
+def _flash_prefill(varlen: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
     """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
-    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = pages.host_facts.tolist()
+    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = batch.host_scalars.tolist()
     if has_prefix:
-        cu_seqlens_k = torch.nn.functional.pad(pages.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        k, v = (gather_packed(cache, pages.block_table, cu_seqlens_k, keys) for cache in (pages.k_cache, pages.v_cache))
+        cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        k, v = (gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache))
     else:
-        cu_seqlens_k, k, v = pages.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
-    packed = Packed(pages.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
-    found = varlen(q[:tokens], k, v, packed, params)
+        cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
+    seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
+    found = varlen(q[:tokens], k, v, seqlens, params)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     if params.sinks is None:
         out[:tokens] = found.out
@@ -153,30 +153,30 @@ def _flash_prefill(varlen: Varlen, q: Tensor, k: Tensor, v: Tensor, pages: Paged
     return out
 
 
-def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
+def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
     from tcdeploy.attention import kernels
 
-    return kernels.paged_prefill(q, *pages[:5], *params)
+    return kernels.paged_prefill(q, *batch[:5], *params)
 
 
-def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, pages: PagedBatch, params: AttentionParams) -> Tensor:
-    return reference.paged_prefill(q, *pages[:5], *params)
+def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
+    return reference.paged_prefill(q, *batch[:5], *params)
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
 ) -> Tensor:
     from tcdeploy.attention import decode
 
-    return decode.attend(q, k, v, *pages, *params, splits, *(rotary or ()))
+    return decode.paged_decode(q, k, v, *batch, *params, splits, *(rotary or ()))
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
+    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
 ) -> Tensor:
     if rotary:
         q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
-    return reference.paged_decode(q, k, v, *pages[:4], *params)
+    return reference.paged_decode(q, k, v, *batch[:4], *params)
 
 
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -190,7 +190,7 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     v_cache.flatten(0, 1)[slot_mapping] = v
 
 
-PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]] = {
+PREFILL_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]] = {
     "reference": _reference_prefill,
     "triton": _triton_prefill,
     "torch-flash": functools.partial(_flash_prefill, _torch_flash),
@@ -198,8 +198,8 @@ PREFILL: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]] = {
+DECODE_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }
-KV_WRITE = {"reference": _reference_write, "triton": _triton_write}
+KV_WRITE_BACKENDS = {"reference": _reference_write, "triton": _triton_write}

@@ -43,27 +43,27 @@ from torch import Tensor
 
 from tcdeploy.attention.kernels import (
     NO_WINDOW,
-    VARYING,
+    DO_NOT_SPECIALIZE,
     attend_tile,
     block_ids,
-    bounded,
+    scaled_tanh,
     key_slots,
     load_rows,
-    output_factor,
-    padded,
-    score_units,
+    output_scale,
+    padded_head_dim,
+    log2_score_scales,
     store_rows,
 )
-from tcdeploy.torch_compat.pdl import launches_early
+from tcdeploy.torch_compat.pdl import supports_pdl
 
 # What to tune on a GPU, all of it.
 TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight
 WARPS, STAGES = 4, 3
-MANY_PROGRAMS, STAGES_OF_MANY = 384, 2  # where programs share a multiprocessor, the neighbours cover a program's waits
+HIGH_OCCUPANCY_PROGRAMS, HIGH_OCCUPANCY_STAGES = 384, 2  # where programs share a multiprocessor, the neighbours cover a program's waits
 MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 
 
-def attend(
+def paged_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
     cos: Tensor | None = None, sin: Tensor | None = None,
@@ -77,41 +77,41 @@ def attend(
     assert k_cache.is_contiguous() and v_cache.is_contiguous()
     if cos is not None and sin is not None:
         assert cos.shape == sin.shape == (batch, head_dim) and cos.stride() == sin.stride() and cos.stride(-1) == 1
-    group, dim, v_dim = heads // kv_heads, padded(head_dim), padded(v_head_dim)
-    members = triton.next_power_of_2(group)
+    group, dim, v_dim = heads // kv_heads, padded_head_dim(head_dim), padded_head_dim(v_head_dim)
+    padded_group = triton.next_power_of_2(group)
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
-    unit, inner = score_units(scale, softcap)
-    early = launches_early(q.device)
+    scale_log2, tanh_scale = log2_score_scales(scale, softcap)
+    use_pdl = supports_pdl(q.device)
     out = q.new_empty(batch, heads, v_head_dim)
-    parts = weights = None  # the parts' outputs and the log2 of their softmax sums
+    partial_out = weights = None  # the parts' outputs and the log2 of their softmax sums
     if splits > 1:
-        parts = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
+        partial_out = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
         weights = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
     _decode_kernel[kv_heads, splits, batch](
-        out, parts, weights, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
+        out, partial_out, weights, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0) if cos is not None else 0,
-        block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, unit, inner,
-        kv_heads, group, max(16, members), members, head_dim, v_head_dim, block_size, keys, dim, v_dim,
-        max(MERGE_ELEMENTS // (members * v_dim), 1), window > 0, softcap > 0, early,
-        num_warps=WARPS, num_stages=STAGES_OF_MANY if kv_heads * splits * batch >= MANY_PROGRAMS else STAGES,
-        **({"launch_pdl": True} if early else {}),
+        block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, scale_log2, tanh_scale,
+        kv_heads, group, max(16, padded_group), padded_group, head_dim, v_head_dim, block_size, keys, dim, v_dim,
+        max(MERGE_ELEMENTS // (padded_group * v_dim), 1), window > 0, softcap > 0, use_pdl,
+        num_warps=WARPS, num_stages=HIGH_OCCUPANCY_STAGES if kv_heads * splits * batch >= HIGH_OCCUPANCY_PROGRAMS else STAGES,
+        **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
-    out, parts, part_weights, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
+    out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
     q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
-    rotary_stride, table_stride, table_width, splits, window, unit, inner,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, MEMBERS: tl.constexpr,
+    rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, EARLY: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows: the GROUP query heads of one kv head, padded to what tl.dot takes. Keys: every `splits`-th tile."""
-    kv_head, part, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    kv_head, split_idx, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     table = block_table + sequence * table_stride
 
     # What no launch of this step wrote, then all else that does not wait for another load.
@@ -120,17 +120,17 @@ def _decode_kernel(
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)
         first = oldest // KEYS * KEYS
-    ids = block_ids(table, first + part * KEYS, table_width, BLOCK_SIZE, KEYS)
-    if EARLY:
+    ids = block_ids(table, first + split_idx * KEYS, table_width, BLOCK_SIZE, KEYS)
+    if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     rows = tl.arange(0, ROWS)
     heads = kv_head * GROUP + rows
     q += sequence * q_stride_sequence
     k += sequence * k_stride_sequence + kv_head * k_stride_head
-    queries = load_rows(q, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
+    q_tile = load_rows(q, heads * q_stride_head, rows < GROUP, HEAD_DIM, DIM)
     dims, v_dims = tl.arange(0, DIM), tl.arange(0, V_DIM)
-    k_inside, v_inside = (dims < HEAD_DIM) & (part == 0), (v_dims < V_HEAD_DIM) & (part == 0)
+    k_inside, v_inside = (dims < HEAD_DIM) & (split_idx == 0), (v_dims < V_HEAD_DIM) & (split_idx == 0)
     k_new = tl.load(k + dims, mask=k_inside, other=0.0)
     v_new = tl.load(v + sequence * v_stride_sequence + kv_head * v_stride_head + v_dims, mask=v_inside, other=0.0)
 
@@ -142,59 +142,59 @@ def _decode_kernel(
         sines = tl.where(is_first, -sines, sines)
         inside = (rows < GROUP)[:, None] & (dims < HEAD_DIM)[None, :]
         q_partner = tl.load(q + (heads * q_stride_head)[:, None] + partner[None, :], mask=inside, other=0.0)
-        queries = _apply_rotary(queries, q_partner, cosines[None, :], sines[None, :])
+        q_tile = _apply_rotary(q_tile, q_partner, cosines[None, :], sines[None, :])
         k_new = _apply_rotary(k_new, tl.load(k + partner, mask=k_inside, other=0.0), cosines, sines)
 
     cached = length - 1
     tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
-    sharers = tl.maximum(tl.minimum(tiles, splits), 1)
-    if part >= sharers:
+    active_splits = tl.maximum(tl.minimum(tiles, splits), 1)
+    if split_idx >= active_splits:
         return
-    is_new_here = (part == 0) & (length > 0)
+    is_new_here = (split_idx == 0) & (length > 0)
     new_block = tl.load(table + cached // BLOCK_SIZE, mask=is_new_here, other=0).to(tl.int64)
 
     acc = tl.zeros([ROWS, V_DIM], tl.float32)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    for tile in range(part, tiles, splits):
+    row_max = tl.full([ROWS], float("-inf"), tl.float32)
+    row_sum = tl.zeros([ROWS], tl.float32)
+    for tile in range(split_idx, tiles, splits):
         start = first + tile * KEYS
         blocks = ids.to(tl.int64)
         ids = block_ids(table, start + splits * KEYS, table_width, BLOCK_SIZE, KEYS)
         keys = start + tl.arange(0, KEYS)
-        wanted = (keys >= oldest) & (keys < cached)
-        acc, top, total = attend_tile(
-            acc, top, total, queries, key_slots(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE), wanted, wanted[None, :],
-            k_cache, v_cache, unit, inner, HEAD_DIM, V_HEAD_DIM, DIM, V_DIM, SOFTCAP, True,
+        row_mask = (keys >= oldest) & (keys < cached)
+        acc, row_max, row_sum = attend_tile(
+            acc, row_max, row_sum, q_tile, key_slots(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE), row_mask, row_mask[None, :],
+            k_cache, v_cache, scale_log2, tanh_scale, HEAD_DIM, V_HEAD_DIM, DIM, V_DIM, SOFTCAP, True,
         )  # fmt: skip
 
     if is_new_here:
         slot = key_slots(new_block, cached, kv_head, KV_HEADS, BLOCK_SIZE)
         tl.store(k_cache + slot * HEAD_DIM + dims, k_new, mask=k_inside)
         tl.store(v_cache + slot * V_HEAD_DIM + v_dims, v_new, mask=v_inside)
-        score = tl.sum(queries.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
+        score = tl.sum(q_tile.to(tl.float32) * k_new.to(tl.float32)[None, :], 1)
         if SOFTCAP:
-            score = bounded(score, inner)
-        new_top = tl.maximum(top, score * unit)
-        weight, keep = tl.exp2(score * unit - new_top), tl.exp2(top - new_top)
-        acc = acc * keep[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
-        top, total = new_top, total * keep + weight
+            score = scaled_tanh(score, tanh_scale)
+        new_row_max = tl.maximum(row_max, score * scale_log2)
+        weight, rescale = tl.exp2(score * scale_log2 - new_row_max), tl.exp2(row_max - new_row_max)
+        acc = acc * rescale[:, None] + weight[:, None] * v_new.to(tl.float32)[None, :]
+        row_max, row_sum = new_row_max, row_sum * rescale + weight
 
     pair = sequence * KV_HEADS + kv_head
-    if parts is None:
-        acc = acc * output_factor(top, total, sinks, heads, rows < GROUP)[:, None]
+    if partial_out is None:
+        acc = acc * output_scale(row_max, row_sum, sinks, heads, rows < GROUP)[:, None]
         store_rows(out, pair * GROUP + rows, acc, rows < GROUP, V_HEAD_DIM, V_DIM)
     else:
-        total = tl.where(total == 0.0, 1.0, total)  # length 0: top is -inf, and the part weighs nothing
-        part_rows = (pair * splits + part) * GROUP + rows
-        tl.store(part_weights + part_rows, top + tl.log2(total), mask=rows < GROUP)
-        store_rows(parts, part_rows, acc / total[:, None], rows < GROUP, V_HEAD_DIM, V_DIM)
+        row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # length 0: top is -inf, and the part weighs nothing
+        part_rows = (pair * splits + split_idx) * GROUP + rows
+        tl.store(partial_lse + part_rows, row_max + tl.log2(row_sum), mask=rows < GROUP)
+        store_rows(partial_out, part_rows, acc / row_sum[:, None], rows < GROUP, V_HEAD_DIM, V_DIM)
         tl.debug_barrier()
         arrived = tl.atomic_add(split_counters + pair, 1, sem="acq_rel")
-        if arrived == sharers - 1:
+        if arrived == active_splits - 1:
             tl.store(split_counters + pair, 0)
-            _merge(
-                out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
-                GROUP, MEMBERS, V_HEAD_DIM, V_DIM, PARTS,
+            _merge_splits(
+                out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,
+                GROUP, PADDED_GROUP, V_HEAD_DIM, V_DIM, SPLITS_PER_STEP,
             )  # fmt: skip
 
 
@@ -205,37 +205,37 @@ def _apply_rotary(x, partner, cosines, sines):
 
 
 @triton.jit
-def _merge(
-    out, parts, part_weights, sinks, pair, kv_head, splits, sharers,
-    GROUP: tl.constexpr, MEMBERS: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, PARTS: tl.constexpr,
+def _merge_splits(
+    out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,
+    GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
 ):  # fmt: skip
     """The parts' outputs, weighted by their softmax sums, PARTS parts at a time.
 
     A cell is four values of one head, and stays with one thread through all parts: nothing is exchanged between
     threads, and a thread works out four values' weight once.
     """
-    cells = tl.arange(0, MEMBERS * V_DIM // 4)
+    cells = tl.arange(0, PADDED_GROUP * V_DIM // 4)
     member, dim = cells // (V_DIM // 4), cells % (V_DIM // 4) * 4
     inside = (member < GROUP) & (dim < V_HEAD_DIM)
     dims = dim[:, None] + tl.arange(0, 4)[None, :]
     inside_dims = (member < GROUP)[:, None] & (dims < V_HEAD_DIM)
-    acc = tl.zeros([MEMBERS * V_DIM // 4, 4], tl.float32)
-    top = tl.full([MEMBERS * V_DIM // 4], float("-inf"), tl.float32)
-    total = tl.zeros([MEMBERS * V_DIM // 4], tl.float32)
-    for start in tl.range(0, sharers, PARTS, num_stages=1):
-        part = start + tl.arange(0, PARTS)
-        rows = (pair * splits + part)[:, None] * GROUP + member[None, :]
-        there = (part < sharers)[:, None] & inside[None, :]
-        scores = tl.load(part_weights + rows, mask=there, other=float("-inf"))
-        inside_values = (part < sharers)[:, None, None] & inside_dims[None, :, :]
-        values = tl.load(parts + rows[:, :, None] * V_HEAD_DIM + dims[None, :, :], mask=inside_values, other=0.0)
-        new_top = tl.maximum(top, tl.max(scores, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    acc = tl.zeros([PADDED_GROUP * V_DIM // 4, 4], tl.float32)
+    row_max = tl.full([PADDED_GROUP * V_DIM // 4], float("-inf"), tl.float32)
+    row_sum = tl.zeros([PADDED_GROUP * V_DIM // 4], tl.float32)
+    for start in tl.range(0, active_splits, SPLITS_PER_STEP, num_stages=1):
+        split_idx = start + tl.arange(0, SPLITS_PER_STEP)
+        rows = (pair * splits + split_idx)[:, None] * GROUP + member[None, :]
+        there = (split_idx < active_splits)[:, None] & inside[None, :]
+        scores = tl.load(partial_lse + rows, mask=there, other=float("-inf"))
+        inside_values = (split_idx < active_splits)[:, None, None] & inside_dims[None, :, :]
+        values = tl.load(partial_out + rows[:, :, None] * V_HEAD_DIM + dims[None, :, :], mask=inside_values, other=0.0)
+        new_row_max = tl.maximum(row_max, tl.max(scores, 0))
+        shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
         weights = tl.exp2(scores - shift[None, :])
-        keep = tl.exp2(top - shift)
-        acc = acc * keep[:, None] + tl.sum(values * weights[:, :, None], 0)
-        total = total * keep + tl.sum(weights, 0)
-        top = new_top
-    acc *= output_factor(top, total, sinks, kv_head * GROUP + member, inside)[:, None]
+        rescale = tl.exp2(row_max - shift)
+        acc = acc * rescale[:, None] + tl.sum(values * weights[:, :, None], 0)
+        row_sum = row_sum * rescale + tl.sum(weights, 0)
+        row_max = new_row_max
+    acc *= output_scale(row_max, row_sum, sinks, kv_head * GROUP + member, inside)[:, None]
     rows = (pair * GROUP + member)[:, None] * V_HEAD_DIM
     tl.store(out + rows + dims, acc.to(out.dtype.element_ty), mask=inside_dims)

@@ -21,8 +21,8 @@ from tcdeploy.attention.kv_cache import LayerKV
 from tcdeploy.planning.variants import DEFAULT, Variant
 from tcdeploy.planning.plan import Plan
 
-ATTENTION_NAME = "tcdeploy"
-ANY_CONTEXT = 1 << 20  # tokens: programs do not depend on how long sequences may get
+ATTN_IMPLEMENTATION = "tcdeploy"
+UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # tokens: programs do not depend on how long sequences may get
 
 
 @dataclass
@@ -30,8 +30,8 @@ class AttentionMetadata:
     """The batch facts of the running step; one object, shared by all layers, refilled for each step.
 
     Both kinds of step read block_table [sequences, width] and seq_lens [sequences], int32. Prefill also reads
-    slot_mapping [tokens] int64, cu_seqlens_q [sequences + 1] int32 and host_facts [5] int64 on the CPU (see
-    ops.HOST_FACTS); decode, whose slots follow from the lengths, arrivals [sequences, kv_heads] int32, all zeros,
+    slot_mapping [tokens] int64, cu_seqlens_q [sequences + 1] int32 and host_scalars [5] int64 on the CPU (see
+    ops.HOST_SCALARS); decode, whose slots follow from the lengths, arrivals [sequences, kv_heads] int32, all zeros,
     and decode_splits. All layers may share one arrivals, of the most kv heads that a layer has.
     """
 
@@ -40,7 +40,7 @@ class AttentionMetadata:
     block_table: Tensor
     seq_lens: Tensor
     cu_seqlens_q: Tensor
-    host_facts: Tensor
+    host_scalars: Tensor
     split_counters: Tensor
     decode_splits: int
     variant: Variant = DEFAULT  # how the running bucket's programs are made (compiler/programs.py)
@@ -77,7 +77,7 @@ def empty_attention_metadata(plan: Plan, architecture: Architecture) -> Attentio
         block_table=zeros(1, 2),
         seq_lens=zeros(1),
         cu_seqlens_q=zeros(2),
-        host_facts=zeros(5, dtype=torch.int64, device="cpu"),
+        host_scalars=zeros(5, dtype=torch.int64, device="cpu"),
         decode_splits=1,
         split_counters=split_counters,
     )
@@ -87,13 +87,13 @@ def default_splits(batch: int, split_counters: Tensor) -> int:
     """Parts that decode cuts each of `batch` sequences into, for this GPU; it does not follow the context."""
     if not split_counters.is_cuda:
         return 1
-    multiprocessors = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
-    return ops.decode_splits(batch, split_counters.shape[1], ANY_CONTEXT, multiprocessors)
+    num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
+    return ops.decode_splits(batch, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)
 
 
 def register_attention() -> None:
     """Make `attn_implementation="tcdeploy"` known to transformers. Masks stay off: an unknown name builds none."""
-    ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, paged_attention)
+    ALL_ATTENTION_FUNCTIONS.register(ATTN_IMPLEMENTATION, paged_attention)
 
 
 def bind_attention(
@@ -133,7 +133,7 @@ def paged_attention(
         ops.kv_write(k, v, binding.k_cache, binding.v_cache, step.slot_mapping, binding.decode_backend)
         out = ops.prefill_attention(
             q, k, v, binding.k_cache, binding.v_cache, step.block_table, step.cu_seqlens_q, step.seq_lens,
-            step.host_facts, s_aux, scale, window, cap, step.prefill_backend,
+            step.host_scalars, s_aux, scale, window, cap, step.prefill_backend,
         )  # fmt: skip
     else:
         out = ops.decode_attention(

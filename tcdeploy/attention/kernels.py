@@ -27,18 +27,18 @@ import triton.language as tl
 from torch import Tensor
 
 
-class Tiles(NamedTuple):
+class TileConfig(NamedTuple):
     """The shape of one program of a kernel: rows of queries, keys per step, warps, software-pipeline stages."""
 
     queries: int
     keys: int
-    warps: int
-    stages: int
+    num_warps: int
+    num_stages: int
 
 
 # What to tune on a GPU, all of it. Block ids are loaded a tile ahead: else a stage more would hold no more keys.
-PREFILL_TILES = {64: Tiles(128, 64, 4, 2), 128: Tiles(64, 64, 4, 3), 256: Tiles(128, 64, 8, 2)}  # by padded head_dim
-PREFILL_TILES_FLOAT32 = Tiles(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
+PREFILL_TILES = {64: TileConfig(128, 64, 4, 2), 128: TileConfig(64, 64, 4, 3), 256: TileConfig(128, 64, 8, 2)}  # by padded head_dim
+PREFILL_TILES_FLOAT32 = TileConfig(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
 WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # of one token, per program
 
 NO_WINDOW = 2**30  # a window no sequence outgrows, so the kernels need no case for "none"; positions less it fit int32
@@ -55,7 +55,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     tokens, kv_heads, head_dim = k.shape
     v_head_dim = v.shape[-1]
     assert k.stride(-1) == 1 and v.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    dim = padded(max(head_dim, v_head_dim))
+    dim = padded_head_dim(max(head_dim, v_head_dim))
     heads_tile = min(triton.next_power_of_2(kv_heads), max(WRITE_ELEMENTS // dim, 1))
     _write_kernel[(tokens, triton.cdiv(kv_heads, heads_tile))](
         k, v, k_cache, v_cache, slot_mapping,
@@ -72,37 +72,37 @@ def paged_prefill(
     """Packed queries over their pages; see `reference.paged_prefill`. `block_size` is a power of two >= 16."""
     (tokens, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
-    sequences, dim, v_dim = block_table.shape[0], padded(head_dim), padded(v_head_dim)
+    sequences, dim, v_dim = block_table.shape[0], padded_head_dim(head_dim), padded_head_dim(v_head_dim)
     tiles = PREFILL_TILES_FLOAT32 if q.dtype == torch.float32 else PREFILL_TILES[max(dim, v_dim, 64)]
     out = q.new_empty(tokens, heads, v_head_dim)
     # Each sequence, and the padding behind the last, may end in a tile that is not full.
     _prefill_kernel[(heads, tokens // tiles.queries + sequences + 1)](
         out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,
         q.stride(0), q.stride(1), block_table.stride(0), tokens, sequences, window or NO_WINDOW,
-        *score_units(scale, softcap),
+        *log2_score_scales(scale, softcap),
         heads, kv_heads, tiles.queries, head_dim, v_head_dim, block_size, tiles.keys, dim, v_dim, softcap > 0,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
 
 
-def padded(dim: int) -> int:
+def padded_head_dim(dim: int) -> int:
     """A head's size as `tl.dot` takes it: a power of two from 16."""
     return max(16, triton.next_power_of_2(dim))
 
 
-def score_units(scale: float, softcap: float) -> tuple[float, float]:
-    """(unit, inner): a score in base 2 is `unit * dot`, or with a softcap `unit * tanh(inner * dot)`."""
+def log2_score_scales(scale: float, softcap: float) -> tuple[float, float]:
+    """(unit, inner): a score in base 2 is `scale_log2 * dot`, or with a softcap `scale_log2 * tanh(tanh_scale * dot)`."""
     return (softcap * LOG2_E, scale / softcap) if softcap else (scale * LOG2_E, 0.0)
 
 
 # The kernels. Arguments that vary between calls are not specialised: else a batch of one, or a view that begins at an
 # odd element, would compile them again. `rows` are queries; `x[None, :]` runs over keys or a head's size.
-VARYING = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "arrivals"]
-VARYING += ["table_stride", "table_width", "splits", "tokens", "sequences", "window"]
+DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "arrivals"]
+DO_NOT_SPECIALIZE += ["table_stride", "table_width", "splits", "tokens", "sequences", "window"]
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
     k, v, k_cache, v_cache, slot_mapping,
     k_stride_token, k_stride_head, v_stride_token, v_stride_head,
@@ -121,17 +121,17 @@ def _write_kernel(
 
 
 @triton.jit
-def load_rows(start, offsets, wanted, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def load_rows(start, offsets, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """[rows, DIM], with zeros in rows that are not wanted (what lies there may be NaN) and past the head's size."""
     dims = tl.arange(0, DIM)
-    inside = wanted[:, None] if HEAD_DIM == DIM else wanted[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = row_mask[:, None] if HEAD_DIM == DIM else row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     return tl.load(start + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def store_rows(start, rows, values, wanted, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
+def store_rows(start, rows, values, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     dims = tl.arange(0, DIM)
-    inside = wanted[:, None] & (dims < HEAD_DIM)[None, :]
+    inside = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
     tl.store(start + rows[:, None] * HEAD_DIM + dims[None, :], values.to(start.dtype.element_ty), mask=inside)
 
 
@@ -152,47 +152,47 @@ def key_slots(blocks, keys, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.cons
 
 
 @triton.jit
-def bounded(scores, inner):
+def scaled_tanh(scores, tanh_scale):
     """tanh(inner * scores); the number is 2 * log2(e)."""
-    return 1.0 - 2.0 / (tl.exp2(scores * (inner * 2.8853900817779268)) + 1.0)
+    return 1.0 - 2.0 / (tl.exp2(scores * (tanh_scale * 2.8853900817779268)) + 1.0)
 
 
 @triton.jit
 def attend_tile(
-    acc, top, total,  # of each row so far: [rows, V_DIM] weighted values, [rows] largest score, [rows] sum of weights
-    q, slots, wanted, seen,  # [KEYS] where the keys lie and whether to read them; [1 or rows, KEYS] who sees them
-    k_cache, v_cache, unit, inner,
+    acc, row_max, row_sum,  # of each row so far: [rows, V_DIM] weighted values, [rows] largest score, [rows] sum of weights
+    q, slots, row_mask, score_mask,  # [KEYS] where the keys lie and whether to read them; [1 or rows, KEYS] who sees them
+    k_cache, v_cache, scale_log2, tanh_scale,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr,
     SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """One step of the online softmax: the KEYS keys and values in `slots`."""
-    k = load_rows(k_cache, slots * HEAD_DIM, wanted, HEAD_DIM, DIM)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # in units of `unit`: the multiply joins exp2's subtract
+    k = load_rows(k_cache, slots * HEAD_DIM, row_mask, HEAD_DIM, DIM)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # in units of `scale_log2`: the multiply joins exp2's subtract
     if SOFTCAP:
-        scores = bounded(scores, inner)
+        scores = scaled_tanh(scores, tanh_scale)
     if MASKED:
-        scores = tl.where(seen, scores, float("-inf"))
+        scores = tl.where(score_mask, scores, float("-inf"))
 
-    new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-    shift = new_top
+    new_row_max = tl.maximum(row_max, tl.max(scores, 1) * scale_log2)
+    shift = new_row_max
     if MASKED:  # a row that has seen no key yet: -inf less -inf would be NaN
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-    weights = tl.exp2(scores * unit - shift[:, None])
-    keep = tl.exp2(top - shift)
-    v = load_rows(v_cache, slots * V_HEAD_DIM, wanted, V_HEAD_DIM, V_DIM)
-    acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return acc, new_top, total * keep + tl.sum(weights, 1)
+        shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+    weights = tl.exp2(scores * scale_log2 - shift[:, None])
+    rescale = tl.exp2(row_max - shift)
+    v = load_rows(v_cache, slots * V_HEAD_DIM, row_mask, V_HEAD_DIM, V_DIM)
+    acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision="ieee")
+    return acc, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 
 
 @triton.jit
-def output_factor(top, total, sinks, heads, inside):
+def output_scale(row_max, row_sum, sinks, heads, inside):
     """What the weighted values are multiplied with in the end. A sink joins here, once; a row without keys gives 0."""
-    shift = tl.where(top == float("-inf"), 0.0, top)
+    shift = tl.where(row_max == float("-inf"), 0.0, row_max)
     if sinks is not None:
         sink = tl.load(sinks + heads, mask=inside, other=0.0).to(tl.float32) * 1.4426950408889634
         shift = tl.maximum(shift, sink)
-        total = total * tl.exp2(top - shift) + tl.exp2(sink - shift)
-    return tl.exp2(top - shift) / tl.where(total == 0.0, 1.0, total)
+        row_sum = row_sum * tl.exp2(row_max - shift) + tl.exp2(sink - shift)
+    return tl.exp2(row_max - shift) / tl.where(row_sum == 0.0, 1.0, row_sum)
 
 
 @triton.jit
@@ -207,27 +207,27 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
 
 
 @triton.jit
-def _causal_tile(
-    acc, top, total, q, positions, start, oldest, end, window,  # the row at position p sees the keys in (p - window, p]
-    k_cache, v_cache, blocks, kv_head, unit, inner,
+def _attend_causal_tile(
+    acc, row_max, row_sum, q, positions, start, oldest, end, window,  # the row at position p sees the keys in (p - window, p]
+    k_cache, v_cache, blocks, kv_head, scale_log2, tanh_scale,
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAP: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """`attend_tile` for the KEYS keys from `start`, of which those in [oldest, end) may be read."""
     keys = start + tl.arange(0, KEYS)
-    wanted = (keys >= oldest) & (keys < end) if MASKED else tl.full([KEYS], 1, tl.int1)
+    row_mask = (keys >= oldest) & (keys < end) if MASKED else tl.full([KEYS], 1, tl.int1)
     distance = positions[:, None] - keys[None, :]
-    seen = (distance >= 0) & (distance < window) & wanted[None, :]
+    score_mask = (distance >= 0) & (distance < window) & row_mask[None, :]
     return attend_tile(
-        acc, top, total, q, key_slots(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE), wanted, seen,
-        k_cache, v_cache, unit, inner, HEAD_DIM, V_HEAD_DIM, DIM, V_DIM, SOFTCAP, MASKED,
+        acc, row_max, row_sum, q, key_slots(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE), row_mask, score_mask,
+        k_cache, v_cache, scale_log2, tanh_scale, HEAD_DIM, V_HEAD_DIM, DIM, V_DIM, SOFTCAP, MASKED,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,
-    q_stride_token, q_stride_head, table_stride, tokens, sequences, window, unit, inner,
+    q_stride_token, q_stride_head, table_stride, tokens, sequences, window, scale_log2, tanh_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -252,8 +252,8 @@ def _prefill_kernel(
     q = load_rows(q + head.to(tl.int64) * q_stride_head, offsets, rows < q_end, HEAD_DIM, DIM)
     positions = first_position + tl.arange(0, QUERIES)
     acc = tl.zeros([QUERIES, V_DIM], tl.float32)
-    top = tl.full([QUERIES], float("-inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([QUERIES], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_stride
     kv_head = head // (HEADS // KV_HEADS)
 
@@ -268,19 +268,19 @@ def _prefill_kernel(
     for start in range(inner_left, inner_right, KEYS):
         blocks = ids.to(tl.int64)
         ids = block_ids(table, start + KEYS, table_width, BLOCK_SIZE, KEYS)  # a tile ahead: loads that wait for no load
-        acc, top, total = _causal_tile(
-            acc, top, total, q, positions, start, oldest, length, window,
-            k_cache, v_cache, blocks, kv_head, unit, inner,
+        acc, row_max, row_sum = _attend_causal_tile(
+            acc, row_max, row_sum, q, positions, start, oldest, length, window,
+            k_cache, v_cache, blocks, kv_head, scale_log2, tanh_scale,
             KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS, DIM, V_DIM, SOFTCAP, False,
         )  # fmt: skip
     left_tiles = (inner_left - left) // KEYS
     for i in range(left_tiles + tl.cdiv(last_position + 1 - inner_right, KEYS)):
         start = tl.where(i < left_tiles, left + i * KEYS, inner_right + (i - left_tiles) * KEYS)
         blocks = block_ids(table, start, table_width, BLOCK_SIZE, KEYS).to(tl.int64)
-        acc, top, total = _causal_tile(
-            acc, top, total, q, positions, start, oldest, length, window,
-            k_cache, v_cache, blocks, kv_head, unit, inner,
+        acc, row_max, row_sum = _attend_causal_tile(
+            acc, row_max, row_sum, q, positions, start, oldest, length, window,
+            k_cache, v_cache, blocks, kv_head, scale_log2, tanh_scale,
             KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS, DIM, V_DIM, SOFTCAP, True,
         )  # fmt: skip
-    acc = acc * output_factor(top, total, sinks, head, True)[:, None]
+    acc = acc * output_scale(row_max, row_sum, sinks, head, True)[:, None]
     store_rows(out, rows.to(tl.int64) * HEADS + head, acc, rows < q_end, V_HEAD_DIM, V_DIM)

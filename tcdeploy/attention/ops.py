@@ -7,7 +7,7 @@
 All are opaque (decode.py says why its kernel is not a `triton_op`); the kernels that Triton builds for them lie in the
 cache folder too. Each op takes the name of its backend as an argument, so the choice stands in the graph and in the
 cache's key; what they compute is defined by `reference.py`. Nothing the graph sees depends on lengths: they
-are tensors. The few integers that FlashAttention wants on the host travel in `host_facts`, a CPU tensor, which costs
+are tensors. The few integers that FlashAttention wants on the host travel in `host_scalars`, a CPU tensor, which costs
 neither a guard nor a synchronisation.
 
 torch does not put an op's Python body into the key of its compile cache: compiler/programs.py does.
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tcdeploy.attention import backends
 
-HOST_FACTS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix")  # the entries of host_facts
+HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix")  # the entries of host_scalars
 
 
 @torch.library.custom_op("tcdeploy::kv_write", mutates_args=("k_cache", "v_cache"))
@@ -29,7 +29,7 @@ def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 
     Several padding tokens may name one slot: which of them stays there is undefined.
     """
-    backends.KV_WRITE[backend](k, v, k_cache, v_cache, slot_mapping)
+    backends.KV_WRITE_BACKENDS[backend](k, v, k_cache, v_cache, slot_mapping)
 
 
 @kv_write.register_fake
@@ -47,7 +47,7 @@ def prefill_attention(
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
-    host_facts: Tensor,
+    host_scalars: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
@@ -57,11 +57,11 @@ def prefill_attention(
     """Causal attention of packed queries: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
 
     k and v are the queries' own, already written to the cache; v may be strided but for the last dimension.
-    block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32, host_facts [5]
+    block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32, host_scalars [5]
     int64 on the CPU. Padding rows are zero.
     """
-    pages = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_facts)
-    return backends.PREFILL[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks))
+    batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
+    return backends.PREFILL_BACKENDS[backend](q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks))
 
 
 @prefill_attention.register_fake
@@ -74,7 +74,7 @@ def _(
     block_table: Tensor,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
-    host_facts: Tensor,
+    host_scalars: Tensor,
     sinks: Tensor | None,
     scale: float,
     window: int,
@@ -114,8 +114,8 @@ def decode_attention(
     """
     assert (cos is None) == (sin is None)
     rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
-    pages = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return backends.DECODE[backend](q, k, v, pages, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary)
+    batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
+    return backends.DECODE_BACKENDS[backend](q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary)
 
 
 @decode_attention.register_fake
@@ -141,16 +141,16 @@ def _(
 
 
 # What a default number of splits aims at; measured on an H100.
-PROGRAMS_PER_MULTIPROCESSOR = 1
+PROGRAMS_PER_SM = 1
 MIN_KEYS_PER_SPLIT = 64
 
 
-def decode_splits(batch: int, kv_heads: int, max_context: int, multiprocessors: int) -> int:
+def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:
     """The default number of parts of a sequence: a power of two that gives the GPU about one wave of programs.
 
     Only static facts enter (`max_context` is the block table's width in tokens, or the window), so a bucket has one
     answer: one sequence of 8 kv heads on 132 multiprocessors is cut in 16, 16 sequences are not cut.
     """
-    programs = PROGRAMS_PER_MULTIPROCESSOR * multiprocessors // max(batch * kv_heads, 1)
+    programs = PROGRAMS_PER_SM * num_sms // max(batch * kv_heads, 1)
     parts = min(programs, max_context // MIN_KEYS_PER_SPLIT)
     return 1 << (max(parts, 1).bit_length() - 1)

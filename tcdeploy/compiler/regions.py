@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.models.probe import layer_of
+from tcdeploy.models.probe import decoder_layer_position
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLay
 
 
 def _find_layer(model: nn.Module, attention_path: str) -> DecoderLayer:
-    stack, index = layer_of(model, attention_path)
+    stack, index = decoder_layer_position(model, attention_path)
     path = f"{stack}.{index}"
     layer = model.get_submodule(path)
     block_name = attention_path.removeprefix(path + ".").split(".")[0]

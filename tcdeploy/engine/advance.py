@@ -82,9 +82,9 @@ def tiles_of(size: int, vocab_size: int) -> int:
 
 if triton is not None:
     # What varies between calls is not specialised: else a batch of one, or a view at an odd address, compiles again.
-    VARYING = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
+    DO_NOT_SPECIALIZE = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
 
-    @triton.jit(do_not_specialize=VARYING)
+    @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
     def _best_kernel(  # type: ignore[no-untyped-def]
         bests, logits,
         VOCAB: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, LAST_ID: tl.constexpr,
@@ -106,7 +106,7 @@ if triton is not None:
         winner = tl.max((order.to(tl.int64) << 32) | (LAST_ID - best_ids).to(tl.int64), 0)
         tl.store(bests + row * PARTS + part, winner)
 
-    @triton.jit(do_not_specialize=VARYING)
+    @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
     def _advance_kernel(  # type: ignore[no-untyped-def]
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,
         PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, LAST_ID: tl.constexpr,

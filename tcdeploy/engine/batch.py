@@ -88,7 +88,7 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, step: AttentionMetadata) -
         block_table=block_table,
         seq_lens=state.seq_lens[:size],
         cu_seqlens_q=unused,
-        host_facts=torch.zeros(5, dtype=torch.int64),
+        host_scalars=torch.zeros(5, dtype=torch.int64),
         decode_splits=default_splits(size, step.split_counters),
         split_counters=step.split_counters,
     )
@@ -117,11 +117,11 @@ class PrefillBuffers:
             block_table=block_table,
             seq_lens=ints["seq_lens"],
             cu_seqlens_q=ints["starts"],
-            host_facts=torch.zeros(5, dtype=torch.int64),
+            host_scalars=torch.zeros(5, dtype=torch.int64),
             decode_splits=1,
             split_counters=step.split_counters,
         )
-        self._facts_on_host = inputs.host_facts.numpy()
+        self._facts_on_host = inputs.host_scalars.numpy()
         self.buffers = StepBuffers(
             bucket, longs["ids"][None], longs["positions"][None], longs["rows"], ints["lengths"],
             inputs, longs["logit_rows"],
@@ -169,7 +169,7 @@ def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[
 
 
 def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:
-    """See attention/ops.py, HOST_FACTS."""
+    """See attention/ops.py, HOST_SCALARS."""
     lengths = [stop for _, _, stop in chunks]
     max_seqlen_q = max(stop - start for _, start, stop in chunks)
     return [tokens, sum(lengths), max_seqlen_q, max(lengths), int(any(start > 0 for _, start, _ in chunks))]

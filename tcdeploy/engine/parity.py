@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.attention.interface import ATTENTION_NAME
+from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.cache.manifest import Answers, Parity
 from tcdeploy.compiler.programs import eager
 
@@ -40,7 +40,7 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int], attention: st
         with eager():
             return model(input_ids=ids, use_cache=False, **last_row).logits[0, -1].float()
     finally:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
 
 def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:

@@ -1,6 +1,6 @@
 """y = x @ w.T for one row: a Triton kernel without tensor cores that streams the weight past the multiprocessors.
 
-A program owns a few rows of w (columns of y) and walks them from end to end, `depth` elements a step, straight into
+A program owns a few rows of w (columns of y) and walks them from end to end, `block_k` elements a step, straight into
 registers; the partial sums of all threads are added once, at the end. It can begin with what comes before and end in
 what comes after, so that a decoder layer at batch 1 is five kernels (two of these after a norm, two before a residual):
 
@@ -50,65 +50,65 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcdeploy.torch_compat.pdl import launches_early
-from tcdeploy.linear.skinny_gemm import K_MULTIPLE, MIN_SIZE, N_MULTIPLE, fitted_depth
+from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.linear.skinny_gemm import K_MULTIPLE, MIN_N_AND_K, N_MULTIPLE, fit_block_k
 
 
-class Tile(NamedTuple):
+class TileConfig(NamedTuple):
     """The shape of one program: rows of w (columns of y), elements of each per step, and how many steps are asked for.
 
     With more than one stage the loop's loads are asynchronous copies, so many steps ahead.
     """
 
     name: str
-    columns: int
-    depth: int
-    warps: int
-    stages: int = 1
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int = 1
 
 
 # What to tune on a GPU, all of it. The op's `config` is an index into this table.
-TILES = (
-    Tile("single", 1, 1024, 4),
-    Tile("whole", 1, 2048, 4),
-    Tile("pair", 2, 2048, 4),
-    Tile("flat", 4, 2048, 8),
-    Tile("narrow", 2, 1024, 2),
-    Tile("square", 4, 512, 4),
-    Tile("piped", 4, 512, 2, 3),
-    Tile("broad", 8, 1024, 8, 3),
+TILE_CONFIGS = (
+    TileConfig("single", 1, 1024, 4),
+    TileConfig("whole", 1, 2048, 4),
+    TileConfig("pair", 2, 2048, 4),
+    TileConfig("flat", 4, 2048, 8),
+    TileConfig("narrow", 2, 1024, 2),
+    TileConfig("square", 4, 512, 4),
+    TileConfig("piped", 4, 512, 2, 3),
+    TileConfig("broad", 8, 1024, 8, 3),
 )
-SINGLE, WHOLE, PAIR, FLAT, NARROW, SQUARE, PIPED, BROAD = range(len(TILES))
-MANY = 65536  # columns: the head
-SHORT = 2048  # k
+N1_K1024, N1_K2048, N2_K2048, N4_K2048, N2_K1024, N4_K512, N4_K512_S3, N8_K1024 = range(len(TILE_CONFIGS))
+LM_HEAD_N = 65536  # columns: the head
+SMALL_K = 2048  # k
 
 
-def candidates(n: int, k: int) -> tuple[int, ...]:
+def ranked_configs(n: int, k: int) -> tuple[int, ...]:
     """Configs for w [n, k], the best guess first; none where the kernel cannot or was not measured."""
-    if min(n, k) < MIN_SIZE or n % N_MULTIPLE or k % K_MULTIPLE:
+    if min(n, k) < MIN_N_AND_K or n % N_MULTIPLE or k % K_MULTIPLE:
         return ()
-    guess = _guess(n, k)
-    return (guess, *(config for config in range(len(TILES)) if config != guess))
+    guess = _heuristic_config(n, k)
+    return (guess, *(config for config in range(len(TILE_CONFIGS)) if config != guess))
 
 
-def _guess(n: int, k: int) -> int:
+def _heuristic_config(n: int, k: int) -> int:
     """The edges lie between the measured shapes; as it serves, no guess was more than 3% slower than the best tile."""
-    is_even = k % TILES[WHOLE].depth == 0
-    if n >= MANY:
-        return WHOLE
+    is_even = k % TILE_CONFIGS[N1_K2048].block_k == 0
+    if n >= LM_HEAD_N:
+        return N1_K2048
     if n > 2 * k:  # gate and up
-        return NARROW if k <= SHORT else WHOLE if is_even else PIPED
+        return N2_K1024 if k <= SMALL_K else N1_K2048 if is_even else N4_K512_S3
     if n > k:  # q, k and v
-        return BROAD if k <= SHORT else PAIR if is_even else SQUARE
-    if k > 2 * n or k <= SHORT:  # down; or o of a small model
-        return SINGLE
-    return FLAT if is_even else PAIR
+        return N8_K1024 if k <= SMALL_K else N2_K2048 if is_even else N4_K512
+    if k > 2 * n or k <= SMALL_K:  # down; or o of a small model
+        return N1_K1024
+    return N4_K2048 if is_even else N2_K2048
 
 
-def multiply(
+def matmul(
     x: Tensor,
     w: Tensor,
-    tile: Tile,
+    tile: TileConfig,
     addend: Tensor | None = None,
     gated: bool = False,
     norm: Tensor | None = None,
@@ -128,51 +128,51 @@ def multiply(
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     assert norm is None or (norm.shape == (k,) and norm.is_contiguous())
     out = x.new_empty(1, n // 2 if gated else n)
-    columns = max(tile.columns, 2) if gated else tile.columns
-    assert N_MULTIPLE % columns == 0, "no program may have a part of its columns"
-    early = launches_early(x.device)
-    _vector_kernel[(n // columns,)](
-        out, x, w, addend, norm, n, k, eps, columns, fitted_depth(tile.depth, k), tile.stages, gated, early,
-        num_warps=tile.warps, **({"launch_pdl": True} if early else {}),
+    block_n = max(tile.block_n, 2) if gated else tile.block_n
+    assert N_MULTIPLE % block_n == 0, "no program may have a part of its columns"
+    use_pdl = supports_pdl(x.device)
+    _gemv_kernel[(n // block_n,)](
+        out, x, w, addend, norm, n, k, eps, block_n, fit_block_k(tile.block_k, k), tile.num_stages, gated, use_pdl,
+        num_warps=tile.num_warps, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _vector_kernel(
+def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,
-    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, GATED: tl.constexpr, USE_PDL: tl.constexpr,
 ):  # fmt: skip
     if GATED:  # half of the tile's rows of w are gates, the other half what they let through
-        HALF: tl.constexpr = COLUMNS // 2
+        HALF: tl.constexpr = BLOCK_N // 2
         column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        part = tl.arange(0, COLUMNS)
+        part = tl.arange(0, BLOCK_N)
         w_row = tl.program_id(0) * HALF + part % HALF + part // HALF * (n // 2)
     else:
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_row = column
-    depth = tl.arange(0, DEPTH)
-    w_tile = w + w_row.to(tl.int64)[:, None] * k + depth[None, :]
+    block_k = tl.arange(0, BLOCK_K)
+    w_tile = w + w_row.to(tl.int64)[:, None] * k + block_k[None, :]
     weights = tl.load(w_tile, eviction_policy="evict_first")
     if norm is not None:
-        scales = tl.load(norm + depth)
-    if EARLY:  # nothing but weights is touched before the wait
+        scales = tl.load(norm + block_k)
+    if USE_PDL:  # nothing but weights is touched before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     if addend is not None:
         added = tl.load(addend + column)
 
-    inputs = tl.load(x + depth).to(tl.float32)
+    inputs = tl.load(x + block_k).to(tl.float32)
     if norm is not None:
         squares = inputs * inputs
         inputs *= scales.to(tl.float32)
     acc = weights.to(tl.float32) * inputs[None, :]
-    for start in tl.range(DEPTH, k, DEPTH, num_stages=STAGES):
+    for start in tl.range(BLOCK_K, k, BLOCK_K, num_stages=STAGES):
         weights = tl.load(w_tile + start, eviction_policy="evict_first")
-        inputs = tl.load(x + start + depth).to(tl.float32)
+        inputs = tl.load(x + start + block_k).to(tl.float32)
         if norm is not None:
             squares += inputs * inputs
-            inputs *= tl.load(norm + start + depth).to(tl.float32)
+            inputs *= tl.load(norm + start + block_k).to(tl.float32)
         acc += weights.to(tl.float32) * inputs[None, :]
 
     y = tl.sum(acc, 1)

@@ -3,12 +3,12 @@ and may end in what comes next: a bias or residual, or the gate of an MLP.
 
 Every weight is read once and used `rows` times, so the time is the weight's bytes over the memory's bandwidth, and
 what cuBLAS leaves on the table is in how the bytes are asked for. The one idea: w stands on the left (y.T = w @ x.T),
-so a program owns whole rows of w and walks them from end to end, asynchronous copies `stages` deep, and programs in
+so a program owns whole rows of w and walks them from end to end, asynchronous copies `num_stages` deep, and programs in
 order sweep the weight in order. Nothing is split between programs, so there is no workspace, no counter and no order of
 arrival: same inputs, same bits, and nothing but the output to allocate under a CUDA graph. Two forms of the product:
 
 - one dot of [columns, depth], the Hopper tensor cores' own size: 64 columns and more.
-- `slices` dots side by side, one per warp, each on its own part of the depth, added once at the end: 16 columns are
+- `k_slices` dots side by side, one per warp, each on its own part of the depth, added once at the end: 16 columns are
   enough then, so that even 2048 of them give every multiprocessor a program, and a step reads long pieces of a row.
 
 Programmatic dependent launch: the kernel is launched while the one before it drains and waits for it
@@ -47,74 +47,74 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcdeploy.torch_compat.pdl import launches_early
+from tcdeploy.torch_compat.pdl import supports_pdl
 
 
-class Tile(NamedTuple):
+class TileConfig(NamedTuple):
     """The shape of one program: rows of w (columns of y), elements of each per step, and how a step is worked on."""
 
     name: str
-    columns: int
-    depth: int
-    slices: int  # parts of the depth, one per warp; 1: all warps share one dot
-    warps: int
-    stages: int  # of the software pipeline
+    block_n: int
+    block_k: int
+    k_slices: int  # parts of the depth, one per warp; 1: all warps share one dot
+    num_warps: int
+    num_stages: int  # of the software pipeline
 
 
 # What to tune on a GPU, all of it. The op's `config` is an index into this table.
-TILES = (
-    Tile("thin", 16, 128, 2, 2, 6),
-    Tile("long", 16, 1024, 4, 4, 3),
-    Tile("deep", 16, 512, 4, 4, 6),
-    Tile("square", 64, 64, 1, 4, 8),
-    Tile("wide-4", 64, 128, 1, 4, 4),
-    Tile("wide-7", 64, 128, 1, 4, 7),
-    Tile("broad", 128, 128, 1, 4, 4),
+TILE_CONFIGS = (
+    TileConfig("thin", 16, 128, 2, 2, 6),
+    TileConfig("long", 16, 1024, 4, 4, 3),
+    TileConfig("deep", 16, 512, 4, 4, 6),
+    TileConfig("square", 64, 64, 1, 4, 8),
+    TileConfig("n64_k128_s4", 64, 128, 1, 4, 4),
+    TileConfig("n64_k128_s7", 64, 128, 1, 4, 7),
+    TileConfig("broad", 128, 128, 1, 4, 4),
 )
-THIN, LONG, DEEP, SQUARE, WIDE_4, WIDE_7, BROAD = range(len(TILES))
+N16_K128, N16_K1024, N16_K512, N64_K64, N64_K128_S4, N64_K128_S7, N128_K128 = range(len(TILE_CONFIGS))
 MIN_ROWS, MAX_ROWS = 2, 64  # one row: vector.py
-MIN_SIZE = 1024  # of n and k: nothing smaller was measured
+MIN_N_AND_K = 1024  # of n and k: nothing smaller was measured
 N_MULTIPLE, K_MULTIPLE = 16, 64
 
 # The edges between the best guesses: 2 to 64 rows over the shapes of Llama 3.1 8B, Qwen2.5 7B and Llama 3.2 1B.
-SCARCE = 16 * 132  # columns: no more tiles of 16 than an H100 has multiprocessors
-FEW, SOME, MANY = 4096, 8192, 65536  # columns: o and down; qkv; the head
-SHORT = 2048  # k
+ONE_WAVE_N = 16 * 132  # columns: no more tiles of 16 than an H100 has multiprocessors
+SMALL_N, MEDIUM_N, LM_HEAD_N = 4096, 8192, 65536  # columns: o and down; qkv; the head
+SMALL_K = 2048  # k
 
 
-def candidates(rows: int, n: int, k: int) -> tuple[int, ...]:
+def ranked_configs(rows: int, n: int, k: int) -> tuple[int, ...]:
     """Configs worth timing for x [rows, k] @ w [n, k].T, the best guess first; none where cuBLAS is as good.
 
     The guess was never slower than cuBLAS on the measured shapes, and 3% slower than the best config at most.
     Meant for Hopper: other GPUs were not measured, and may lack the shared memory.
     """
-    if not MIN_ROWS <= rows <= MAX_ROWS or min(n, k) < MIN_SIZE or n % N_MULTIPLE or k % K_MULTIPLE:
+    if not MIN_ROWS <= rows <= MAX_ROWS or min(n, k) < MIN_N_AND_K or n % N_MULTIPLE or k % K_MULTIPLE:
         return ()
     if rows <= 8:
-        return _first(_guess_up_to_8_rows(n, k), THIN, LONG, DEEP, WIDE_4)
-    if n <= SCARCE:
-        return (DEEP,) if rows <= 16 else ()
+        return _ranked(_heuristic_up_to_8_rows(n, k), N16_K128, N16_K1024, N16_K512, N64_K128_S4)
+    if n <= ONE_WAVE_N:
+        return (N16_K512,) if rows <= 16 else ()
     if rows <= 32:
-        guess = WIDE_7 if n <= FEW else SQUARE if n <= SOME else BROAD
-        return _first(guess, WIDE_7, BROAD, SQUARE, WIDE_4)
-    return (BROAD,) if n >= 2 * SOME else ()
+        guess = N64_K128_S7 if n <= SMALL_N else N64_K64 if n <= MEDIUM_N else N128_K128
+        return _ranked(guess, N64_K128_S7, N128_K128, N64_K64, N64_K128_S4)
+    return (N128_K128,) if n >= 2 * MEDIUM_N else ()
 
 
-def _guess_up_to_8_rows(n: int, k: int) -> int:
-    if n <= SCARCE:
-        return DEEP
-    if n <= SOME:
-        return THIN if k < 2 * n else LONG
-    if k <= SHORT:
-        return WIDE_4 if n <= MANY else LONG
-    return LONG if n <= MANY else DEEP
+def _heuristic_up_to_8_rows(n: int, k: int) -> int:
+    if n <= ONE_WAVE_N:
+        return N16_K512
+    if n <= MEDIUM_N:
+        return N16_K128 if k < 2 * n else N16_K1024
+    if k <= SMALL_K:
+        return N64_K128_S4 if n <= LM_HEAD_N else N16_K1024
+    return N16_K1024 if n <= LM_HEAD_N else N16_K512
 
 
-def _first(guess: int, *others: int) -> tuple[int, ...]:
+def _ranked(guess: int, *others: int) -> tuple[int, ...]:
     return (guess, *(other for other in others if other != guess))
 
 
-def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
+def matmul(x: Tensor, w: Tensor, tile: TileConfig, addend: Tensor | None = None, gated: bool = False) -> Tensor:
     """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
 
     w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64. `gated` gives
@@ -127,11 +127,11 @@ def multiply(x: Tensor, w: Tensor, tile: Tile, addend: Tensor | None = None, gat
     assert MIN_ROWS <= rows <= MAX_ROWS and n % N_MULTIPLE == 0 and k % K_MULTIPLE == 0
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     out = x.new_empty(rows, n // 2 if gated else n)
-    early = launches_early(x.device)
-    _skinny_gemm_kernel[(triton.cdiv(n, tile.columns),)](
+    use_pdl = supports_pdl(x.device)
+    _skinny_gemm_kernel[(triton.cdiv(n, tile.block_n),)](
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
-        _padded_rows(rows), tile.columns, fitted_depth(tile.depth, k), tile.slices, gated, early,
-        num_warps=tile.warps, num_stages=tile.stages, **({"launch_pdl": True} if early else {}),
+        _padded_rows(rows), tile.block_n, fit_block_k(tile.block_k, k), tile.k_slices, gated, use_pdl,
+        num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
 
@@ -141,59 +141,59 @@ def _padded_rows(rows: int) -> int:
     return max(8, triton.next_power_of_2(rows))
 
 
-def fitted_depth(depth: int, k: int) -> int:
+def fit_block_k(block_k: int, k: int) -> int:
     """The depth, halved until it divides k, so that no step needs a mask."""
-    while k % depth:
-        depth //= 2
-    return depth
+    while k % block_k:
+        block_k //= 2
+    return block_k
 
 
 # `rows` is not specialised: else a batch of 16 would compile the kernel again.
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SLICES: tl.constexpr, GATED: tl.constexpr,
-    EARLY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_SLICES: tl.constexpr, GATED: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, ROWS)
+    row = tl.arange(0, BLOCK_M)
     if GATED:  # half of the tile's rows of w are gates, the other half what they let through
-        HALF: tl.constexpr = COLUMNS // 2
+        HALF: tl.constexpr = BLOCK_N // 2
         n //= 2
         column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        part = tl.arange(0, COLUMNS)
+        part = tl.arange(0, BLOCK_N)
         w_row = tl.minimum(tl.program_id(0) * HALF + part % HALF, n - 1) + part // HALF * n
     else:
-        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
         w_row = tl.minimum(column, n - 1)  # past the end: the last row once more, never stored
     w_rows = w + w_row.to(tl.int64) * k
     x_rows = x + row.to(tl.int64) * x_stride
-    if SLICES == 1:
-        depth = tl.arange(0, DEPTH)[None, :]
-        w_tile, x_tile = w_rows[:, None] + depth, x_rows[:, None] + depth
+    if K_SLICES == 1:
+        block_k = tl.arange(0, BLOCK_K)[None, :]
+        w_tile, x_tile = w_rows[:, None] + block_k, x_rows[:, None] + block_k
         inside = (row < rows)[:, None]
-        acc = tl.zeros([COLUMNS, ROWS], tl.float32)
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
-        WIDTH: tl.constexpr = DEPTH // SLICES
-        depth = tl.arange(0, SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-        w_tile, x_tile = w_rows[None, :, None] + depth, x_rows[None, :, None] + depth
+        WIDTH: tl.constexpr = BLOCK_K // K_SLICES
+        block_k = tl.arange(0, K_SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        w_tile, x_tile = w_rows[None, :, None] + block_k, x_rows[None, :, None] + block_k
         inside = (row < rows)[None, :, None]
-        acc = tl.zeros([SLICES, COLUMNS, ROWS], tl.float32)
-    if EARLY:  # nothing is read or written before the wait
+        acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
+    if USE_PDL:  # nothing is read or written before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     is_output = (row < rows)[:, None] & (column < n)[None, :]
     if addend is not None:  # a bias, whose rows are one, or a residual; loaded here, its latency is hidden
         added = tl.load(addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=is_output, other=0.0)
 
-    for start in range(0, k, DEPTH):
+    for start in range(0, k, BLOCK_K):
         weights = tl.load(w_tile + start)
         inputs = tl.load(x_tile + start, mask=inside, other=0.0)
-        acc = tl.dot(weights, tl.trans(inputs) if SLICES == 1 else tl.trans(inputs, 0, 2, 1), acc)
+        acc = tl.dot(weights, tl.trans(inputs) if K_SLICES == 1 else tl.trans(inputs, 0, 2, 1), acc)
 
-    if SLICES > 1:
+    if K_SLICES > 1:
         acc = tl.sum(acc, 0)
     if GATED:
-        gate, passed = tl.split(tl.permute(tl.reshape(acc, (2, HALF, ROWS)), (1, 2, 0)))
+        gate, passed = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
         acc = gate * tl.sigmoid(gate) * passed
     y = tl.trans(acc)
     if addend is not None:

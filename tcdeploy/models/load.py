@@ -22,16 +22,16 @@ from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
-BUILTIN = {"builtin:tiny": Path(__file__).parent / "tiny"}
+BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
 
 
-def locate(model: str) -> str:
+def resolve_model_path(model: str) -> str:
     """What transformers is given for `model`: a folder for a builtin or local one, else the hub id as it is."""
     if model.startswith("builtin:"):
-        if model not in BUILTIN:
-            raise ModelError(f"there is no {model}", f"the builtin models: {', '.join(BUILTIN)}")
-        return str(BUILTIN[model])
+        if model not in BUILTIN_MODELS:
+            raise ModelError(f"there is no {model}", f"the builtin models: {', '.join(BUILTIN_MODELS)}")
+        return str(BUILTIN_MODELS[model])
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
@@ -43,13 +43,13 @@ def locate(model: str) -> str:
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
-    with _foreign_errors(recipe.model):
+    with _translate_errors(recipe.model):
         return AutoConfig.from_pretrained(
-            locate(recipe.model), revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
+            resolve_model_path(recipe.model), revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
         )
 
 
-def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     """Every value, defaults too, as JSON holds it; without the place it came from."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     values.pop("_name_or_path", None)
@@ -58,43 +58,43 @@ def config_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 def load_tokenizer(plan: Plan) -> Any:
     """The model's tokenizer. Raises ModelError where there is none (a bare config with dummy weights has none)."""
-    with _foreign_errors(plan.model):
+    with _translate_errors(plan.model):
         return AutoTokenizer.from_pretrained(
-            locate(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
+            resolve_model_path(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
         )
 
 
-def load_model(plan: Plan, config: PreTrainedConfig, attention: str) -> PreTrainedModel:
-    """The model in eval mode on the plan's device and dtype, calling the attention function named `attention`."""
+def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
+    """The model in eval mode on the plan's device and dtype, calling the attention function named `attn_implementation`."""
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.dtype)
-    with quiet_transformers(), _foreign_errors(plan.model):
+    with quiet_transformers(), _translate_errors(plan.model):
         if plan.load_format == "dummy":
-            model = _dummy_model(plan, config, dtype, attention)
+            model = _dummy_model(plan, config, dtype, attn_implementation)
         else:
-            model = _pretrained_model(plan, config, dtype, attention)
+            model = _pretrained_model(plan, config, dtype, attn_implementation)
     model.requires_grad_(False)
     return model.eval()
 
 
-def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """Random weights straight on the device, the same for the same config, device and torch."""
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
         return AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention, trust_remote_code=plan.trust_remote_code
+            config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
 
 
-def _pretrained_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attention: str) -> PreTrainedModel:
+def _pretrained_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
     """accelerate, where installed, reads shards straight to the device; without it they pass through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
     model, report = AutoModelForCausalLM.from_pretrained(
-        locate(plan.model),
+        resolve_model_path(plan.model),
         config=config,
         revision=plan.revision,
         dtype=dtype,
-        attn_implementation=attention,
+        attn_implementation=attn_implementation,
         trust_remote_code=plan.trust_remote_code,
         output_loading_info=True,
         **placement,
@@ -120,23 +120,23 @@ def quiet_transformers() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _foreign_errors(model: str) -> Iterator[None]:
+def _translate_errors(model: str) -> Iterator[None]:
     try:
         yield
     except TcdeployError:
         raise
     except torch.OutOfMemoryError as error:
         raise SpaceError(
-            f"the weights of {model} do not fit into the GPU's free memory: {_first_sentence(error)}",
+            f"the weights of {model} do not fit into the GPU's free memory: {_first_line(error)}",
             "free the GPU (nvidia-smi shows who holds it), or choose a smaller model",
         ) from error
     except Exception as error:  # whatever a library raises about somebody's files
-        raise _translated(model, error) from error
+        raise _translate_error(model, error) from error
 
 
-def _translated(model: str, error: Exception) -> TcdeployError:
-    names = {type(link).__name__ for link in _chain(error)}
-    text = " ".join(str(link) for link in _chain(error))
+def _translate_error(model: str, error: Exception) -> TcdeployError:
+    names = {type(link).__name__ for link in _exception_chain(error)}
+    text = " ".join(str(link) for link in _exception_chain(error))
     if "GatedRepoError" in names:
         return ModelError(f"{model} is gated", f"accept its licence on the hub, then: hf auth login ({model})")
     if "RepositoryNotFoundError" in names:
@@ -156,7 +156,7 @@ def _translated(model: str, error: Exception) -> TcdeployError:
         return ModelError(f"{model} has no tokenizer that transformers can load", "put the tokenizer's files beside it")
     if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
         return ModelError(f"{model} holds a config and no weights", "--load-format dummy runs it with random weights")
-    return ModelError(f"{model} cannot be loaded: {_first_sentence(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
+    return ModelError(f"{model} cannot be loaded: {_first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
 
 
 _NETWORK_ERRORS = {
@@ -168,11 +168,11 @@ _NETWORK_ERRORS = {
 }
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
 
 
-def _first_sentence(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0][:300] or type(error).__name__

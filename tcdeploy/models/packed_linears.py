@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-FREE_ABOVE_BYTES = 1 << 30  # of freed but kept memory: the packed matrices do not fit where the parts were
+EMPTY_CACHE_ABOVE_BYTES = 1 << 30  # of freed but kept memory: the packed matrices do not fit where the parts were
 
 
 class PackedSlice(nn.Module):
@@ -48,18 +48,18 @@ def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) 
     A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones). Smaller
     groups go first: a packed matrix in the place of a larger part would keep the rest of it, unused, for good.
     """
-    for paths in sorted(packed_linears, key=lambda paths: _values(model, paths)):
+    for paths in sorted(packed_linears, key=lambda paths: _parameter_count(model, paths)):
         layers = [model.get_submodule(path) for path in paths]
-        if _are_alike(layers):
+        if _can_pack(layers):
             _pack(layers, model, paths)
-            _return_freed_memory()
+            _empty_cuda_cache()
 
 
-def _values(model: nn.Module, paths: tuple[str, ...]) -> int:
+def _parameter_count(model: nn.Module, paths: tuple[str, ...]) -> int:
     return sum(parameter.numel() for path in paths for parameter in model.get_submodule(path).parameters())
 
 
-def _are_alike(layers: list[Any]) -> bool:
+def _can_pack(layers: list[Any]) -> bool:
     kinds = {(type(layer), layer.weight.dtype, layer.weight.device) for layer in layers if type(layer) is nn.Linear}
     return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)
 
@@ -76,6 +76,6 @@ def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
         start = stop
 
 
-def _return_freed_memory() -> None:
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > FREE_ABOVE_BYTES:
+def _empty_cuda_cache() -> None:
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > EMPTY_CACHE_ABOVE_BYTES:
         torch.cuda.empty_cache()

@@ -23,18 +23,18 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.planning.architecture import Architecture, AttentionFacts, digest_config
 from tcdeploy.errors import UnsupportedModelError
-from tcdeploy.models.load import config_values, quiet_transformers
+from tcdeploy.models.load import config_to_dict, quiet_transformers
 
-PROBE_NAME = "tcdeploy-probe"
+PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_TOKENS = 8
-SERVED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-UNDERSTOOD = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-WITHOUT_EFFECT = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states"}
+SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+SUPPORTED_ATTENTION_KWARGS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
+IGNORED_ATTENTION_KWARGS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states"}
 HINT = "the README lists what can be served; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
 @dataclass
-class _Recorder:
+class _AttentionRecorder:
     """Stands in as the attention function and keeps what each module asked for."""
 
     calls: dict[int, list[tuple[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]]]] = field(default_factory=dict)
@@ -48,15 +48,15 @@ class _Recorder:
 
 
 @dataclass
-class _LinearInputs:
+class _LinearInputHook:
     """Which linear layers read which tensor, by identity, in the order of the calls."""
 
     readers: dict[int, list[Any]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
-    kept: list[Tensor] = field(default_factory=list)  # so that no identity is given away twice
+    keep_alive: list[Tensor] = field(default_factory=list)  # so that no identity is given away twice
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self.kept.append(args[0])
+        self.keep_alive.append(args[0])
         self.readers.setdefault(id(args[0]), []).append(module)
         self.calls[id(module)] = self.calls.get(id(module), 0) + 1
 
@@ -65,15 +65,15 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
     """Architecture of `config`'s causal LM. Raises UnsupportedModelError, naming the model and the reason."""
     name = config.model_type
     _check_layer_types(config)
-    recorder = _Recorder()
-    ALL_ATTENTION_FUNCTIONS.register(PROBE_NAME, recorder)
-    linear_inputs = _LinearInputs()
+    recorder = _AttentionRecorder()
+    ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)
+    linear_inputs = _LinearInputHook()
     try:
-        model = _run(config, name, trust_remote_code, linear_inputs)
+        model = _run_on_fake_tensors(config, name, trust_remote_code, linear_inputs)
     finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_NAME, None)
+        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_ATTN_IMPLEMENTATION, None)
     attentions = _read_calls(model, recorder, name)
-    _check_every_layer(model, attentions, name)
+    _check_all_layers_attend(model, attentions, name)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
@@ -90,11 +90,11 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         rope_limit=_rope_limit(text_config),
         activation_values=_activation_values(linear_inputs, text_config),
         packed_linears=_find_packed_linears(model, linear_inputs),
-        config_digest=digest_config(config_values(config)),
+        config_digest=digest_config(config_to_dict(config)),
     )
 
 
-def _activation_values(inputs: _LinearInputs, text_config: Any) -> int:
+def _activation_values(inputs: _LinearInputHook, text_config: Any) -> int:
     """The widest outputs of one input and the widest input, both alive in the MLP, beside two hidden states.
 
     The head is left out: only the rows that are sampled from pass through it. Experts that are no linear layers are not
@@ -108,7 +108,7 @@ def _activation_values(inputs: _LinearInputs, text_config: Any) -> int:
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
-def _find_packed_linears(model: nn.Module, inputs: _LinearInputs) -> tuple[tuple[str, ...], ...]:
+def _find_packed_linears(model: nn.Module, inputs: _LinearInputHook) -> tuple[tuple[str, ...], ...]:
     """Groups of two or more plain linear layers that read the very same tensor, once.
 
     They stand in one module (so whatever is compiled as one holds all of a group) and agree on having a bias.
@@ -137,7 +137,7 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
     """Some layers differ only in the mask that transformers would build; their calls look like full attention."""
     text_config = config.get_text_config()
     for layer_type in getattr(text_config, "layer_types", None) or ():
-        if layer_type not in SERVED_LAYER_TYPES:
+        if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
                 f"{config.model_type} has layers of type {layer_type}, which need more than a KV cache", HINT
             )
@@ -158,7 +158,7 @@ def _check_windows(text_config: Any, attentions: tuple[AttentionFacts, ...], nam
             )
 
 
-def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputs) -> nn.Module:
+def _run_on_fake_tensors(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook) -> nn.Module:
     """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
@@ -168,7 +168,7 @@ def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_in
             model = AutoModelForCausalLM.from_config(  # a copy: transformers writes the attention's name into it
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,
-                attn_implementation=PROBE_NAME,
+                attn_implementation=PROBE_ATTN_IMPLEMENTATION,
                 trust_remote_code=trust_remote_code,
             ).eval()
             for module in model.modules():
@@ -177,7 +177,7 @@ def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_in
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
             model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
     except KeyError as error:
-        if PROBE_NAME in str(error):
+        if PROBE_ATTN_IMPLEMENTATION in str(error):
             raise UnsupportedModelError(f"{name} chooses its attention from a table of its own", HINT) from error
         raise UnsupportedModelError(f"{name} cannot be run on fake tensors: KeyError {error}", HINT) from error
     except Exception as error:
@@ -190,7 +190,7 @@ def _run(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_in
     return model
 
 
-def _read_calls(model: nn.Module, recorder: _Recorder, name: str) -> tuple[AttentionFacts, ...]:
+def _read_calls(model: nn.Module, recorder: _AttentionRecorder, name: str) -> tuple[AttentionFacts, ...]:
     if not recorder.calls:
         raise UnsupportedModelError(f"{name} never calls transformers' AttentionInterface", HINT)
     facts = []
@@ -214,7 +214,7 @@ def _read_call(
     kwargs: dict[str, Any],
 ) -> AttentionFacts:
     for keyword, given in kwargs.items():
-        if keyword not in UNDERSTOOD | WITHOUT_EFFECT and given is not None and given is not False:
+        if keyword not in SUPPORTED_ATTENTION_KWARGS | IGNORED_ATTENTION_KWARGS and given is not None and given is not False:
             raise UnsupportedModelError(
                 f"{name}: {path} passes {keyword} to attention, which the paged ops do not know", HINT
             )
@@ -236,10 +236,10 @@ def _read_call(
     )
 
 
-def _check_every_layer(model: nn.Module, attentions: tuple[AttentionFacts, ...], name: str) -> None:
+def _check_all_layers_attend(model: nn.Module, attentions: tuple[AttentionFacts, ...], name: str) -> None:
     """Every layer of the stack must attend through the interface, or it keeps a state that the KV cache misses."""
-    stack_path, _ = layer_of(model, attentions[0].path)
-    covered = {layer_of(model, attention.path) for attention in attentions}
+    stack_path, _ = decoder_layer_position(model, attentions[0].path)
+    covered = {decoder_layer_position(model, attention.path) for attention in attentions}
     missing = [index for index in range(len(model.get_submodule(stack_path))) if (stack_path, index) not in covered]  # type: ignore[arg-type]
     if missing:
         raise UnsupportedModelError(f"{name}: layers {missing} never call the AttentionInterface", HINT)
@@ -247,7 +247,7 @@ def _check_every_layer(model: nn.Module, attentions: tuple[AttentionFacts, ...],
         raise UnsupportedModelError(f"{name}: a layer attends in more than one module", HINT)
 
 
-def layer_of(model: nn.Module, attention_path: str) -> tuple[str, int]:
+def decoder_layer_position(model: nn.Module, attention_path: str) -> tuple[str, int]:
     """(path of the stack, index in it) of the decoder layer around an attention module: ("model.layers", 3)."""
     parts = attention_path.split(".")
     for cut in range(len(parts) - 1, 0, -1):

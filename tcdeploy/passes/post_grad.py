@@ -119,8 +119,8 @@ def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
     if not _supports_skinny_gemm(x, weight):
         return ()
     if x.shape[0] != 1:
-        return kernels.candidates(x.shape[0], *weight.shape)
-    return vector.candidates(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
+        return kernels.ranked_configs(x.shape[0], *weight.shape)
+    return vector.ranked_configs(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
 
 
 def _supports_skinny_gemm(x: Tensor, weight: Tensor) -> bool:

@@ -58,7 +58,7 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
                 continue
             with graph.inserting_before(node):
                 rows = insert_call(graph, aten.reshape.default, total, list(strip_reshapes(reshaped).meta["val"].shape))
-                insert_call(graph, ours.add_product_.default, rows, product.x, product.weight)
+                insert_call(graph, ours.linear_add_.default, rows, product.x, product.weight)
             node.replace_all_uses_with(total)
             graph.erase_node(node)
             erase_if_unused(graph, reshaped)

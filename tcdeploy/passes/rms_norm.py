@@ -22,7 +22,7 @@ from tcdeploy.passes.nodes import CONVERT, RESHAPES, insert_call, erase_if_unuse
 aten, ours = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
 SHIFTS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of torch.nn.functional.rms_norm
-PRODUCTS = {ours.linear.default, ours.gated_linear.default}
+PRODUCTS = {ours.linear.default, ours.linear_silu_mul.default}
 
 
 class RMSNormMatch(NamedTuple):
@@ -96,12 +96,12 @@ def _feeds_only(node: Node, products: Collection[Node]) -> bool:
 
 
 def _fold(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
-    gated = product.target is ours.gated_linear.default
+    gated = product.target is ours.linear_silu_mul.default
     row, weight, addend, config = (*product.args[:2], None, product.args[2]) if gated else product.args
     size = row.meta["val"].shape[1]  # type: ignore[union-attr]
     with graph.inserting_before(product):
         x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
         scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
-        folded = insert_call(graph, ours.normed_linear.default, x, scales, norm.eps, weight, addend, gated, config)
+        folded = insert_call(graph, ours.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config)
     product.replace_all_uses_with(folded)
     erase_if_unused(graph, product)

@@ -26,7 +26,7 @@ def fuse_swiglu(graph: Graph) -> None:
             if streamed is not None:
                 with graph.inserting_before(node):
                     x, weight, _, config = streamed.args
-                    gated = insert_call(graph, ours.gated_linear.default, x, weight, config)
+                    gated = insert_call(graph, ours.linear_silu_mul.default, x, weight, config)
                     shaped = insert_call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
                 node.replace_all_uses_with(shaped)
                 erase_if_unused(graph, node)

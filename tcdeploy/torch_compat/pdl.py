@@ -19,6 +19,6 @@ import torch
 
 
 @functools.cache
-def launches_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether the GPU has dependent launch: Hopper and later. A CPU is Triton's interpreter, in tests."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,6 +1,6 @@
 """Sequences in a paged cache, and a way to run Triton kernels on them: what the tests of the kernels share.
 
-With a GPU the tests run the compiled kernels; without one they run the same source in numpy (`interpreted`). All caches
+With a GPU the tests run the compiled kernels; without one they run the same source in numpy (`triton_interpreter`). All caches
 are NaN outside the written slots, and block tables point at NaN blocks past a sequence's end, so that one key too many
 shows in every test.
 """
@@ -31,7 +31,7 @@ HOPPER = GPUTarget("cuda", 90, 32)
 
 
 @contextmanager
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Kernels run in numpy, on CPU tensors, until the block ends and the patches are undone.
 
     TRITON_INTERPRET is read when `@triton.jit` decorates, Triton's own `tl.max` and `tl.cdiv` included: it decides for
@@ -82,7 +82,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
     if request.param == "cuda":
         yield "cuda"
     else:
-        with interpreted(monkeypatch):
+        with triton_interpreter(monkeypatch):
             yield "cpu"
 
 
@@ -215,10 +215,10 @@ def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
 
 def shared_memory_on_hopper(launch: Launch) -> int:
     """Bytes, of a recorded launch."""
-    return compiled_for_hopper(launch).metadata.shared
+    return compile_for_hopper(launch).metadata.shared
 
 
-def compiled_for_hopper(launch: Launch) -> CompiledKernel:
+def compile_for_hopper(launch: Launch) -> CompiledKernel:
     """A recorded launch, compiled for a Hopper GPU, which need not be here."""
     signature, constants, hints = {}, {}, {}
     for i, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
@@ -232,7 +232,7 @@ def compiled_for_hopper(launch: Launch) -> CompiledKernel:
     return triton_compile(source, target=HOPPER, options=launch.options)
 
 
-def program_of(launch: Launch) -> tuple[str, str]:
+def specialization_key(launch: Launch) -> tuple[str, str]:
     """What decides whether a launch compiles anew."""
     bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, make_backend(HOPPER))
     return launch.kernel.fn.__name__, str(bind(*launch.args, **launch.options)[1:])

@@ -21,11 +21,11 @@ from tests.attention.paged import (
     Case,
     PagedSequences,
     assert_agrees,
-    compiled_for_hopper,
+    compile_for_hopper,
     each_case,
     make_paged_sequences,
     make_queries,
-    program_of,
+    specialization_key,
     record_launches,
     shared_memory_on_hopper,
     some_models,
@@ -48,7 +48,7 @@ class Step(NamedTuple):
         return (self.q, self.k, self.v, *self.pages, self.split_counters, sinks, scale, window, softcap, splits, "triton")
 
     def run(self, splits: int) -> Tensor:
-        return decode.attend(self.q, self.k, self.v, *self.pages, self.split_counters, *self.options, splits)
+        return decode.paged_decode(self.q, self.k, self.v, *self.pages, self.split_counters, *self.options, splits)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, k_cache and v_cache afterwards; the step's own caches are left alone."""
@@ -70,7 +70,7 @@ def make_step(case: Case, lengths: list[int], device: str) -> Step:
     return Step(make_queries(case, batch, device), k, v, pages, split_counters, case.options(device))
 
 
-def assert_done(step: Step, out: Tensor, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
+def assert_step_result(step: Step, out: Tensor, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
     """The output, the newest tokens in their slots and no other slot touched, the counters at zero."""
     assert_agrees(out, wanted[0])
     assert_close([x.cpu() for x in step.pages[:2]], list(wanted[1:]), equal_nan=True, atol=0, rtol=0)
@@ -83,7 +83,7 @@ def test_decode_means_what_the_reference_means(case, splits, device):
     step = make_step(case, [1, 129, 0, 270], device)  # shorter than a tile, whole tiles and the new token, padding
     wanted = step.expected()
     out = step.run(splits)
-    assert_done(step, out, wanted)
+    assert_step_result(step, out, wanted)
     assert not out[2].any(), "a sequence of length 0 is padding, and padding is zeros"
 
 
@@ -92,7 +92,7 @@ def test_decode_means_what_the_reference_means(case, splits, device):
 def test_a_long_sequence_is_dealt_to_any_number_of_parts(sinks, splits, device):
     step = make_step(Case(kv_heads=1, group=2, sinks=sinks), [2040], device)
     wanted = step.expected()
-    assert_done(step, step.run(splits), wanted)
+    assert_step_result(step, step.run(splits), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -113,7 +113,7 @@ def test_queries_keys_and_values_may_be_slices_of_one_row(splits, device):
     slices = packed.split([shape.numel() for shape in shapes], dim=1)
     step = step._replace(**{name: x.unflatten(1, shape) for name, x, shape in zip("qkv", slices, shapes, strict=True)})
     assert not any(x.is_contiguous() for x in step[:3])
-    assert_done(step, step.run(splits), wanted)
+    assert_step_result(step, step.run(splits), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -134,7 +134,7 @@ def test_queries_and_keys_that_are_yet_to_be_turned(case, splits, device):
     cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
     apply_rotary = step._replace(**{name: reference.apply_rotary(getattr(step, name), cos, sin) for name in "qk"})
     wanted = apply_rotary.expected()
-    out = decode.attend(step.q, step.k, step.v, *step.pages, step.split_counters, *step.options, splits, cos, sin)
+    out = decode.paged_decode(step.q, step.k, step.v, *step.pages, step.split_counters, *step.options, splits, cos, sin)
     assert_agrees(out, wanted[0])
     for found, expected in zip(step.pages[:2], wanted[1:], strict=True):
         tolerance = TOLERANCE[case.dtype]  # a product and a sum, in one order or fused
@@ -208,7 +208,7 @@ def launch(case: Case, batch: int, splits: int, with_rotary: bool = False) -> No
     k, v = (torch.zeros(batch, case.kv_heads, dim, dtype=case.dtype) for dim in dims)
     split_counters = torch.zeros(batch, case.kv_heads, dtype=torch.int32)
     factors = [torch.zeros(batch, case.head_dim, dtype=case.dtype) for _ in range(2)] if with_rotary else []
-    decode.attend(q, k, v, *caches, table, lengths, split_counters, *case.options("cpu"), splits, *factors)
+    decode.paged_decode(q, k, v, *caches, table, lengths, split_counters, *case.options("cpu"), splits, *factors)
 
 
 @some_models
@@ -225,10 +225,10 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits,
 def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, with_rotary, monkeypatch, tmp_path):
     """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(decode, "launches_early", lambda _: True)
+    monkeypatch.setattr(decode, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     launch(Case(head_dim=128, group=4, dtype=torch.bfloat16), 1, splits, with_rotary)
-    compiled = compiled_for_hopper(launches[0])
+    compiled = compile_for_hopper(launches[0])
     assert compiled.metadata.launch_pdl
     before, after = compiled.asm["ptx"].split("griddepcontrol.wait")
     assert set(re.findall(r"ld\.global\.(\S+)", before)) == {"b32"}
@@ -248,4 +248,4 @@ def test_another_batch_window_or_number_of_parts_compiles_nothing_new(monkeypatc
         for window in (0, 1001, 64):
             launch(Case(head_dim=128, group=4, window=window, dtype=torch.bfloat16), batch, splits)
     assert len(launches) == 15
-    assert len({program_of(launched) for launched in launches}) == 2, "with a window, and without"
+    assert len({specialization_key(launched) for launched in launches}) == 2, "with a window, and without"

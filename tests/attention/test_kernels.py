@@ -21,11 +21,11 @@ from tests.attention.paged import (
     assert_agrees,
     each_case,
     expected,
-    interpreted,
+    triton_interpreter,
     make_paged_sequences,
     make_queries,
     offsets,
-    program_of,
+    specialization_key,
     record_launches,
     shared_memory_on_hopper,
     some_models,
@@ -148,7 +148,7 @@ def test_interpreting_leaves_triton_as_it_was():
 
     before = attributes()
     k, cache = torch.randn(3, 2, 32), torch.zeros(2, 16, 2, 32)
-    with pytest.MonkeyPatch.context() as patch, interpreted(patch):
+    with pytest.MonkeyPatch.context() as patch, triton_interpreter(patch):
         assert attributes() != before
         kernels.write_kv(k, k, cache, cache.clone(), torch.arange(3))
     assert attributes() == before
@@ -182,5 +182,5 @@ def test_another_batch_or_window_compiles_nothing_new(monkeypatch):
     launches = record_launches(monkeypatch)
     for batch, window in ((1, 0), (2, 0), (3, 1001), (16, 0), (17, 0), (33, 1001)):
         launch_everything(Case(head_dim=128, group=4, window=window, dtype=torch.bfloat16), batch)
-    programs = {program_of(launch) for launch in launches}
+    programs = {specialization_key(launch) for launch in launches}
     assert sorted(name for name, _ in programs) == ["_prefill_kernel", "_write_kernel"]

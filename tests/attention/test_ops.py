@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
-from tcdeploy.attention.backends import Packed, PagedBatch, AttentionParams, VarlenResult
+from tcdeploy.attention.backends import VarlenSeqlens, PagedBatch, AttentionParams, VarlenResult
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -35,7 +35,7 @@ class Case:
         self.block_table = torch.tensor([[5, 2, 0, 0], [9, 1, 7, 0], [0] * 4], dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.tensor([0, 19, 26, 26], dtype=torch.int32, device=device)
         self.seq_lens = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
-        self.host_facts = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0)])
+        self.host_scalars = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0)])
         spans = [
             (row, length - query, length) for row, (query, length) in enumerate(zip([19, 7], self.lengths, strict=True))
         ]
@@ -56,7 +56,7 @@ class Case:
     ) -> tuple[Any, ...]:
         return (
             self.q, self.k, self.v, self.k_cache, self.v_cache, self.block_table, self.cu_seqlens_q, self.seq_lens,
-            self.host_facts, self.sinks if sinks else None, 0.3, window, softcap, backend,
+            self.host_scalars, self.sinks if sinks else None, 0.3, window, softcap, backend,
         )  # fmt: skip
 
     def decode_arguments(self) -> tuple[Any, ...]:
@@ -140,21 +140,21 @@ def test_the_reference_decodes_as_prefill_ends_and_writes_only_the_newest_slots(
 def test_decode_is_cut_into_about_one_part_per_multiprocessor(
     batch: int, kv_heads: int, max_context: int, splits: int
 ) -> None:
-    assert ops.decode_splits(batch, kv_heads, max_context, multiprocessors=132) == splits
+    assert ops.decode_splits(batch, kv_heads, max_context, num_sms=132) == splits
 
 
 def test_the_default_splits_are_a_power_of_two_and_leave_no_part_without_keys() -> None:
     for batch in range(1, 40):
         for max_context in (16, 100, 1000, 10000):
-            splits = ops.decode_splits(batch, 2, max_context, multiprocessors=132)
+            splits = ops.decode_splits(batch, 2, max_context, num_sms=132)
             assert splits & (splits - 1) == 0
             assert splits == 1 or max_context // splits >= ops.MIN_KEYS_PER_SPLIT
 
 
-def plain_varlen(q: Tensor, k: Tensor, v: Tensor, packed: Packed, rules: AttentionParams) -> VarlenResult:
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, rules: AttentionParams) -> VarlenResult:
     """A FlashAttention in ten lines: packed in, output and log-sum-exp out, without sinks."""
     outs, sums = [], []
-    starts_q, starts_k = packed.cu_seqlens_q.tolist(), packed.cu_seqlens_k.tolist()
+    starts_q, starts_k = seqlens.cu_seqlens_q.tolist(), seqlens.cu_seqlens_k.tolist()
     for begin_q, end_q, begin_k, end_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         if end_q == begin_q:
             continue
@@ -175,7 +175,7 @@ def test_the_flash_adapter_gathers_pages_and_applies_sinks(prefix: int, sinks: b
     """With a plain varlen attention in place of a package: the adapter itself is what is tested."""
     case = Case(prefix=prefix)
     case.write()
-    pages = PagedBatch(case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_facts)
+    pages = PagedBatch(case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_scalars)
     rules = AttentionParams(0.3, 9, 0.0, case.sinks if sinks else None)
     out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, pages, rules)
     torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)

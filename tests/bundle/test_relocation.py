@@ -136,10 +136,10 @@ def test_other_weights_answer_otherwise_and_are_found_out(travelling: Travelling
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
     torch.manual_seed(1)
-    shutil.copytree(locate(TINY), tmp_path / "other")
+    shutil.copytree(resolve_model_path(TINY), tmp_path / "other")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "other")
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn_like(parameter)

@@ -38,9 +38,9 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "triton":
         yield Machine("triton", "cuda")
         return
-    from tests.attention.paged import interpreted
+    from tests.attention.paged import triton_interpreter
 
-    with interpreted(monkeypatch):
+    with triton_interpreter(monkeypatch):
         yield Machine("triton", "cpu")
 
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from tests.attention.paged import device
-from tests.linear.matmul_cases import blocks
+from tests.linear.matmul_cases import poisoned_outputs
 
 __all__ = ["blocks", "device"]

@@ -1,7 +1,7 @@
 """Products and what is expected of them: what the tests of both linear kernels share.
 
 The output is poisoned with NaN and lies in a larger block of NaN, so that a column left out or a row too many shows in
-every test that takes `blocks`. `compiled_for_hopper` needs no GPU: Triton's compiler has none either.
+every test that takes `poisoned_outputs`. `compile_for_hopper` needs no GPU: Triton's compiler has none either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EPS = 0.25  # large enough to count
 
 
 @pytest.fixture
-def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+def poisoned_outputs(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """The blocks of NaN that outputs are the first rows of, in the order they were asked for."""
     made: list[Tensor] = []
     plain = Tensor.new_empty
@@ -52,7 +52,7 @@ def blocks(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
 
 @contextmanager
-def reading_only(monkeypatch: pytest.MonkeyPatch, *tensors: Tensor) -> Iterator[list[int]]:
+def assert_reads_only(monkeypatch: pytest.MonkeyPatch, *tensors: Tensor) -> Iterator[list[int]]:
     """Every load of the interpreter must lie in one of the tensors; gives how many elements each load asked for."""
     spans = [(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors]
     load = interpreter.InterpreterBuilder.create_masked_load
@@ -124,7 +124,7 @@ def relative_error(actual: Tensor, wanted: Tensor) -> float:
     return float((actual.double() - wanted.double()).norm() / wanted.double().norm())
 
 
-def compiled_for_hopper(launched: Any) -> Any:
+def compile_for_hopper(launched: Any) -> Any:
     """The compiled kernel of a recorded launch."""
     signature: dict[str, str] = {}
     constants: dict[tuple[int], Any] = {}

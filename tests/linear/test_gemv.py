@@ -10,18 +10,18 @@ import torch
 from torch import Tensor
 
 from tcdeploy.linear import ops, gemv as vector
-from tcdeploy.linear.gemv import TILES, Tile, candidates
-from tests.attention.paged import interpreted, record_launches
+from tcdeploy.linear.gemv import TILE_CONFIGS, TileConfig, ranked_configs
+from tests.attention.paged import triton_interpreter, record_launches
 from tests.linear.matmul_cases import (
     EPS,
     HOPPER_SHARED_BYTES,
     REAL_SHAPES,
     assert_agrees,
     assert_replays_repeat,
-    compiled_for_hopper,
+    compile_for_hopper,
     expected,
     rand,
-    reading_only,
+    assert_reads_only,
     relative_error,
 )
 
@@ -33,7 +33,7 @@ FORMS = {  # addend, gated, norm
     "normed and added": (True, False, True),
     "normed and gated": (False, True, True),
 }
-each_tile = pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
+each_tile = pytest.mark.parametrize("tile", TILE_CONFIGS, ids=[tile.name for tile in TILE_CONFIGS])
 each_form = pytest.mark.parametrize("form", FORMS)
 
 
@@ -51,8 +51,8 @@ def arguments(
     return (x / 2 if normed else x / 4), w, more
 
 
-def multiply(x: Tensor, w: Tensor, tile: Tile, more: dict[str, Any]) -> Tensor:
-    return vector.multiply(x, w, tile, **more, **({"eps": EPS} if "norm" in more else {}))
+def matmul(x: Tensor, w: Tensor, tile: TileConfig, more: dict[str, Any]) -> Tensor:
+    return vector.matmul(x, w, tile, **more, **({"eps": EPS} if "norm" in more else {}))
 
 
 @each_tile
@@ -63,43 +63,43 @@ def multiply(x: Tensor, w: Tensor, tile: Tile, more: dict[str, Any]) -> Tensor:
     ids=["small", "no power of two", "float16"],
 )
 def test_every_form_means_its_formula_and_writes_its_row_only(
-    n: int, k: int, dtype: torch.dtype, form: str, tile: Tile, device: str, blocks: list[Tensor]
+    n: int, k: int, dtype: torch.dtype, form: str, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     n += 16 if form.endswith("gated") and n % 32 else 0
     x, w, more = arguments(form, n, k, dtype, device)
-    assert_agrees(multiply(x, w, tile, more), expected(x, w, **more))
-    assert blocks[0].shape[1] == (n // 2 if more["gated"] else n)
-    assert blocks[0][1:].isnan().all(), "rows past the first were written"
+    assert_agrees(matmul(x, w, tile, more), expected(x, w, **more))
+    assert poisoned_outputs[0].shape[1] == (n // 2 if more["gated"] else n)
+    assert poisoned_outputs[0][1:].isnan().all(), "rows past the first were written"
 
 
 @each_tile
-def test_the_row_and_the_residual_may_be_cut_out_of_others(tile: Tile, device: str) -> None:
+def test_the_row_and_the_residual_may_be_cut_out_of_others(tile: TileConfig, device: str) -> None:
     packed, w, residual = rand(3, 768, device=device), rand(48, 256, device=device), rand(2, 96, device=device)
     for x in (packed[1:2, 256:512], packed[:1, 3:259]):
         more = {"addend": residual[1:, 16:64]}
-        assert_agrees(multiply(x, w, tile, more), expected(x, w, **more))
+        assert_agrees(matmul(x, w, tile, more), expected(x, w, **more))
 
 
 def test_a_norm_in_float32_is_taken_as_it_is(device: str) -> None:
     x, w, _ = arguments("plain", 64, 256, device=device)
     norm = rand(256, dtype=torch.float32, device=device)
-    assert_agrees(multiply(x, w, TILES[0], {"norm": norm}), expected(x, w, norm=norm))
+    assert_agrees(matmul(x, w, TILE_CONFIGS[0], {"norm": norm}), expected(x, w, norm=norm))
 
 
 def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
-    for tile in TILES:
+    for tile in TILE_CONFIGS:
         x, w = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.ones(16, 4096, dtype=torch.bfloat16)
         x[:, [0, 65, 4095]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
-        assert (vector.multiply(x.to(device), w.to(device), tile) == 0.25).all()
+        assert (vector.matmul(x.to(device), w.to(device), tile) == 0.25).all()
 
 
 @each_tile
 @each_form
-def test_nothing_outside_the_inputs_is_read(form: str, tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outside_the_inputs_is_read(form: str, tile: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, more = arguments(form, 96, 192)
     inputs = [x, w, *(one for one in more.values() if isinstance(one, Tensor))]
-    with interpreted(monkeypatch), reading_only(monkeypatch, *inputs) as loads:
-        assert_agrees(multiply(x, w, tile, more), expected(x, w, **more))
+    with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, *inputs) as loads:
+        assert_agrees(matmul(x, w, tile, more), expected(x, w, **more))
     assert sum(loads) >= sum(one.numel() for one in inputs)
 
 
@@ -109,13 +109,13 @@ def test_nothing_outside_the_inputs_is_read(form: str, tile: Tile, monkeypatch: 
 @each_form
 def test_on_a_cpu_the_op_is_the_formula(form: str) -> None:
     x, w, more = arguments(form, 64, 128)
-    assert_agrees(called(x, w, 0, more), expected(x, w, **more))
+    assert_agrees(call_op(x, w, 0, more), expected(x, w, **more))
 
 
-def called(x: Tensor, w: Tensor, config: int, more: dict[str, Any]) -> Tensor:
+def call_op(x: Tensor, w: Tensor, config: int, more: dict[str, Any]) -> Tensor:
     if "norm" in more:
-        return ops.normed_linear(x, more["norm"], EPS, w, more.get("addend"), more["gated"], config)
-    return ops.gated_linear(x, w, config) if more["gated"] else ops.linear(x, w, more.get("addend"), config)
+        return ops.rms_norm_linear(x, more["norm"], EPS, w, more.get("addend"), more["gated"], config)
+    return ops.linear_silu_mul(x, w, config) if more["gated"] else ops.linear(x, w, more.get("addend"), config)
 
 
 @each_form
@@ -123,9 +123,9 @@ def called(x: Tensor, w: Tensor, config: int, more: dict[str, Any]) -> Tensor:
 def test_opcheck_passes(form: str, device: str) -> None:
     x, w, more = arguments(form, 1024, 1024, device=device)
     if "norm" in more:
-        torch.library.opcheck(ops.normed_linear, (x, more["norm"], EPS, w, more.get("addend"), more["gated"], 0))
+        torch.library.opcheck(ops.rms_norm_linear, (x, more["norm"], EPS, w, more.get("addend"), more["gated"], 0))
     elif more["gated"]:
-        torch.library.opcheck(ops.gated_linear, (x, w, 0))
+        torch.library.opcheck(ops.linear_silu_mul, (x, w, 0))
     else:
         torch.library.opcheck(ops.linear, (x, w, more.get("addend"), 0))
 
@@ -143,39 +143,39 @@ def test_opcheck_passes(form: str, device: str) -> None:
     ],
 )  # fmt: skip
 def test_the_best_guess_comes_first(n: int, k: int, guess: str) -> None:
-    found = candidates(n, k)
-    assert TILES[found[0]].name == guess
-    assert sorted(found) == list(range(len(TILES)))
+    found = ranked_configs(n, k)
+    assert TILE_CONFIGS[found[0]].name == guess
+    assert sorted(found) == list(range(len(TILE_CONFIGS)))
 
 
 @pytest.mark.parametrize(("n", "k"), [(512, 4096), (4096, 512), (4104, 4096), (4096, 4112)])
 def test_what_was_not_measured_or_the_kernel_cannot_is_refused(n: int, k: int) -> None:
-    assert candidates(n, k) == ()
+    assert ranked_configs(n, k) == ()
 
 
 @each_tile
 @each_form
 def test_it_fits_hopper_and_reads_nothing_but_weights_before_it_waits(
-    form: str, tile: Tile, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    form: str, tile: TileConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(vector, "launches_early", lambda _: True)
+    monkeypatch.setattr(vector, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     x, w, more = arguments(form, 2048, 4096)
-    multiply(x, w, tile, more)
-    compiled = compiled_for_hopper(launches[0])
+    matmul(x, w, tile, more)
+    compiled = compile_for_hopper(launches[0])
     assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
     assert compiled.metadata.launch_pdl
-    early = touched_before_the_wait(compiled.asm["ttir"])
+    early = pointers_used_before_wait(compiled.asm["ttir"])
     assert early == ({"w", "norm"} if "norm" in more else {"w"})
     assembly = compiled.asm["ptx"]
     before, after = assembly.split("griddepcontrol.wait")
     assert "ld.global" in before and "st.global" not in before and "cp.async" not in before
     assert after.index("griddepcontrol.launch_dependents") < after.index("ld.global")
-    assert ("cp.async" in after) == (tile.stages > 1)
+    assert ("cp.async" in after) == (tile.num_stages > 1)
 
 
-def touched_before_the_wait(listing: str) -> set[str]:
+def pointers_used_before_wait(listing: str) -> set[str]:
     """The kernel's arguments that addresses of earlier loads and stores are made of, in Triton's own listing."""
     made = dict(re.findall(r"(%\w+) = (.*)", listing))
 
@@ -198,12 +198,12 @@ def test_what_is_touched_before_the_wait_can_be_more() -> None:
       %2 = tt.load %1 : x
       tt.store %out, %2 : x
       griddepcontrol.wait"""
-    assert touched_before_the_wait(listing) == {"x", "out"}
+    assert pointers_used_before_wait(listing) == {"x", "out"}
 
 
 def test_a_gpu_without_dependent_launch_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
-    vector.multiply(*arguments("plain", 1024, 1024)[:2], TILES[0])
+    vector.matmul(*arguments("plain", 1024, 1024)[:2], TILE_CONFIGS[0])
     assert "launch_pdl" not in launches[0].options
     assert launches[0].args[-1] is False
 
@@ -218,10 +218,10 @@ def test_real_shapes_agree_with_float64_for_every_candidate(n: int, k: int) -> N
         x, w, more = arguments(form, n, k, device="cuda")
         torch.cuda.synchronize()  # the weights may be read early
         wanted = expected(x, w, **more)
-        for config in candidates(n, k):
-            y = called(x, w, config, more)
+        for config in ranked_configs(n, k):
+            y = call_op(x, w, config, more)
             assert relative_error(y, wanted) < 3e-3
-            assert torch.equal(called(x, w, config, more), y)
+            assert torch.equal(call_op(x, w, config, more), y)
 
 
 @pytest.mark.gpu
@@ -231,13 +231,13 @@ def test_thousands_of_replays_of_a_chain_give_the_bits_of_the_first(between: boo
     shapes = ((4096, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) / k**0.5 for n, k in shapes]
     norm = torch.rand(4096, device="cuda", dtype=torch.bfloat16)
-    configs = [candidates(*shape)[0] for shape in shapes]
+    configs = [ranked_configs(*shape)[0] for shape in shapes]
     x = torch.randn(1, 4096, device="cuda", dtype=torch.bfloat16)
 
     def chain() -> Tensor:
-        h = ops.normed_linear(x, norm, EPS, weights[0], None, False, configs[0])
+        h = ops.rms_norm_linear(x, norm, EPS, weights[0], None, False, configs[0])
         h = ops.linear(h * 2 if between else h, weights[1], x, configs[1])
-        inner = ops.normed_linear(h, norm, EPS, weights[2], None, True, configs[2])
+        inner = ops.rms_norm_linear(h, norm, EPS, weights[2], None, True, configs[2])
         return ops.linear(inner * 2 if between else inner, weights[3], h, configs[3])
 
     assert_replays_repeat(chain, x)

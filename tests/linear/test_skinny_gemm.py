@@ -1,6 +1,6 @@
 """The kernel for a few rows says what a matrix product in float64 says, for every tile, on a GPU or in an interpreter.
 
-Without a GPU the same source runs in numpy (`interpreted`, from the attention kernels' tests). The last tests need
+Without a GPU the same source runs in numpy (`triton_interpreter`, from the attention kernels' tests). The last tests need
 neither: they ask Triton's compiler about Hopper.
 """
 
@@ -17,102 +17,102 @@ from triton.runtime.jit import create_function_from_signature
 
 from tcdeploy.planning import variants as candidate
 from tcdeploy.linear import skinny_gemm as kernels, ops
-from tcdeploy.linear.skinny_gemm import TILES, Tile, candidates
-from tests.attention.paged import interpreted, record_launches
+from tcdeploy.linear.skinny_gemm import TILE_CONFIGS, TileConfig, ranked_configs
+from tests.attention.paged import triton_interpreter, record_launches
 from tests.linear.matmul_cases import (
     HOPPER,
     HOPPER_SHARED_BYTES,
     REAL_SHAPES,
     assert_agrees,
     assert_replays_repeat,
-    compiled_for_hopper,
+    compile_for_hopper,
     expected,
     expected_gated,
     rand,
-    reading_only,
+    assert_reads_only,
     relative_error,
 )
 
-each_tile = pytest.mark.parametrize("tile", TILES, ids=[tile.name for tile in TILES])
+each_tile = pytest.mark.parametrize("tile", TILE_CONFIGS, ids=[tile.name for tile in TILE_CONFIGS])
 
 
 @each_tile
 @pytest.mark.parametrize("rows", [2, 3, 4, 7, 8, 9, 16, 17, 32, 33, 64])
 def test_every_batch_means_the_product_and_writes_its_rows_only(
-    rows: int, tile: Tile, device: str, blocks: list[Tensor]
+    rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device), rand(176, 320, device=device)  # 176 is no multiple of 64, nor 320 of 128
-    assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
-    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+    assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
 @each_tile
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("n", "k"), [(16, 64), (144, 1024), (48, 192), (256, 2560)])
 def test_any_n_of_16_and_any_k_of_64(
-    n: int, k: int, dtype: torch.dtype, tile: Tile, device: str, blocks: list[Tensor]
+    n: int, k: int, dtype: torch.dtype, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, w, bias = rand(5, k, dtype=dtype, device=device), rand(n, k, dtype=dtype, device=device), rand(n, dtype=dtype)
     bias = (bias * 10).to(device)
-    assert_agrees(kernels.multiply(x, w, tile, bias), expected(x, w, bias))
-    assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
+    assert_agrees(kernels.matmul(x, w, tile, bias), expected(x, w, bias))
+    assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
 
 
 @each_tile
 @pytest.mark.parametrize("rows", [2, 8, 33])
-def test_a_residual_is_added_row_by_row(rows: int, tile: Tile, device: str, blocks: list[Tensor]) -> None:
+def test_a_residual_is_added_row_by_row(rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]) -> None:
     x, w = rand(rows, 256, device=device), rand(176, 256, device=device)
     residual = (rand(rows, 3 * 176) * 10).to(device)[:, 176:352]
     assert not residual.is_contiguous()
-    assert_agrees(kernels.multiply(x, w, tile, residual), expected(x, w, residual))
-    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+    assert_agrees(kernels.matmul(x, w, tile, residual), expected(x, w, residual))
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
 @each_tile
 @pytest.mark.parametrize("rows", [2, 4, 9, 33])
 @pytest.mark.parametrize("half", [16, 96, 144])
 def test_a_gated_product_is_the_silu_of_its_first_half_times_the_second(
-    half: int, rows: int, tile: Tile, device: str, blocks: list[Tensor]
+    half: int, rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device) / 4, rand(2 * half, 320, device=device) / 4
-    assert_agrees(kernels.multiply(x, w, tile, gated=True), expected_gated(x, w))
-    assert blocks[0].shape[1] == half
-    assert blocks[0][rows:].isnan().all(), "rows past the batch were written"
+    assert_agrees(kernels.matmul(x, w, tile, gated=True), expected_gated(x, w))
+    assert poisoned_outputs[0].shape[1] == half
+    assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
 @each_tile
-def test_rows_of_x_may_be_strided(tile: Tile, device: str) -> None:
+def test_rows_of_x_may_be_strided(tile: TileConfig, device: str) -> None:
     packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
     for x in (packed[:, 256:512], packed[:, 8:264], packed[:, 3:259], packed[::2, :256]):
         assert not x.is_contiguous()
-        assert_agrees(kernels.multiply(x, w, tile), expected(x, w))
+        assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
 
 
 @each_tile
-def test_same_inputs_same_bits_whatever_the_other_rows_hold(tile: Tile, device: str) -> None:
+def test_same_inputs_same_bits_whatever_the_other_rows_hold(tile: TileConfig, device: str) -> None:
     x, w = rand(8, 256, device=device), rand(80, 256, device=device)
-    first = kernels.multiply(x, w, tile)
-    assert torch.equal(kernels.multiply(x, w, tile), first)
+    first = kernels.matmul(x, w, tile)
+    assert torch.equal(kernels.matmul(x, w, tile), first)
     x[3:] = float("nan")
-    assert torch.equal(kernels.multiply(x, w, tile)[:3], first[:3])
+    assert torch.equal(kernels.matmul(x, w, tile)[:3], first[:3])
 
 
 def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
     """Partial sums are float32: 4096 and 1/4 added in bfloat16 would be 4096, whatever is taken away later."""
-    for tile in TILES:
+    for tile in TILE_CONFIGS:
         x, w = torch.zeros(2, 1024, dtype=torch.bfloat16), torch.ones(16, 1024, dtype=torch.bfloat16)
         x[:, [0, 65, 1023]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
-        assert (kernels.multiply(x.to(device), w.to(device), tile) == 0.25).all()
+        assert (kernels.matmul(x.to(device), w.to(device), tile) == 0.25).all()
 
 
 @each_tile
-def test_nothing_outside_the_inputs_is_read(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_outside_the_inputs_is_read(tile: TileConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """What lies past the last row of x or of w never reaches the output, but it may lie on another's page."""
     x, w, bias = rand(5, 128), rand(144, 128), rand(5, 144)
-    with interpreted(monkeypatch), reading_only(monkeypatch, x, w, bias) as loads:
-        assert_agrees(kernels.multiply(x, w, tile, bias), expected(x, w, bias))
+    with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, w, bias) as loads:
+        assert_agrees(kernels.matmul(x, w, tile, bias), expected(x, w, bias))
         assert sum(loads) > x.numel() + w.numel()
-        assert_agrees(kernels.multiply(x, w[:96], tile, gated=True), expected_gated(x, w[:96]))
+        assert_agrees(kernels.matmul(x, w[:96], tile, gated=True), expected_gated(x, w[:96]))
 
 
 # The op.
@@ -123,8 +123,8 @@ def test_opcheck_passes_with_and_without_bias() -> None:
     torch.library.opcheck(ops.linear, (x, w, None, 0))
     torch.library.opcheck(ops.linear, (x[:, :64], w[:, :64].contiguous(), bias, 3))
     torch.library.opcheck(ops.linear, (x, w, rand(4, 48), 3))
-    torch.library.opcheck(ops.gated_linear, (x, rand(96, 128), 3))
-    assert_agrees(ops.gated_linear(x, w[:32], 0), expected_gated(x, w[:32]))
+    torch.library.opcheck(ops.linear_silu_mul, (x, rand(96, 128), 3))
+    assert_agrees(ops.linear_silu_mul(x, w[:32], 0), expected_gated(x, w[:32]))
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
@@ -146,14 +146,14 @@ def test_on_a_cpu_the_op_is_the_product_and_compiles_whole(with_bias: bool) -> N
     ("rows", "n", "k", "guess"),
     [
         (4, 6144, 4096, "thin"), (8, 4096, 4096, "thin"), (2, 28672, 4096, "long"), (4, 4096, 14336, "long"),
-        (8, 128256, 4096, "deep"), (4, 2048, 2048, "deep"), (3, 16384, 2048, "wide-4"), (4, 128256, 2048, "long"),
-        (16, 6144, 4096, "square"), (9, 4096, 4096, "wide-7"), (16, 2048, 8192, "deep"), (16, 28672, 4096, "broad"),
-        (32, 4096, 14336, "wide-7"), (32, 6144, 4096, "square"), (17, 28672, 4096, "broad"), (64, 28672, 4096, "broad"),
+        (8, 128256, 4096, "deep"), (4, 2048, 2048, "deep"), (3, 16384, 2048, "n64_k128_s4"), (4, 128256, 2048, "long"),
+        (16, 6144, 4096, "square"), (9, 4096, 4096, "n64_k128_s7"), (16, 2048, 8192, "deep"), (16, 28672, 4096, "broad"),
+        (32, 4096, 14336, "n64_k128_s7"), (32, 6144, 4096, "square"), (17, 28672, 4096, "broad"), (64, 28672, 4096, "broad"),
     ],
 )  # fmt: skip
 def test_the_best_guess_comes_first(rows: int, n: int, k: int, guess: str) -> None:
-    found = candidates(rows, n, k)
-    assert TILES[found[0]].name == guess
+    found = ranked_configs(rows, n, k)
+    assert TILE_CONFIGS[found[0]].name == guess
     assert len(set(found)) == len(found)
 
 
@@ -163,7 +163,7 @@ def test_the_best_guess_comes_first(rows: int, n: int, k: int, guess: str) -> No
      (4, 4096, 512), (4, 4104, 4096), (4, 4096, 4112)],
 )  # fmt: skip
 def test_what_cublas_does_as_well_or_the_kernel_cannot_is_refused(rows: int, n: int, k: int) -> None:
-    assert candidates(rows, n, k) == ()
+    assert ranked_configs(rows, n, k) == ()
 
 
 def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
@@ -172,24 +172,24 @@ def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
 
 def launch(rows: int, n: int, k: int, config: int, gated: bool = False) -> None:
     x, w = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
-    kernels.multiply(x, w, TILES[config], gated=gated)
+    kernels.matmul(x, w, TILE_CONFIGS[config], gated=gated)
 
 
 def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "launches_early", lambda _: True)
+    monkeypatch.setattr(kernels, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     wanted = {
-        (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in candidates(rows, n, k)
+        (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in ranked_configs(rows, n, k)
     }
     for rows, config in sorted({(rows, config) for rows, config, _ in wanted}):
         for gated in (False, True):
             launch(rows, 2048, 1024, config, gated)
     assert len(launches) >= 24
     for launched in launches:
-        compiled = compiled_for_hopper(launched)
+        compiled = compile_for_hopper(launched)
         assert compiled.metadata.shared <= HOPPER_SHARED_BYTES
         assert compiled.metadata.launch_pdl
         body = compiled.asm["ptx"]
@@ -227,11 +227,11 @@ def test_real_shapes_agree_with_float32_for_every_candidate(n: int, k: int) -> N
     for rows in (2, 4, 8, 11, 16, 32, 64):
         x = torch.randn(rows, k, device="cuda", dtype=torch.bfloat16)
         wanted, wanted_gated = expected(x, w, bias), expected_gated(x, w)
-        for config in candidates(rows, n, k):
+        for config in ranked_configs(rows, n, k):
             y = ops.linear(x, w, bias, config)
             assert relative_error(y, wanted) < 3e-3
             assert torch.equal(ops.linear(x, w, bias, config), y)
-            assert relative_error(ops.gated_linear(x, w, config), wanted_gated) < 3e-3
+            assert relative_error(ops.linear_silu_mul(x, w, config), wanted_gated) < 3e-3
 
 
 @pytest.mark.gpu
@@ -252,7 +252,7 @@ def test_thousands_of_replays_of_a_chain_give_the_bits_of_the_first(rows: int) -
     def chain() -> Tensor:
         y = x
         for i, w in enumerate(weights):
-            y = ops.linear(y, w, None, candidates(rows, *w.shape)[0])
+            y = ops.linear(y, w, None, ranked_configs(rows, *w.shape)[0])
             y = y * 2 if i % 2 else y
         return y
 
@@ -265,7 +265,7 @@ def test_a_compiled_program_holds_the_op_and_compiles_once() -> None:
 
     @torch.compile(fullgraph=True, dynamic=False)
     def step(x: Tensor) -> Tensor:
-        return ops.linear(torch.nn.functional.silu(x), w, None, candidates(4, 4096, 4096)[0]) + x
+        return ops.linear(torch.nn.functional.silu(x), w, None, ranked_configs(4, 4096, 4096)[0]) + x
 
     x = torch.randn(4, 4096, device="cuda", dtype=torch.bfloat16)
     with torch._dynamo.config.patch(error_on_recompile=True):

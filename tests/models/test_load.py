@@ -18,7 +18,7 @@ from tests.model_families import save_config
 WARM = ("--buckets", "16", "--batch-sizes", "1")
 
 
-class _Hub(http.server.BaseHTTPRequestHandler):
+class _FakeHub(http.server.BaseHTTPRequestHandler):
     """A hub that refuses as the real one does: status and X-Error-Code."""
 
     answers = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound")}
@@ -40,13 +40,13 @@ class _Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub() -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _FakeHub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
 
 
-def fails(result: Any, code: int, *texts: str) -> None:
+def assert_fails(result: Any, code: int, *texts: str) -> None:
     assert result.returncode == code, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr
     lines = [line for line in result.stderr.splitlines() if line.startswith(("error:", "hint:"))]
@@ -57,80 +57,80 @@ def fails(result: Any, code: int, *texts: str) -> None:
 
 def test_a_gated_model_says_how_to_get_in(run_cli: Any, hub: str) -> None:
     result = run_cli("warm", "someone/gated-8b", HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
-    fails(result, 1, "someone/gated-8b is gated", "hf auth login")
+    assert_fails(result, 1, "someone/gated-8b is gated", "hf auth login")
 
 
 def test_a_missing_model_is_told_from_a_private_one(run_cli: Any, hub: str) -> None:
     result = run_cli("warm", "someone/missing-8b", HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
-    fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
+    assert_fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
 
 
 def test_no_network_is_exit_code_8(run_cli: Any) -> None:
     unreachable = "http://127.0.0.1:9"  # the discard port: refused at once
-    fails(
+    assert_fails(
         run_cli("warm", "someone/model", HF_ENDPOINT=unreachable, HF_HUB_OFFLINE="0"),
         8,
         "the hub cannot be reached",
         "builtin:tiny",
     )
-    fails(run_cli("warm", "someone/model", HF_HUB_OFFLINE="1"), 8, "the hub cannot be reached")
+    assert_fails(run_cli("warm", "someone/model", HF_HUB_OFFLINE="1"), 8, "the hub cannot be reached")
 
 
 def test_a_folder_that_is_no_model(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    fails(run_cli("warm", str(tmp_path / "empty")), 1, "is not a model: it has no config.json")
-    fails(run_cli("warm", str(tmp_path / "absent")), 1, "does not exist")
-    fails(run_cli("warm", "builtin:huge"), 1, "there is no builtin:huge", "builtin:tiny")
+    assert_fails(run_cli("warm", str(tmp_path / "empty")), 1, "is not a model: it has no config.json")
+    assert_fails(run_cli("warm", str(tmp_path / "absent")), 1, "does not exist")
+    assert_fails(run_cli("warm", "builtin:huge"), 1, "there is no builtin:huge", "builtin:tiny")
 
 
 def test_a_broken_config_is_no_traceback(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
-    fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
+    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "abc"}))
-    fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
+    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody-knows-it"}))
-    fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded", "nobody-knows-it")
+    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded", "nobody-knows-it")
 
 
 def test_a_config_without_weights_points_to_dummy_ones(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("llama", tmp_path)
-    fails(run_cli("warm", folder, *WARM, "--cache-dir", str(tmp_path / "cache")), 1, "--load-format dummy")
+    assert_fails(run_cli("warm", folder, *WARM, "--cache-dir", str(tmp_path / "cache")), 1, "--load-format dummy")
 
 
 def test_a_model_without_attention_of_ours_is_refused_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("bloom", tmp_path)
-    fails(run_cli("warm", folder, "--load-format", "dummy"), 1, "bloom never calls transformers' AttentionInterface")
+    assert_fails(run_cli("warm", folder, "--load-format", "dummy"), 1, "bloom never calls transformers' AttentionInterface")
 
 
 def test_a_model_too_large_for_the_memory_is_exit_code_7(run_cli: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 200, "num_attention_heads": 128, "intermediate_size": 53248}
     folder = save_config("llama", tmp_path, **sizes)
-    fails(run_cli("warm", folder, "--load-format", "dummy"), 7, "weights leave no room for KV")
+    assert_fails(run_cli("warm", folder, "--load-format", "dummy"), 7, "weights leave no room for KV")
 
 
 def test_a_checkpoint_with_a_layer_missing_is_refused(run_cli: Any, tmp_path: Path) -> None:
     """transformers would put random weights in their place, and eager would agree with them."""
     from safetensors.torch import load_file, save_file
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
     folder = tmp_path / "holed"
-    shutil.copytree(locate("builtin:tiny"), folder)
+    shutil.copytree(resolve_model_path("builtin:tiny"), folder)
     tensors = load_file(folder / "model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
     assert len(kept) < len(tensors)
     save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
     result = run_cli("warm", str(folder), *WARM, "--cache-dir", str(tmp_path / "cache"))
-    fails(result, 1, f"lacks {len(tensors) - len(kept)} of the model's tensors", "model.layers.1.")
+    assert_fails(result, 1, f"lacks {len(tensors) - len(kept)} of the model's tensors", "model.layers.1.")
 
 
 def test_a_local_folder_gives_its_own_weights(run_cli: Any, tmp_path: Path) -> None:
     """Saved by transformers, loaded by path: greedy text is that of the saved weights, not of a random model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
-    source = locate("builtin:tiny")
+    source = resolve_model_path("builtin:tiny")
     model, tokenizer = (
         AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32),
         AutoTokenizer.from_pretrained(source),

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.passes.compiled_targets import rewritten
 
 STREAMED, IN_PLACE, ADDITION = (
-    torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.add_product_.default, torch.ops.aten.add.Tensor,
+    torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_add_.default, torch.ops.aten.add.Tensor,
 )  # fmt: skip
 WEIGHT, BIAS = torch.randn(1024, 1024).bfloat16() / 32, torch.randn(1024).bfloat16()
 

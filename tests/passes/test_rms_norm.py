@@ -14,8 +14,8 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.passes.compiled_targets import rewritten
 
 MEAN, RSQRT = torch.ops.aten.mean.dim, torch.ops.aten.rsqrt.default
-PLAIN, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.gated_linear.default
-NORMED = torch.ops.tcdeploy.normed_linear.default
+PLAIN, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
+NORMED = torch.ops.tcdeploy.rms_norm_linear.default
 K = N = 1024
 torch.manual_seed(8)
 WEIGHTS = [torch.randn(N, K).bfloat16() / 32 for _ in range(2)]

@@ -11,7 +11,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from tests.passes.compiled_targets import rewritten
 
-STREAMED, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.gated_linear.default
+STREAMED, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
 torch.manual_seed(6)
 WEIGHT, BIAS = torch.randn(2048, 1024).bfloat16() / 32, torch.randn(2048).bfloat16()
 UNEVEN = torch.randn(1040, 1024).bfloat16() / 32  # halves of 520, which is no multiple of 16

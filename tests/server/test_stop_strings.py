@@ -23,9 +23,9 @@ def tokenizer() -> PreTrainedTokenizerBase:
     """The embedded model's: bytes that no merge covers are tokens of their own, so characters are cut all the time."""
     from transformers import AutoTokenizer
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
-    return AutoTokenizer.from_pretrained(locate("builtin:tiny"))
+    return AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny"))
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:

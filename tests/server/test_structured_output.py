@@ -247,9 +247,9 @@ def test_a_grammar_that_fails_on_its_way_is_an_error_and_no_answer(serve: Callab
 def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
-    from tcdeploy.models.load import locate
+    from tcdeploy.models.load import resolve_model_path
 
-    return AutoTokenizer.from_pretrained(locate(MODEL))
+    return AutoTokenizer.from_pretrained(resolve_model_path(MODEL))
 
 
 def allowed(position: Position, words: int = 100) -> set[int]:

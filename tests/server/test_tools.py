@@ -16,7 +16,7 @@ import openai
 import pytest
 
 from tcdeploy.engine.sequence import NewToken
-from tcdeploy.models.load import locate
+from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server.response_builder import Chat, Choice
 from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import ApiError, ChatRequest, parse
@@ -83,7 +83,7 @@ TWO = '<call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}
 
 def make_model(folder: Path, response_template: dict[str, Any] | None = RESPONSE_TEMPLATE) -> Path:
     """The embedded model with a chat template that shows tools, and a response template."""
-    shutil.copytree(locate(TINY), folder)
+    shutil.copytree(resolve_model_path(TINY), folder)
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
     config = json.loads((folder / "tokenizer_config.json").read_text())
     if response_template:
@@ -232,7 +232,7 @@ def test_families_of_transformers_own_table_are_read_too(tmp_path: Path) -> None
 
 def test_a_model_that_cannot_use_tools_says_why(tmp_path: Path) -> None:
     for tokenizer, why in (
-        (load(Path(locate(TINY))), "chat template does not take tools"),
+        (load(Path(resolve_model_path(TINY))), "chat template does not take tools"),
         (load(make_model(tmp_path / "none", None)), "no response template"),
         (
             load(make_model(tmp_path / "empty", {**RESPONSE_TEMPLATE, "fields": {"content": {}}})),
