@@ -27,9 +27,9 @@ from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, em
 from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.cache import folder as cachedir, toolchain
-from tcdeploy.cache.contents import TOOLCHAIN, FileRecord, UsedFiles, record_files
-from tcdeploy.compiler.explain import Break, explain_regions
-from tcdeploy.torch_compat.graph_cache_keys import name_memory_formats_alike
+from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileRecord, FileAccessTracker, hash_files
+from tcdeploy.compiler.explain import GraphBreak, explain_regions
+from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -106,25 +106,25 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     plan, architecture = decided.plan, decided.architecture
     with stages.stage("load"):
         cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
-        name_memory_formats_alike()
+        pickle_memory_formats_by_name()
         if plan.device == "cuda" and decided.environment.triton:
-            from tcdeploy.torch_compat.triton_cache import name_libraries_by_machine  # Triton, which a CPU may lack
-            from tcdeploy.torch_compat.autotune_cache import look_here
+            from tcdeploy.torch_compat.triton_cache import patch_platform_key  # Triton, which a CPU may lack
+            from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 
-            name_libraries_by_machine()
-            look_here()
-        cachedir.hold(cache_dir, plan.key)
-        earlier = cachedir.read_checked(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
+            patch_platform_key()
+            relocate_autotune_cache()
+        cachedir.acquire_lease(cache_dir, plan.key)
+        earlier = cachedir.read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)
         if decided.toolchain:
-            toolchain.stand_in_for(decided.toolchain)
+            toolchain.install_compiler_stub(decided.toolchain)
         runner = _load(decided)
     with stages.stage("compile"):
         layers = find_layers(runner.model, architecture)
         head_modules = find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
         compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
         known = _known(decided, earlier)
-        with UsedFiles(cache_dir).watching() as used:
+        with FileAccessTracker(cache_dir).track() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
         freeze_gc_after_startup()
     with stages.stage("record"):
@@ -153,16 +153,16 @@ def origin_of(decided: Decided) -> Origin:
 
 
 def _record_files(
-    decided: Decided, cache_dir: str, used: UsedFiles, earlier: Manifest | None
+    decided: Decided, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
 ) -> tuple[FileRecord, ...]:
     """What this start used of the cache folder, hashed; the compiler's answers among it, if it made any of that.
 
     With what an earlier one used, where this process may have held programs already.
     """
-    known = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN)] if earlier else []
-    compiler = known[0] if known else toolchain.record_toolchain(cache_dir)
+    known = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN_DIR)] if earlier else []
+    compiler = known[0] if known else toolchain.save_toolchain(cache_dir)
     before = [file.path for file in earlier.files] if earlier and not _is_first_start() else []
-    return record_files(cache_dir, {*used.paths(), *before, *([compiler] if compiler else [])})
+    return hash_files(cache_dir, {*used.paths(), *before, *([compiler] if compiler else [])})
 
 
 def _is_first_start() -> bool:
@@ -197,7 +197,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | N
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
         decided = Decided(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
-        if not environment.compiler and toolchain.is_missing():
+        if not environment.compiler and toolchain.is_compiler_missing():
             decided = _with_recorded_compiler(decided)
     progress.planned(decided.plan)
     return decided
@@ -205,7 +205,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | N
 
 def _with_recorded_compiler(decided: Decided) -> Decided:
     """Without a C++ compiler: as if there were the one that made the plan's programs in the cache, if one did."""
-    for recorded in toolchain.recorded_toolchains(decided.plan.cache_dir):
+    for recorded in toolchain.load_toolchains(decided.plan.cache_dir):
         found = with_compiler(decided, recorded.version)
         if manifest_path(found.plan.cache_dir, found.plan.key).is_file():
             return dataclasses.replace(found, toolchain=recorded)
@@ -219,7 +219,7 @@ def with_compiler(decided: Decided, version: str) -> Decided:
     return dataclasses.replace(decided, environment=environment, plan=plan)
 
 
-def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Break]:
+def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
     """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
     decided = decide(recipe, progress)
     cachedir.activate(decided.plan.cache_dir, decided.plan.key, len(decided.plan.buckets))

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measured, read_counts
-from tcdeploy.compiler.programs import sealed
+from tcdeploy.compiler.ledger import measure_compiles, read_counts
+from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS
 
@@ -60,7 +60,7 @@ def test_a_batch_of_unequal_lengths_equals_each_prompt_alone(tiny_deployment: An
 
 def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (1, 2, 31, 33, 64, 127, 128, 129, 700)]
-    with measured() as while_serving, sealed():
+    with measure_compiles() as while_serving, fail_on_recompile():
         tiny_deployment.engine.generate(prompts, SamplingParams(max_new_tokens=9, temperature=0.7, seed=3))
     assert while_serving.counts.compiles == 0, "on_compile_start fired"
     assert while_serving.counts.programs == 0

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tcdeploy.compiler.programs import sealed
+from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.planning.plan import Plan
@@ -66,7 +66,7 @@ def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[],
     """(restore, step): put the sequences back to their context, and one decode step over them."""
 
     def step() -> None:
-        with sealed():
+        with fail_on_recompile():
             engine.runner.decode(sequences)
 
     return lambda: engine.runner.row_assignment.assign_prefilled(sequences), step
@@ -78,7 +78,7 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
     chunks = [Chunk(sequence, start, min(start + largest, length)) for start in range(0, length, largest)]
 
     def step() -> None:
-        with sealed():
+        with fail_on_recompile():
             for chunk in chunks:
                 engine.runner.prefill([chunk])
 

@@ -18,7 +18,7 @@ from tcdeploy.bench.session import Session, begin, make_report
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.engine_driver import Prompts, count_captured_graphs, drain, is_apart, submit
 from tcdeploy.bench.traffic import Latencies, Served, arrivals, latencies
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Sequence
 from tcdeploy.errors import UsageError
@@ -78,7 +78,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     waiting = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
     captured_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.load.preemptions
-    with measured() as compiled:
+    with measure_compiles() as compiled:
         drive = _Drive(engine, settings.output_length, settings.concurrency)
         drive.run(list(zip(times, waiting, strict=True)))
     counts = EngineCounts(

@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_content
+from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_cache_file
 from tcdeploy.errors import IntegrityError
 
 HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # of zstd's skippable frames
@@ -179,7 +179,7 @@ def _is_allowed(file: FileRecord) -> bool:
     is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
     has_odd = any(ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path)
     is_hash = isinstance(file.sha256, str) and len(file.sha256) == 64
-    is_named = is_plain and not has_odd and len(path) < 1024 and not path.startswith(".") and is_content(path)
+    is_named = is_plain and not has_odd and len(path) < 1024 and not path.startswith(".") and is_cache_file(path)
     return is_named and file.bytes > 0 and is_hash
 
 

@@ -18,7 +18,7 @@ from tcdeploy.bundle.pack import pack_proven
 from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
-from tcdeploy.cache.folder import read_checked
+from tcdeploy.cache.folder import read_verified_manifest
 from tcdeploy.cache.manifest import Manifest, manifest_path
 from tcdeploy.planning.environment import Difference
 from tcdeploy.errors import MismatchError
@@ -73,7 +73,7 @@ def _is_to_be_replaced(plan: Plan, recipe: Recipe) -> bool:
     """Damaged here, and to be rebuilt: then what is stored is better than compiling. Else the start tells."""
     if recipe.on_bad_cache != "rebuild":
         return False
-    return read_checked(plan.cache_dir, plan.key, rebuild=True) is None
+    return read_verified_manifest(plan.cache_dir, plan.key, rebuild=True) is None
 
 
 def _bundle_at(source: str, plan_key: str) -> str:

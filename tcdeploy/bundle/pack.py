@@ -23,9 +23,9 @@ import yaml
 from tcdeploy.bundle.container import Payload, head_bytes, read_head, replace_head, write_bundle
 from tcdeploy.bundle.header import Header, header_bytes, portable
 from tcdeploy.bundle.signing import sign
-from tcdeploy.cache.folder import locked
+from tcdeploy.cache.folder import folder_lock
 from tcdeploy.cache.contents import find_damage
-from tcdeploy.cache.manifest import FOLDER, Manifest, manifest_path, read_manifest
+from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
 
@@ -57,8 +57,8 @@ def pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> 
         )
     _insist_on_whole(folder, manifest)
     with _os_errors_of(target):
-        _check_room(target, manifest)
-        with locked(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():  # else nobody removes from it
+        _check_free_space(target, manifest)
+        with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():  # else nobody removes from it
             payload = write_bundle(target, folder, manifest.files, lambda payload: _head(manifest, payload, key))
     unpacked, packed = sum(file.bytes for file in manifest.files), target.stat().st_size
     return Packed(target, plan_key, len(manifest.files), unpacked, packed, packed - payload.bytes)
@@ -98,7 +98,7 @@ def _head(manifest: Manifest, payload: Payload, key: Path | None) -> bytes:
 
 def only_plan(folder: Path) -> str:
     """The folder's plan, where it has one. Raises UsageError that names them where it has several, or none."""
-    keys = [path.stem for path in sorted((folder / FOLDER).glob("*.json"))]
+    keys = [path.stem for path in sorted((folder / MANIFESTS_DIR).glob("*.json"))]
     if len(keys) == 1:
         return keys[0]
     if not keys:
@@ -140,7 +140,7 @@ def _insist_on_whole(folder: Path, manifest: Manifest) -> None:
         )
 
 
-def _check_room(target: Path, manifest: Manifest) -> None:
+def _check_free_space(target: Path, manifest: Manifest) -> None:
     """Twice the files, generous: they are packed beside the bundle before they are behind its header."""
     free = shutil.disk_usage(target.parent).free
     needed = 2 * sum(file.bytes for file in manifest.files)

@@ -23,7 +23,7 @@ from pathlib import Path
 from tcdeploy.bundle.container import Head, check_payload, head_bytes, read_files, read_head
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
-from tcdeploy.cache.folder import BUNDLES, HEAD, locked
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, folder_lock
 from tcdeploy.cache.contents import FileRecord, find_damage
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
@@ -73,10 +73,10 @@ def unpack(path: Path, folder: Path, trusted: Path, allow_unsigned: bool = False
     size = sum(file.bytes for file in manifest.files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with locked(folder):
+        with folder_lock(folder):
             was_there = _is_there(folder, manifest, key)
             if not was_there:
-                _check_room(folder, size)
+                _check_free_space(folder, size)
                 _stage_and_publish(opened, folder)
             _leave_head(opened, folder)
     except OSError as error:
@@ -97,7 +97,7 @@ def _is_there(folder: Path, manifest: Manifest, key: str) -> bool:
     return False
 
 
-def _check_room(folder: Path, size: int) -> None:
+def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size + SPARE_BYTES:
         raise SpaceError(
@@ -175,7 +175,7 @@ def _sync(folder: Path, names: list[str]) -> None:
 
 def _leave_head(opened: Opened, folder: Path) -> None:
     """So that the folder can say who signed what is in it, and `gc` keeps it."""
-    path = folder / BUNDLES / f"{opened.header.plan_key}{HEAD}"
+    path = folder / BUNDLES_DIR / f"{opened.header.plan_key}{HEADER_SUFFIX}"
     content = head_bytes(opened.head.header, opened.head.signatures)
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_bytes() != content:

@@ -14,9 +14,9 @@ from tcdeploy.bundle.container import read_files, read_head
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, judge
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.cache.folder import BUNDLES, HEAD, strangers_in
-from tcdeploy.cache.contents import TOOLCHAIN, find_damage
-from tcdeploy.cache.manifest import FOLDER, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, unlisted_files
+from tcdeploy.cache.contents import TOOLCHAIN_DIR, find_damage
+from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 
 # A compiled bucket may choose another token than the eager model where two are about as likely: nats between them.
@@ -64,7 +64,7 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
     found = []
     for key, manifest in manifests.items():
         files, signer, made_here = {file.path: file for file in manifest.files}, None, 0
-        record = folder / BUNDLES / f"{key}{HEAD}"
+        record = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
         if record.exists():
             header, signer = _read_record(record, trusted, allow_unsigned)
             # A file of another plan that was there first has stayed (unpack.py); else what was signed counts.
@@ -72,14 +72,14 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
             signed = {file.path: file for file in header.manifest.files}
             files |= {name: file for name, file in signed.items() if files.get(name) not in others}
             others_than_signed = [name for name, file in files.items() if signed.get(name) != file]
-            made_here = sum(not name.startswith(TOOLCHAIN) for name in others_than_signed)
+            made_here = sum(not name.startswith(TOOLCHAIN_DIR) for name in others_than_signed)
         if damage := find_damage(folder, files.values()):
             more = f", and {len(damage) - 1} more are damaged" if len(damage) > 1 else ""
             raise IntegrityError(
                 f"{folder / damage[0].path} {damage[0].reason}{more}",
                 "--on-bad-cache rebuild discards it and compiles again; a bundle can be unpacked again",
             )
-        if strangers := strangers_in(folder, manifest):
+        if strangers := unlisted_files(folder, manifest):
             raise IntegrityError(
                 f"{sorted(strangers)[0]} is named by no manifest, and torch would run it",
                 "remove it; the next start would",
@@ -93,7 +93,7 @@ def verify_folder(folder: Path, trusted: Path, allow_unsigned: bool = False) -> 
 
 def packed_manifest(folder: Path, plan_key: str) -> Manifest:
     """The packer's own where the plan came in a bundle: the folder's is written anew by every start."""
-    record = folder / BUNDLES / f"{plan_key}{HEAD}"
+    record = folder / BUNDLES_DIR / f"{plan_key}{HEADER_SUFFIX}"
     if record.exists():
         with open(record, "rb") as file:
             return parse_header(read_head(file, str(record)), str(record)).manifest
@@ -115,8 +115,8 @@ def _read_record(path: Path, trusted: Path, allow_unsigned: bool) -> tuple[Heade
 
 
 def _insist_on_known_records(folder: Path) -> None:
-    for path in (folder / BUNDLES).glob(f"*{HEAD}"):
-        if not (folder / FOLDER / f"{path.stem}.json").exists():
+    for path in (folder / BUNDLES_DIR).glob(f"*{HEADER_SUFFIX}"):
+        if not (folder / MANIFESTS_DIR / f"{path.stem}.json").exists():
             raise IntegrityError(f"the plan {path.stem} was unpacked here, and its manifest is gone", "unpack it again")
 
 
@@ -133,11 +133,11 @@ def compare_answers(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[Re
 
 
 def _compare(there: BucketRecord, here: BucketRecord | None, dtype: str) -> Replayed:
-    wanted = there.oracle
+    wanted = there.eager_greedy_tokens
     rows = len(wanted.tokens)
-    if here is None or here.answers.inputs != wanted.inputs:
+    if here is None or here.greedy_tokens.inputs_sha256 != wanted.inputs_sha256:
         return Replayed(there.bucket, rows, 0, 0.0, False, "it was not asked the same here")
-    found = here.answers
+    found = here.greedy_tokens
     difference = max(abs(a - b) for a, b in zip(wanted.logprobs, found.logprobs, strict=True))
     other = sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
     passed = difference <= TIE_NATS[dtype]

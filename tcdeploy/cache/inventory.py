@@ -14,9 +14,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.folder import BUNDLES, HEAD, LEASES, content_of, is_held, locked
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, LEASES_DIR, list_cache_files, is_leased, folder_lock
 from tcdeploy.cache.contents import FileRecord
-from tcdeploy.cache.manifest import FOLDER, Manifest, manifest_path, read_manifests
+from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifests
 
 LEFTOVER_SECONDS = 24 * 3600.0  # younger, it may belong to a start that is under way
 KINDS = {
@@ -41,7 +41,7 @@ class Entry:
     bytes: int
     own_bytes: int
     age_seconds: float
-    is_held: bool
+    is_leased: bool
     is_from_bundle: bool
     was_warm: bool
     cold_seconds: float
@@ -76,9 +76,9 @@ def _entry(folder: Path, manifest: Manifest, count: Counter[str]) -> Entry:
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
         own_bytes=sum(file.bytes for file in manifest.files if count[file.path] == 1),
-        age_seconds=time.time() - (folder / FOLDER / f"{key}.json").stat().st_mtime,
-        is_held=is_held(folder, key),
-        is_from_bundle=(folder / BUNDLES / f"{key}{HEAD}").exists(),
+        age_seconds=time.time() - (folder / MANIFESTS_DIR / f"{key}.json").stat().st_mtime,
+        is_leased=is_leased(folder, key),
+        is_from_bundle=(folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}").exists(),
         was_warm=manifest.was_warm,
         cold_seconds=sum(manifest.cold_seconds().values()),
     )
@@ -88,7 +88,7 @@ def usage(folder: Path) -> dict[str, tuple[int, int]]:
     """Per kind of content, (files, bytes); what no plan names is a kind of its own."""
     named = {file.path for manifest in read_manifests(folder).values() for file in manifest.files}
     found: dict[str, tuple[int, int]] = {}
-    for path in content_of(folder):
+    for path in list_cache_files(folder):
         kind = kind_of(path) if path in named else "named by no plan"
         files, size = found.get(kind, (0, 0))
         with contextlib.suppress(FileNotFoundError):
@@ -105,7 +105,7 @@ def collect(
     folder: Path, older_than_seconds: float | None, most_bytes: int | None, is_dry_run: bool = False
 ) -> Removed:
     """Remove plans by age, then the least recently used until the rest fits `most_bytes`; then what is left over."""
-    with locked(folder):
+    with folder_lock(folder):
         entries = list_plans(folder)
         wanted = _too_old(entries, older_than_seconds) | _too_many(folder, entries, most_bytes)
         kept = tuple((one.plan_key, _reason(one)) for one in entries if one.plan_key in wanted and _reason(one))
@@ -119,17 +119,17 @@ def collect(
 
 def _runs_anything(folder: Path) -> bool:
     """Also a plan that has no manifest yet."""
-    return any(is_held(folder, lease.name) for lease in (folder / LEASES).glob("*"))
+    return any(is_leased(folder, lease.name) for lease in (folder / LEASES_DIR).glob("*"))
 
 
 def _warms_anything(folder: Path) -> bool:
     """A start that is under way may have found what a plan that goes left, and nothing says so yet: no file goes."""
-    leases = [lease.name for lease in (folder / LEASES).glob("*") if not manifest_path(folder, lease.name).exists()]
-    return any(is_held(folder, name) for name in leases)
+    leases = [lease.name for lease in (folder / LEASES_DIR).glob("*") if not manifest_path(folder, lease.name).exists()]
+    return any(is_leased(folder, name) for name in leases)
 
 
 def _reason(entry: Entry) -> str:
-    return "a process runs from it" if entry.is_held else "a bundle put it there" if entry.is_from_bundle else ""
+    return "a process runs from it" if entry.is_leased else "a bundle put it there" if entry.is_from_bundle else ""
 
 
 def _too_old(entries: list[Entry], seconds: float | None) -> set[str]:
@@ -153,7 +153,7 @@ def _unnamed_without(folder: Path, gone: set[str], nobody_runs: bool) -> list[st
     manifests = read_manifests(folder)
     named = {file.path for key, manifest in manifests.items() if key not in gone for file in manifest.files}
     freed = {file.path for key in gone for file in manifests[key].files} - named
-    everything = content_of(folder)
+    everything = list_cache_files(folder)
     old = {path for path in everything if path not in named | freed and nobody_runs and _is_old(folder / path)}
     return [path for path in everything if path in freed | old]
 
@@ -165,7 +165,7 @@ def _is_old(path: Path) -> bool:
 def _remove(folder: Path, gone: tuple[str, ...], files: list[str]) -> None:
     """Manifests first: what they named is then as if it had never been finished."""
     for key in gone:
-        (folder / FOLDER / f"{key}.json").unlink(missing_ok=True)
+        (folder / MANIFESTS_DIR / f"{key}.json").unlink(missing_ok=True)
     for path in files:
         (folder / path).unlink(missing_ok=True)
     for parent in sorted({(folder / path).parent for path in files}, key=lambda path: -len(path.parts)):

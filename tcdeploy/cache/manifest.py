@@ -28,7 +28,7 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 SCHEMA_VERSION = 5
-FOLDER = "manifests"
+MANIFESTS_DIR = "manifests"
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Answers:
+class GreedyTokens:
     """To a bucket's fixed inputs: per row the most likely next token, and its log-probability in nats."""
 
-    inputs: str  # sha256 over the rows' token ids
+    inputs_sha256: str  # sha256 over the rows' token ids
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
@@ -77,11 +77,11 @@ class BucketRecord:
     cache_hits: int
     cache_misses: int
     graph_breaks: int
-    graph_skips: int
+    cudagraph_skips: int
     captured: bool
     parity: Parity
-    oracle: Answers  # of the eager model
-    answers: Answers  # of the bucket as it serves
+    eager_greedy_tokens: GreedyTokens  # of the eager model
+    greedy_tokens: GreedyTokens  # of the bucket as it serves
     peak_memory_bytes: int
     variant: str  # how its step is made
     trials: tuple[Trial, ...] = ()  # what was timed to choose it, the losers included; kept from the run that tuned
@@ -157,7 +157,7 @@ def make_origin(recipe: Recipe, model_config: dict[str, Any], sources: str, torc
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
-    return Path(cache_dir) / FOLDER / f"{plan_key}.json"
+    return Path(cache_dir) / MANIFESTS_DIR / f"{plan_key}.json"
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
@@ -201,8 +201,8 @@ def read_manifest(path: Path) -> Manifest | None:
     except FileNotFoundError:
         return None
     except (ValueError, IsADirectoryError) as error:  # bad UTF-8 is a ValueError
-        raise _corrupt(path, str(error)) from error
-    return None if _is_of_another_version(text) else parse_manifest(text, path)
+        raise _corruption_error(path, str(error)) from error
+    return None if _has_other_schema(text) else parse_manifest(text, path)
 
 
 def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:
@@ -211,16 +211,16 @@ def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, 
     One that stands under another plan's key is damaged too.
     """
     found: dict[str, Manifest] = {}
-    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+    for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
         with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
             manifest = read_manifest(path)
             if manifest is not None and manifest.plan["key"] != path.stem:
-                raise _corrupt(path, "it is of another plan")
+                raise _corruption_error(path, "it is of another plan")
             found |= {path.stem: manifest} if manifest is not None else {}
     return found
 
 
-def _is_of_another_version(text: str) -> bool:
+def _has_other_schema(text: str) -> bool:
     """As it was written, and by a version that wrote otherwise: neither damaged nor of use. The first wrote no sum."""
     try:
         document = json.loads(text)
@@ -237,7 +237,7 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         document = json.loads(text)
         schema = document["schema"]
         if schema != SCHEMA_VERSION:
-            raise _corrupt(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
+            raise _corruption_error(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
         digest = document.pop("sha256")
         _check_fields(document, Manifest)
         found = Manifest(
@@ -249,9 +249,9 @@ def parse_manifest(text: str, path: Path) -> Manifest:
             }
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise _corrupt(path, f"{type(error).__name__}: {error}") from error
+        raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
     if digest != _digest(document) or text != manifest_text(found):
-        raise _corrupt(path, "it is not as it was written")
+        raise _corruption_error(path, "it is not as it was written")
     return found
 
 
@@ -259,8 +259,8 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
     _check_fields(document, BucketRecord)
     made: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
-        "oracle": _read_answers(document["oracle"]),
-        "answers": _read_answers(document["answers"]),
+        "oracle": _read_greedy_tokens(document["oracle"]),
+        "answers": _read_greedy_tokens(document["answers"]),
         "trials": tuple(Trial(**trial) for trial in document["trials"]),
     }
     return BucketRecord(**{**document, **made})
@@ -273,11 +273,11 @@ def _check_fields(document: dict[str, Any], kind: type[Manifest | BucketRecord])
         raise KeyError(f"fields of {kind.__name__}: {sorted(set(document) ^ known)}")
 
 
-def _read_answers(document: dict[str, Any]) -> Answers:
-    return Answers(document["inputs"], tuple(document["tokens"]), tuple(document["logprobs"]))
+def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:
+    return GreedyTokens(document["inputs"], tuple(document["tokens"]), tuple(document["logprobs"]))
 
 
-def _corrupt(path: Path, reason: str) -> IntegrityError:
+def _corruption_error(path: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"the manifest {path} is corrupt: {reason}",
         "nothing of the cache was loaded; --on-bad-cache rebuild discards it and compiles again, or believe the files "

@@ -27,15 +27,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 COMPILER = "g++"  # Inductor's own choice, unless CXX names another
-FOLDER = "toolchain"
-REFUSAL = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
-QUESTIONS = ("--version", "-v", "-dumpfullversion -dumpversion")
+TOOLCHAIN_DIR = "toolchain"
+NO_COMPILER_MESSAGE = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
+COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
 
 
-_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
+_original_get_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
 
 
-class Answer(NamedTuple):
+class CompilerOutput(NamedTuple):
     stdout: str
     stderr: str
 
@@ -44,24 +44,24 @@ class Toolchain(NamedTuple):
     """A compiler, as its answers: `path` is the file that keeps them, relative to the cache folder."""
 
     path: str
-    answers: dict[str, Answer]
+    outputs: dict[str, CompilerOutput]
 
     @property
     def version(self) -> str:
         """The first line, which `Environment.compiler` holds."""
-        return self.answers["--version"].stdout.partition("\n")[0].strip()
+        return self.outputs["--version"].stdout.partition("\n")[0].strip()
 
 
-def is_missing() -> bool:
+def is_compiler_missing() -> bool:
     return "CXX" not in os.environ and shutil.which(COMPILER) is None
 
 
-def record_toolchain(folder: str | Path) -> str | None:
+def save_toolchain(folder: str | Path) -> str | None:
     """Keep this machine's answers in the cache folder; the file's place in it, or None where there is no compiler."""
-    if is_missing() or "CXX" in os.environ:
+    if is_compiler_missing() or "CXX" in os.environ:
         return None
-    document = json.dumps({question: _ask(question) for question in QUESTIONS}, indent=1)
-    path = Path(folder) / FOLDER / f"{hashlib.sha256(document.encode()).hexdigest()[:16]}.json"
+    document = json.dumps({query: _run_query(query) for query in COMPILER_QUERIES}, indent=1)
+    path = Path(folder) / TOOLCHAIN_DIR / f"{hashlib.sha256(document.encode()).hexdigest()[:16]}.json"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         staging = path.with_suffix(f".{os.getpid()}.tmp")
@@ -70,27 +70,27 @@ def record_toolchain(folder: str | Path) -> str | None:
     return path.relative_to(folder).as_posix()
 
 
-def _ask(question: str) -> Answer:
+def _run_query(query: str) -> CompilerOutput:
     asked = subprocess.run(
-        [COMPILER, *question.split()], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+        [COMPILER, *query.split()], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
     )
-    return Answer(asked.stdout, asked.stderr)
+    return CompilerOutput(asked.stdout, asked.stderr)
 
 
-def recorded_toolchains(folder: str | Path) -> list[Toolchain]:
+def load_toolchains(folder: str | Path) -> list[Toolchain]:
     """What compilers have left their answers in the folder; a file that is not one is passed over."""
     found = []
-    for path in sorted(Path(folder, FOLDER).glob("*.json")):
+    for path in sorted(Path(folder, TOOLCHAIN_DIR).glob("*.json")):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
-            answers = {question: Answer(*document[question]) for question in QUESTIONS}
+            outputs = {query: CompilerOutput(*document[query]) for query in COMPILER_QUERIES}
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        found.append(Toolchain(path.relative_to(folder).as_posix(), answers))
+        found.append(Toolchain(path.relative_to(folder).as_posix(), outputs))
     return found
 
 
-def stand_in_for(toolchain: Toolchain) -> None:
+def install_compiler_stub(toolchain: Toolchain) -> None:
     """From here on this process, and those that it starts, find a compiler that answers and cannot compile.
 
     Raises OSError where no script can be written into the folder for temporary files.
@@ -98,26 +98,26 @@ def stand_in_for(toolchain: Toolchain) -> None:
     folder = tempfile.mkdtemp(prefix="tcdeploy-toolchain-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     script = Path(folder) / COMPILER
-    script.write_text(_script(toolchain), encoding="utf-8")
+    script.write_text(_stub_script(toolchain), encoding="utf-8")
     script.chmod(0o755)
     os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")]).rstrip(os.pathsep)
 
 
-def _script(toolchain: Toolchain) -> str:
+def _stub_script(toolchain: Toolchain) -> str:
     cases = [
-        f"{shlex.quote(asked)}) printf %s {shlex.quote(answer.stdout)}; printf %s {shlex.quote(answer.stderr)} >&2 ;;"
-        for asked, answer in toolchain.answers.items()
+        f"{shlex.quote(asked)}) printf %s {shlex.quote(output.stdout)}; printf %s {shlex.quote(output.stderr)} >&2 ;;"
+        for asked, output in toolchain.outputs.items()
     ]
-    return "\n".join(["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(REFUSAL)} >&2; exit 1 ;;", "esac\n"])
+    return "\n".join(["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"])
 
 
-def use_precompiled_headers(is_used: bool) -> None:
+def use_precompiled_headers(enabled: bool) -> None:
     """Whether Inductor may prepare headers from here on; without, what must be compiled takes twice as long."""
     from torch._inductor import codecache
 
-    global _prefix_header
-    _prefix_header = _prefix_header or codecache._get_cpp_prefix_header
-    codecache._get_cpp_prefix_header = _prefix_header if is_used else _no_header  # type: ignore[assignment]
+    global _original_get_prefix_header
+    _original_get_prefix_header = _original_get_prefix_header or codecache._get_cpp_prefix_header
+    codecache._get_cpp_prefix_header = _original_get_prefix_header if enabled else _no_header  # type: ignore[assignment]
 
 
 def _no_header(device: str) -> str | None:

@@ -147,7 +147,7 @@ def show_plans(entries: list[Entry], json: bool) -> None:
 
 def _state(entry: Entry) -> str:
     words = {
-        "in use": entry.is_held, "from a bundle": entry.is_from_bundle, "not started again": not entry.was_warm,
+        "in use": entry.is_leased, "from a bundle": entry.is_from_bundle, "not started again": not entry.was_warm,
     }  # fmt: skip
     return ", ".join(word for word, holds in words.items() if holds) or "-"
 

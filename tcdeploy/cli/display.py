@@ -23,7 +23,7 @@ from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
     from tcdeploy.cli.bench_display import BenchTable
-    from tcdeploy.compiler.explain import Break
+    from tcdeploy.compiler.explain import GraphBreak
     from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.pipeline import Deployment
     from tcdeploy.planning.plan import Plan
@@ -121,7 +121,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     _warn_of_fallbacks(plan)
 
 
-def show_breaks(breaks: list[Break], as_json: bool) -> None:
+def show_breaks(breaks: list[GraphBreak], as_json: bool) -> None:
     if as_json:
         _print_json("explain-breaks", breaks=[found._asdict() for found in breaks])
     elif not breaks:
@@ -149,7 +149,7 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     held = " and ".join(str(context) for context in contexts)
     print(f"ms: medians of whole steps, decode at a context of {held}; differences: to transformers' own attention")
-    skipped = sum(record.graph_skips for record in deployment.records)
+    skipped = sum(record.cudagraph_skips for record in deployment.records)
     if skipped:
         print(f"torch's own CUDA graphs passed over {skipped} regions: those that write KV or read the host")
     _print_totals(deployment)

@@ -15,7 +15,7 @@ import torch._dynamo
 from torch import nn
 
 
-class Break(NamedTuple):
+class GraphBreak(NamedTuple):
     """A graph break: `file` and `line` are empty and 0 where torch names none."""
 
     region: str
@@ -25,7 +25,7 @@ class Break(NamedTuple):
     source: str
 
 
-def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) -> list[Break]:
+def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) -> list[GraphBreak]:
     """Breaks of one region of each class; `run_once` makes a step of the uncompiled model."""
     kinds = {type(region): region for region in reversed(regions)}
     arguments: dict[type, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -45,15 +45,15 @@ def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) ->
 
 
 @torch.no_grad()
-def _explain(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Break]:
+def _explain(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GraphBreak]:
     torch._dynamo.reset()
     explained = torch._dynamo.explain(region.forward)(*args, **kwargs)
-    return [_as_break(type(region).__name__, reason) for reason in explained.break_reasons]
+    return [_to_graph_break(type(region).__name__, reason) for reason in explained.break_reasons]
 
 
-def _as_break(region: str, reason: Any) -> Break:
+def _to_graph_break(region: str, reason: Any) -> GraphBreak:
     text = str(reason.reason).strip().split("\n")[0]
     if not reason.user_stack:
-        return Break(region, text, "", 0, "")
+        return GraphBreak(region, text, "", 0, "")
     frame = reason.user_stack[-1]
-    return Break(region, text, frame.filename, frame.lineno, linecache.getline(frame.filename, frame.lineno).strip())
+    return GraphBreak(region, text, frame.filename, frame.lineno, linecache.getline(frame.filename, frame.lineno).strip())

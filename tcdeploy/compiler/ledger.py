@@ -32,16 +32,16 @@ def _count_compile_start(args: object) -> None:
     _compile_starts += 1
 
 
-def _listen() -> None:
+def _install_hooks() -> None:
     """Be called at every Dynamo compile, hit or miss. torch._dynamo.reset() forgets its listeners, so ask each time."""
     if _count_compile_start not in torch._dynamo.callback.callback_handler.start_callbacks:
         torch._dynamo.callback.on_compile_start(_count_compile_start)
     for name in ("benchmark_cpu", "benchmark_gpu"):  # what torch 2.11 to 2.13 time in this process
         if name not in vars(benchmarker):
-            setattr(benchmarker, name, _counted(getattr(benchmarker, name)))
+            setattr(benchmarker, name, _with_count(getattr(benchmarker, name)))
 
 
-def _counted(benchmark: Callable[..., Any]) -> Callable[..., Any]:
+def _with_count(benchmark: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(benchmark)
     def counted(*args: Any, **kwargs: Any) -> Any:
         global _kernels_timed
@@ -52,7 +52,7 @@ def _counted(benchmark: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @dataclass(frozen=True)
-class Counts:
+class CompileCounts:
     """A reading, or the difference of two. `cache_*` count Inductor's graph cache."""
 
     compiles: int = 0
@@ -62,17 +62,17 @@ class Counts:
     cache_bypasses: int = 0
     cache_write_errors: int = 0
     graph_breaks: int = 0
-    graph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
+    cudagraph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
     kernels_timed: int = 0  # variants of kernels that torch timed to choose one; a warm start should need none
     kernels_compiled: int = 0  # beside programs that were found, too
 
-    def __sub__(self, earlier: Counts) -> Counts:
+    def __sub__(self, earlier: CompileCounts) -> CompileCounts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
-        return Counts(*(a - b for a, b in zip(mine, theirs, strict=True)))
+        return CompileCounts(*(a - b for a, b in zip(mine, theirs, strict=True)))
 
-    def __add__(self, other: Counts) -> Counts:
+    def __add__(self, other: CompileCounts) -> CompileCounts:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return Counts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return CompileCounts(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     @property
     def outcome(self) -> str:
@@ -81,26 +81,26 @@ class Counts:
         return "hit" if self.cache_hits else "reused"
 
 
-def read_counts() -> Counts:
+def read_counts() -> CompileCounts:
     """What has happened so far; compiles and timings are counted from the first reading on."""
-    _listen()
+    _install_hooks()
     counters = torch._dynamo.utils.counters
     inductor = counters["inductor"]
-    return Counts(
+    return CompileCounts(
         compiles=_compile_starts,
         programs=counters["stats"]["unique_graphs"],
         cache_hits=inductor["fxgraph_cache_hit"],
         cache_misses=inductor["fxgraph_cache_miss"],
         cache_bypasses=inductor["fxgraph_cache_bypass"],
         cache_write_errors=inductor["fxgraph_cache_write_error"],
-        graph_skips=inductor["cudagraph_skips"],
+        cudagraph_skips=inductor["cudagraph_skips"],
         graph_breaks=sum(counters["graph_break"].values()),
         kernels_timed=_kernels_timed,
-        kernels_compiled=_kernels(),
+        kernels_compiled=_count_compiled_kernels(),
     )
 
 
-def _kernels() -> int:
+def _count_compiled_kernels() -> int:
     """That Triton or a C++ compiler made for this process, Triton's launchers too; Inductor's workers aside.
 
     Inductor's entry of a program may be found while a kernel that it names is not: that is compiled beside the hit.
@@ -111,20 +111,20 @@ def _kernels() -> int:
 
 
 @dataclass
-class Measured:
-    """Filled when the `with measured()` block ends."""
+class CompileStats:
+    """Filled when the `with measure_compiles()` block ends."""
 
     seconds: float = 0.0
-    counts: Counts = field(default_factory=Counts)
+    counts: CompileCounts = field(default_factory=CompileCounts)
 
-    def __add__(self, other: Measured) -> Measured:
-        return Measured(self.seconds + other.seconds, self.counts + other.counts)
+    def __add__(self, other: CompileStats) -> CompileStats:
+        return CompileStats(self.seconds + other.seconds, self.counts + other.counts)
 
 
 @contextmanager
-def measured() -> Iterator[Measured]:
+def measure_compiles() -> Iterator[CompileStats]:
     """Wall seconds and counts of a block; the caller synchronises the device inside it."""
-    found, before, start = Measured(), read_counts(), time.perf_counter()
+    found, before, start = CompileStats(), read_counts(), time.perf_counter()
     try:
         yield found
     finally:

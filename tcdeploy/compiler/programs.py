@@ -4,8 +4,8 @@
 program per bucket and candidate for all layers of a kind, and a graph break is an error instead of a slow path. CUDA
 graphs of the whole step are ours (engine/graphs.py), so Inductor's own are off unless `graphs` is region.
 
-Four regimes, each a context manager: `compiling` (warm-up: programs may be made; torch's errors become ours),
-`reading` (within it: they are in the cache), `eager` (the same modules uncompiled, to compare with), `sealed` (after
+Four regimes, each a context manager: `translate_compile_errors` (warm-up: programs may be made; torch's errors become ours),
+`without_compile_workers` (within it: they are in the cache), `force_eager` (the same modules uncompiled, to compare with), `fail_on_recompile` (after
 warm-up: a compile is an error).
 """
 
@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from tcdeploy.attention.interface import AttentionMetadata
 from tcdeploy.planning.variants import Variant
-from tcdeploy.passes.post_grad import RewriteProducts
-from tcdeploy.cache.toolchain import REFUSAL
+from tcdeploy.passes.post_grad import PostGradPass
+from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.planning.plan import Bucket, Plan
 
-rewrite_products = functools.cache(RewriteProducts)  # torch compares options by identity
+post_grad_pass = functools.cache(PostGradPass)  # torch compares options by identity
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
 NEARLY_FULL_BYTES = 1 << 20
 
@@ -52,7 +52,7 @@ def compile_regions(regions: list[nn.Module], head_modules: list[nn.Module], pla
         _compile_in_place(region, plan, step, is_last=region is regions[-1])
         for bucket in plan.buckets:
             if bucket.min_size:
-                _mark_lengths_dynamic(region, step, bucket)
+                _mark_token_dims_dynamic(region, step, bucket)
     for head_module in head_modules:
         _compile_in_place(head_module, plan, step, is_head=True)
 
@@ -92,12 +92,12 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
 def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
-    rewrite = rewrite_products(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
+    rewrite = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
     return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor)}
 
 
-def _mark_lengths_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:
+def _mark_token_dims_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:
     """Tell torch, at the region's door, which sizes are token counts that vary within the bucket.
 
     The tensors are made by the eager code before the region, so this is the first place that sees them. It wraps
@@ -125,14 +125,14 @@ def _token_dims(step: AttentionMetadata, args: tuple[Any, ...], kwargs: dict[str
 
 
 @contextlib.contextmanager
-def eager() -> Iterator[None]:
+def force_eager() -> Iterator[None]:
     """Run compiled modules as if they were not."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 @contextlib.contextmanager
-def sealed() -> Iterator[None]:
+def fail_on_recompile() -> Iterator[None]:
     """From here on nothing may compile. Raises RecompileError with torch's reason."""
     try:
         with torch.compiler.set_stance("fail_on_recompile"):
@@ -146,7 +146,7 @@ def sealed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def reading() -> Iterator[None]:
+def without_compile_workers() -> Iterator[None]:
     """Read programs back in this process, without Inductor's compile workers.
 
     A kernel that comes from a worker was pickled, and triton.Config forgets by that what Inductor notes in it: that
@@ -158,7 +158,7 @@ def reading() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compiling(plan: Plan, cache_dir: str) -> Iterator[None]:
+def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
     """Translate what torch raises while it compiles: graph breaks, a full disk, too little GPU memory."""
     try:
         yield
@@ -168,14 +168,14 @@ def compiling(plan: Plan, cache_dir: str) -> Iterator[None]:
             "lower --memory-fraction, or leave out the largest bucket",
         ) from error
     except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
-        raise _translated(error, plan, cache_dir) from error
+        raise _translate_error(error, plan, cache_dir) from error
     except RuntimeError as error:
         if "torch._inductor" in type(error).__module__ or _is_disk_full(error, cache_dir):
-            raise _translated(error, plan, cache_dir) from error
+            raise _translate_error(error, plan, cache_dir) from error
         raise
 
 
-def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
+def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
     if _is_disk_full(error, cache_dir):
         free = shutil.disk_usage(cache_dir).free
         return SpaceError(
@@ -190,7 +190,7 @@ def _translated(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
         return CompileError(
             f"{plan.model} does not trace whole with --region {plan.region}: {text.splitlines()[0]}", hint
         )
-    if "InvalidCxxCompiler" in text or REFUSAL in text:
+    if "InvalidCxxCompiler" in text or NO_COMPILER_MESSAGE in text:
         return CompileError(
             f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",
             "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why",

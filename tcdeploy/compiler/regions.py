@@ -50,10 +50,10 @@ def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[nn.M
     for level in range(len(path)):
         parent = model.get_submodule(".".join(path[:level]))
         neighbours += [child for name, child in parent.named_children() if name != path[level]]
-    return [one for one in neighbours if not isinstance(one, nn.Embedding | nn.Dropout) and not _looks_at_lengths(one)]
+    return [one for one in neighbours if not isinstance(one, nn.Embedding | nn.Dropout) and not _depends_on_length(one)]
 
 
-def _looks_at_lengths(module: nn.Module) -> bool:
+def _depends_on_length(module: nn.Module) -> bool:
     return getattr(module, "rope_type", "default") in ("dynamic", "longrope")
 
 

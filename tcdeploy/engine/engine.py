@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.compiler.programs import sealed
+from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
@@ -141,7 +141,7 @@ class Engine:
     def _advance(self) -> None:
         """Launch the next step, then read the tokens of the one before; or in between, where masks need them."""
         before, self._launched = self._launched, None
-        with sealed():
+        with fail_on_recompile():
             try:
                 begun = self._begin()
                 if begun and before and begun.masks_need_tokens:

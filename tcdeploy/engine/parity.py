@@ -16,8 +16,8 @@ from transformers import PreTrainedModel
 
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
-from tcdeploy.cache.manifest import Answers, Parity
-from tcdeploy.compiler.programs import eager
+from tcdeploy.cache.manifest import GreedyTokens, Parity
+from tcdeploy.compiler.programs import force_eager
 
 # (of the largest reference logit, KL in nats). float32 differs by the order of sums: measured 1e-6 and 1e-7 at most.
 # bfloat16 rounds in every layer: an 8B shape with random weights measured 0.07 and 4e-3.
@@ -37,7 +37,7 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int], attention: st
     last_row = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     model.set_attn_implementation(attention)
     try:
-        with eager():
+        with force_eager():
             return model(input_ids=ids, use_cache=False, **last_row).logits[0, -1].float()
     finally:
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
@@ -54,8 +54,8 @@ def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
     return Parity(ours.shape[0], difference, relative, kl, tolerance, kl_tolerance, passed)
 
 
-def answers(inputs: list[list[int]], logits: Tensor) -> Answers:
+def greedy_tokens(inputs: list[list[int]], logits: Tensor) -> GreedyTokens:
     """The most likely token of each row of `logits` [rows, vocab], which followed that row's token ids."""
     likeliest = logits.float().log_softmax(dim=-1).max(dim=-1)
     digest = hashlib.sha256(repr(inputs).encode()).hexdigest()
-    return Answers(digest, tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))
+    return GreedyTokens(digest, tuple(likeliest.indices.tolist()), tuple(likeliest.values.tolist()))

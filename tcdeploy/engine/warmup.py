@@ -23,12 +23,12 @@ import torch._dynamo
 
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.variants import Variant
-from tcdeploy.compiler.ledger import Measured, measured, read_counts
-from tcdeploy.cache.manifest import Answers, BucketRecord, Parity, Trial
-from tcdeploy.compiler.programs import compiling, eager, reading
+from tcdeploy.compiler.ledger import CompileStats, measure_compiles, read_counts
+from tcdeploy.cache.manifest import GreedyTokens, BucketRecord, Parity, Trial
+from tcdeploy.compiler.programs import translate_compile_errors, force_eager, without_compile_workers
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.parity import answers, compare, reference_attention, reference_logits
+from tcdeploy.engine.parity import greedy_tokens, compare, reference_attention, reference_logits
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
@@ -73,7 +73,7 @@ def warm_buckets(
         warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
         # what is left is shared by the buckets that are left
         share = tuning_left / (len(order) - number + 1)
-        with compiling(plan, cache_dir):
+        with translate_compile_errors(plan, cache_dir):
             records[bucket] = warmer.warm(earlier, share, measure)
         tuning_left -= warmer.tuning_seconds
         progress.bucket_finished(records[bucket])
@@ -100,7 +100,7 @@ def _insist(parity: Parity, bucket: Bucket) -> None:
 class _Made(NamedTuple):
     """A candidate that was compiled and recorded on this bucket."""
 
-    compile_step: Measured
+    compile_step: CompileStats
     capture_seconds: float
     graph_memory_bytes: int | None
 
@@ -109,8 +109,8 @@ class _Checked(NamedTuple):
     """A bucket against the eager model, and what both answered."""
 
     parity: Parity
-    oracle: Answers
-    answers: Answers
+    eager_greedy_tokens: GreedyTokens
+    greedy_tokens: GreedyTokens
 
 
 class _Settled(NamedTuple):
@@ -163,7 +163,7 @@ class _BucketWarmer:
             cache_hits=counts.cache_hits,
             cache_misses=counts.cache_misses + counts.cache_bypasses,
             graph_breaks=counts.graph_breaks,
-            graph_skips=counts.graph_skips,
+            cudagraph_skips=counts.cudagraph_skips,
             kernels_timed=counts.kernels_timed,
             kernels_compiled=kernels_compiled,
             captured=self.runner.is_captured(self.bucket),
@@ -186,7 +186,7 @@ class _BucketWarmer:
         while True:
             name = _fastest(trials, self.variants).variant if trials else next(iter(self.variants))
             variant = self.variants[name]
-            with reading() if is_known else contextlib.nullcontext():
+            with without_compile_workers() if is_known else contextlib.nullcontext():
                 again = self._compile_and_capture(variant, sequences)  # the last one made stands
             made = again._replace(compile_step=_compile_step(variant, again.compile_step, self.made))
             if trials and not self.bucket.is_prefill:
@@ -246,7 +246,7 @@ class _BucketWarmer:
     def _compile_and_capture(self, variant: Variant, sequences: list[Sequence]) -> _Made:
         """Compile the bucket's step this way, and record it."""
         self.runner.set_variant(self.bucket, variant)
-        with measured() as compile_step:
+        with measure_compiles() as compile_step:
             for _ in range(RUNS_BEFORE_CAPTURE if self._uses_cuda_graph(variant) else 1):
                 self._run(sequences)
             _synchronize()
@@ -295,7 +295,7 @@ class _BucketWarmer:
         """The keys of all but each last token, by uncompiled packed prefills."""
         largest = self.plan.prefill_buckets[-1].size
         chunks: list[Chunk] = []
-        with eager():
+        with force_eager():
             for sequence in sequences:
                 for start in range(0, len(sequence.token_ids) - 1, largest):
                     chunk = Chunk(sequence, start, min(start + largest, len(sequence.token_ids) - 1))
@@ -331,7 +331,7 @@ class _BucketWarmer:
             ours.append(self._behind_prefix(sequences[0]))
             references.append(references[0])
         found, wanted = torch.stack(ours), torch.stack(references)
-        return _Checked(compare(found, wanted, self.plan.dtype), answers(inputs, wanted), answers(inputs, found))
+        return _Checked(compare(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found))
 
     def _checked_rows(self, count: int) -> list[int]:
         last = count - 1
@@ -347,7 +347,7 @@ class _BucketWarmer:
 
     def _time(self) -> tuple[float, float]:
         """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""
-        with eager():
+        with force_eager():
             eager_ms = self._step_ms(captured=False)
         return eager_ms, self._step_ms()
 
@@ -386,18 +386,18 @@ def _refuted(trial: Trial, parity: Parity) -> Trial:
 
 def _fastest(trials: tuple[Trial, ...], variants: dict[str, Variant]) -> Trial:
     def time_of(trial: Trial) -> float:
-        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].handicap
+        return math.inf if trial.step_ms is None else trial.step_ms * variants[trial.variant].required_speedup
 
     return min(trials, key=time_of)
 
 
-def _compile_step(winner: Variant, again: Measured, made: dict[Variant, _Made]) -> Measured:
+def _compile_step(winner: Variant, again: CompileStats, made: dict[Variant, _Made]) -> CompileStats:
     """What it took to make the winner in this run, with the programs that an earlier candidate left it.
 
     `again` is of making it once more, the last of all, when the programs of those in `made` were there.
     """
     before = itertools.takewhile(lambda variant: variant != winner, made)
-    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), Measured())
+    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), CompileStats())
     return shared + (made[winner].compile_step if winner in made else again)
 
 

@@ -19,23 +19,23 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import ALIASES, CONVERT, SUM, strip_reshapes, insert_call, target_of
+from tcdeploy.passes.nodes import ALIASES, CONVERT_ELEMENT_TYPE, SUM, strip_reshapes, insert_call, target_of
 
 aten = torch.ops.aten
 
 
-def _row_of_parts(total: Any) -> Node | None:
+def _decomposed_gemv_input(sum_node: Any) -> Node | None:
     """The float32 row [1, k] of a product that is written in its parts, sum over k of [1, k, 1] * [1, k, n]."""
-    times: Any = total.args[0] if target_of(total) is SUM and list(total.args[1:]) == [[1]] else None
-    if target_of(times) is not aten.mul.Tensor or total.kwargs:
+    times: Any = sum_node.args[0] if target_of(sum_node) is SUM and list(sum_node.args[1:]) == [[1]] else None
+    if target_of(times) is not aten.mul.Tensor or sum_node.kwargs:
         return None
     unsqueezed, shape = times.args[0], times.meta["val"].shape
     if len(shape) != 3 or shape[0] != 1 or target_of(unsqueezed) is not aten.unsqueeze.default:
         return None
     row: Any = unsqueezed.args[0] if unsqueezed.args[1] == 2 else None
-    if target_of(row) is not CONVERT or row.meta["val"].shape != shape[:2]:
+    if target_of(row) is not CONVERT_ELEMENT_TYPE or row.meta["val"].shape != shape[:2]:
         return None
-    return row if row.meta["val"].dtype == total.meta["val"].dtype == torch.float32 else None
+    return row if row.meta["val"].dtype == sum_node.meta["val"].dtype == torch.float32 else None
 
 
 def sink_slices(graph: Graph) -> None:
@@ -48,12 +48,12 @@ def sink_slices(graph: Graph) -> None:
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
             continue
         product = strip_reshapes(node.args[0])
-        if target_of(product) is not CONVERT or target_of(product.args[0]) is not SUM:
+        if target_of(product) is not CONVERT_ELEMENT_TYPE or target_of(product.args[0]) is not SUM:
             continue
-        cut = node.meta["val"]
+        slice_value = node.meta["val"]
         with graph.inserting_before(node):
             view = insert_call(
-                graph, aten.as_strided.default, product, list(cut.shape), list(cut.stride()), cut.storage_offset()
+                graph, aten.as_strided.default, product, list(slice_value.shape), list(slice_value.stride()), slice_value.storage_offset()
             )
         node.replace_all_uses_with(view)
         graph.erase_node(node)
@@ -65,8 +65,8 @@ def materialize_mlp_input(graph: Graph) -> None:
     A strided view is what makes Inductor store it.
     """
     for node in list(graph.nodes):
-        row = _row_of_parts(node)
-        if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1] or not _is_made_here(row.args[0]):
+        row = _decomposed_gemv_input(node)
+        if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1] or not _is_computed_in_graph(row.args[0]):
             continue
         narrow: Any = row.args[0]
         value = narrow.meta["val"]
@@ -75,7 +75,7 @@ def materialize_mlp_input(graph: Graph) -> None:
         row.replace_input_with(narrow, stored)
 
 
-def _is_made_here(node: Any) -> bool:
+def _is_computed_in_graph(node: Any) -> bool:
     """Whether the tensor is computed by this graph and begins where its memory does: an input is stored already."""
     value, maker = node.meta["val"], strip_reshapes(node)
     is_plain = value.is_contiguous() and value.storage_offset() == 0

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import CONVERT, RESHAPES, insert_call
+from tcdeploy.passes.nodes import CONVERT_ELEMENT_TYPE, RESHAPES, insert_call
 
 aten = torch.ops.aten
 REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
@@ -24,83 +24,83 @@ REDUCTIONS = {aten.mean.dim, aten.sum.dim_IntList, aten.amax.default}
 def hoist_row_selection(graph: Graph) -> None:
     """For each `x[..., rows]` at a graph's end whose x has no other reader."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and node.target is aten.index.Tensor and _is_last(node):
-            whole, (*before, rows) = node.args
-            tokens = whole.meta["val"].shape[len(before)]
+        if node.op == "call_function" and node.target is aten.index.Tensor and _feeds_output(node):
+            source, (*before, rows) = node.args
+            tokens = source.meta["val"].shape[len(before)]
             is_plain = isinstance(tokens, int) and not any(before) and isinstance(rows, Node)
-            if is_plain and _is_list_of_rows(rows) and _row_dim(whole, tokens) == len(before):
-                _move_up(graph, node, whole, rows, tokens)
+            if is_plain and _is_row_index(rows) and _row_dim(source, tokens) == len(before):
+                _hoist(graph, node, source, rows, tokens)
 
 
-def _is_list_of_rows(rows: Node) -> bool:
+def _is_row_index(rows: Node) -> bool:
     return rows.meta["val"].ndim == 1 and rows.meta["val"].dtype == torch.int64
 
 
-def _is_last(node: Node) -> bool:
+def _feeds_output(node: Node) -> bool:
     return all(user.op == "output" for user in node.users)
 
 
-def _move_up(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -> None:
-    """Remake the nodes above `choice` that have `tokens` rows and no reader but one another, with the rows chosen."""
-    above = _commuting(graph, choice, whole, tokens)
-    chosen: dict[Node, Node] = {}
+def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int) -> None:
+    """Remake the nodes above `selection` that have `tokens` rows and no reader but one another, with the rows chosen."""
+    above = _commuting_nodes(graph, selection, source, tokens)
+    selected: dict[Node, Node] = {}
 
-    def choose(node: Node) -> Node:
-        if node not in chosen:
+    def select(node: Node) -> Node:
+        if node not in selected:
             places = [None] * (_row_dim(node, tokens) or 0)
-            chosen[node] = insert_call(graph, aten.index.Tensor, node, [*places, rows])
-        return chosen[node]
+            selected[node] = insert_call(graph, aten.index.Tensor, node, [*places, rows])
+        return selected[node]
 
-    with graph.inserting_before(choice):
+    with graph.inserting_before(selection):
         for node in above:
-            carriers = _carriers(node, tokens) or ()
+            carriers = _row_args(node, tokens) or ()
             args: list[Any] = list(node.args)
             for number in carriers:
-                args[number] = choose(args[number])
+                args[number] = select(args[number])
             if node.target in RESHAPES:
                 args[1] = list(node.meta["val"].shape)
                 args[1][_row_dim(node, tokens) or 0] = rows.meta["val"].shape[0]
-            chosen[node] = insert_call(graph, node.target, *args)
-    if whole in chosen:
-        choice.replace_all_uses_with(chosen[whole])
-        graph.erase_node(choice)
+            selected[node] = insert_call(graph, node.target, *args)
+    if source in selected:
+        selection.replace_all_uses_with(selected[source])
+        graph.erase_node(selection)
         for node in reversed(above):
             graph.erase_node(node)
 
 
-def _commuting(graph: Graph, choice: Node, whole: Node, tokens: int) -> list[Node]:
+def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int) -> list[Node]:
     """In the graph's order; the first of them read what does not commute."""
     found: set[Node] = set()
     for node in reversed(graph.nodes):
-        is_wanted = node is whole or any(user in found for user in node.users)
-        if is_wanted and all(user in found or user is choice for user in node.users) and _carriers(node, tokens):
+        is_wanted = node is source or any(user in found for user in node.users)
+        if is_wanted and all(user in found or user is selection for user in node.users) and _row_args(node, tokens):
             found.add(node)
     return [node for node in graph.nodes if node in found]
 
 
-def _carriers(node: Node, tokens: int) -> tuple[int, ...] | None:
+def _row_args(node: Node, tokens: int) -> tuple[int, ...] | None:
     """Which arguments bring the rows that `node` has, where choosing them there is choosing them here; else None."""
     dim = _row_dim(node, tokens) if node.op == "call_function" and not node.kwargs else None
     if dim is None:
         return None
     if node.target is aten.mm.default:
-        return _if_rows_lie_at(0, node, 0, tokens)
+        return _arg_if_row_dim(0, node, 0, tokens)
     if node.target is aten.addmm.default:
-        return _if_rows_lie_at(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
+        return _arg_if_row_dim(0, node, 1, tokens) if node.args[0].meta["val"].ndim == 1 else None  # type: ignore[union-attr]
     if node.target in RESHAPES:
         return None if _row_dim(node.args[0], tokens) is None else (0,)
     if node.target is aten.slice.Tensor:
-        return _if_rows_lie_at(dim, node, 0, tokens) if node.args[1] != dim else None
+        return _arg_if_row_dim(dim, node, 0, tokens) if node.args[1] != dim else None
     if node.target in REDUCTIONS:
         ndim = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
         reduced = [axis % ndim for axis in node.args[1]]  # type: ignore[union-attr, operator]
-        return _if_rows_lie_at(dim, node, 0, tokens) if min(reduced) > dim else None
-    if node.target is CONVERT or torch.Tag.pointwise in getattr(node.target, "tags", ()):
-        return _carriers_of_pointwise(node, dim, tokens)
+        return _arg_if_row_dim(dim, node, 0, tokens) if min(reduced) > dim else None
+    if node.target is CONVERT_ELEMENT_TYPE or torch.Tag.pointwise in getattr(node.target, "tags", ()):
+        return _row_args_of_pointwise(node, dim, tokens)
     return None
 
 
-def _carriers_of_pointwise(node: Node, dim: int, tokens: int) -> tuple[int, ...] | None:
+def _row_args_of_pointwise(node: Node, dim: int, tokens: int) -> tuple[int, ...] | None:
     """Shapes are aligned at their ends, as broadcasting does."""
     carriers = []
     for number, arg in enumerate(node.args):
@@ -115,7 +115,7 @@ def _carriers_of_pointwise(node: Node, dim: int, tokens: int) -> tuple[int, ...]
     return tuple(carriers) or None
 
 
-def _if_rows_lie_at(dim: int, node: Node, number: int, tokens: int) -> tuple[int, ...] | None:
+def _arg_if_row_dim(dim: int, node: Node, number: int, tokens: int) -> tuple[int, ...] | None:
     return (number,) if _row_dim(node.args[number], tokens) == dim else None
 
 

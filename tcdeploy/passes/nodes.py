@@ -11,9 +11,9 @@ from torch.fx.node import map_arg
 aten = torch.ops.aten
 RESHAPES = {aten.view.default, aten.reshape.default}
 VIEWS = {aten.permute.default, aten.unsqueeze.default, *RESHAPES}
-CONVERT = torch.ops.prims.convert_element_type.default
+CONVERT_ELEMENT_TYPE = torch.ops.prims.convert_element_type.default
 SUM = aten.sum.dim_IntList
-ROUNDED = {torch.bfloat16, torch.float16, torch.float32}
+FLOAT_DTYPES = {torch.bfloat16, torch.float16, torch.float32}
 ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.default, aten.select.int}
 
 
@@ -29,9 +29,9 @@ def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
     return node
 
 
-def is_rounding(node: Any) -> bool:
+def is_float_cast(node: Any) -> bool:
     """Whether `node` is its argument in another floating type: the same number, more or less exactly."""
-    return target_of(node) is CONVERT and node.meta["val"].dtype in ROUNDED
+    return target_of(node) is CONVERT_ELEMENT_TYPE and node.meta["val"].dtype in FLOAT_DTYPES
 
 
 def target_of(node: Any) -> Any:
@@ -59,13 +59,13 @@ def strip_aliases(node: Any) -> Any:
     return node
 
 
-def is_weight(node: Any, dims: int) -> bool:
+def is_weight(node: Any, ndim: int) -> bool:
     """Whether the tensor is, or views, an input of the graph of so many dimensions: what no kernel of a step writes.
 
     Of one and two these are the parameters: what flows between layers has three ([1, tokens, hidden]), a cache more.
     """
     given = strip_aliases(node)
-    return given.op == "placeholder" and given.meta["val"].ndim == dims
+    return given.op == "placeholder" and given.meta["val"].ndim == ndim
 
 
 class LinearMatch(NamedTuple):

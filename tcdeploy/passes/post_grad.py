@@ -35,28 +35,28 @@ from tcdeploy.torch_compat import graph_cache_keys as keys
 from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
 from tcdeploy.passes.last_token_rows import hoist_row_selection
 from tcdeploy.passes.silu_mul import fuse_swiglu
-from tcdeploy.passes.nodes import CONVERT, SUM, VIEWS, LinearMatch, insert_call, is_weight, match_linear
+from tcdeploy.passes.nodes import CONVERT_ELEMENT_TYPE, SUM, VIEWS, LinearMatch, insert_call, is_weight, match_linear
 from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.gemv import sink_slices, materialize_mlp_input
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
-PARTS = {aten.mul.Tensor, SUM, CONVERT}
-PURE = {aten.mm.default, aten.addmm.default, *VIEWS, *PARTS}
+DECOMPOSED_MM_OPS = {aten.mul.Tensor, SUM, CONVERT_ELEMENT_TYPE}
+CSE_OPS = {aten.mm.default, aten.addmm.default, *VIEWS, *DECOMPOSED_MM_OPS}
 
-MODULES = (additions, last_token_rows, gates, keys, nodes, norms, one_row, rotary)
-OP_FOLDERS = ("attention", "linear")
+HASHED_MODULES = (additions, last_token_rows, gates, keys, nodes, norms, one_row, rotary)
+HASHED_FOLDERS = ("attention", "linear")
 
 
-class RewriteProducts(CustomGraphPass):
+class PostGradPass(CustomGraphPass):
     """All of the above; `skinny_gemm`, `inplace_residual` and `fused_epilogues` ask for what is named so."""
 
     def __init__(self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False) -> None:
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
 
     def __call__(self, graph: Graph) -> None:
-        _merge_identical(graph)
+        _eliminate_common_subexpressions(graph)
         hoist_row_selection(graph)
         sink_slices(graph)
         if self.fused_epilogues:
@@ -85,16 +85,16 @@ def sources_digest() -> str:
 def sources() -> tuple[str, ...]:
     """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
     root = Path(__file__).parent.parent
-    ops = [path for folder in OP_FOLDERS for path in sorted((root / folder).glob("*.py"))]
-    return (__file__, *(str(module.__file__) for module in MODULES), *(str(path) for path in ops))
+    ops = [path for folder in HASHED_FOLDERS for path in sorted((root / folder).glob("*.py"))]
+    return (__file__, *(str(module.__file__) for module in HASHED_MODULES), *(str(path) for path in ops))
 
 
-def _merge_identical(graph: Graph) -> None:
-    first: dict[tuple[Any, ...], Node] = {}
+def _eliminate_common_subexpressions(graph: Graph) -> None:
+    seen: dict[tuple[Any, ...], Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or node.target not in PURE:
+        if node.op != "call_function" or node.target not in CSE_OPS:
             continue
-        found = first.setdefault((node.target, str(node.args), str(node.kwargs)), node)
+        found = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
         if found is not node:
             node.replace_all_uses_with(found)
             graph.erase_node(node)

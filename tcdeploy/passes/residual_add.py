@@ -15,7 +15,7 @@ from torch.fx import Graph, Node
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
 from tcdeploy.passes.nodes import ALIASES, RESHAPES, strip_reshapes, insert_call, erase_if_unused, match_linear
 
-aten, ours = torch.ops.aten, torch.ops.tcdeploy
+aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
 
 def fuse_residual_add(graph: Graph) -> None:
@@ -29,12 +29,12 @@ def fuse_residual_add(graph: Graph) -> None:
             continue
         streamed, shape = strip_reshapes(products[0]), node.meta["val"].shape
         residual = others[0].meta["val"]
-        if not _are_alike(node.meta["val"], products[0].meta["val"], residual) or not residual.is_contiguous():
+        if not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual) or not residual.is_contiguous():
             continue
         x, weight, _, config = streamed.args
         with graph.inserting_before(node):
             rows = insert_call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
-            added = insert_call(graph, ours.linear.default, x, weight, rows, config)
+            added = insert_call(graph, tcdeploy_ops.linear.default, x, weight, rows, config)
             shaped = insert_call(graph, aten.reshape.default, added, list(shape))
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
@@ -46,57 +46,57 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
 
     The sum is a fresh tensor, never an input of the graph nor a view of one.
     """
-    order = {node: number for number, node in enumerate(graph.nodes)}
+    positions = {node: number for number, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
-        for total, reshaped in (node.args, node.args[::-1]):
-            product = match_linear(strip_reshapes(reshaped)) if _is_read_alone(node, reshaped) else None
-            if product is None or product.bias is not None or not _is_last_reader(node, total, order):
+        for accumulator, reshaped in (node.args, node.args[::-1]):
+            product = match_linear(strip_reshapes(reshaped)) if _has_single_consumer(node, reshaped) else None
+            if product is None or product.bias is not None or not _is_last_consumer(node, accumulator, positions):
                 continue
-            if not _are_alike(node.meta["val"], reshaped.meta["val"], total.meta["val"]):
+            if not _same_dtype_and_shape(node.meta["val"], reshaped.meta["val"], accumulator.meta["val"]):
                 continue
             with graph.inserting_before(node):
-                rows = insert_call(graph, aten.reshape.default, total, list(strip_reshapes(reshaped).meta["val"].shape))
-                insert_call(graph, ours.linear_add_.default, rows, product.x, product.weight)
-            node.replace_all_uses_with(total)
+                rows = insert_call(graph, aten.reshape.default, accumulator, list(strip_reshapes(reshaped).meta["val"].shape))
+                insert_call(graph, tcdeploy_ops.linear_add_.default, rows, product.x, product.weight)
+            node.replace_all_uses_with(accumulator)
             graph.erase_node(node)
             erase_if_unused(graph, reshaped)
             break
 
 
-def _is_read_alone(reader: Node, arg: Any) -> bool:
-    """Whether nothing but `reader` reads the product that `arg` is, or a view of."""
-    while isinstance(arg, Node) and list(arg.users) == [reader]:
+def _has_single_consumer(consumer: Node, arg: Any) -> bool:
+    """Whether nothing but `consumer` reads the product that `arg` is, or a view of."""
+    while isinstance(arg, Node) and list(arg.users) == [consumer]:
         if arg.op != "call_function" or arg.target not in RESHAPES:
             return True
-        reader, arg = arg, arg.args[0]
+        consumer, arg = arg, arg.args[0]
     return False
 
 
-def _is_last_reader(reader: Node, total: Any, order: dict[Node, int]) -> bool:
-    """Whether `total` is a sum of this graph's own that nothing reads after `reader`, not even through a view."""
-    if not isinstance(total, Node) or total.op != "call_function" or total.target is not aten.add.Tensor:
+def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, int]) -> bool:
+    """Whether `accumulator` is a sum of this graph's own that nothing reads after `consumer`, not even through a view."""
+    if not isinstance(accumulator, Node) or accumulator.op != "call_function" or accumulator.target is not aten.add.Tensor:
         return False
-    readers = [user for user in total.users if user is not reader]
+    readers = [user for user in accumulator.users if user is not consumer]
     for user in readers:
-        if user not in order or order[user] > order[reader]:
+        if user not in positions or positions[user] > positions[consumer]:
             return False
         if user.op == "call_function" and user.target in ALIASES:
             readers += user.users
     return True
 
 
-def _are_alike(*values: Tensor) -> bool:
+def _same_dtype_and_shape(*values: Tensor) -> bool:
     return len({(value.dtype, value.shape) for value in values}) == 1
 
 
-def _is_unbiased_skinny_gemm(reader: Node, arg: Any) -> bool:
-    """Whether `arg` is a streamed product without a bias, and nothing but `reader` reads it."""
-    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [reader]:
-        if arg.target is ours.linear.default:
+def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
+    """Whether `arg` is a streamed product without a bias, and nothing but `consumer` reads it."""
+    while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [consumer]:
+        if arg.target is tcdeploy_ops.linear.default:
             return arg.args[2] is None
         if arg.target not in RESHAPES:
             return False
-        reader, arg = arg, arg.args[0]
+        consumer, arg = arg, arg.args[0]
     return False

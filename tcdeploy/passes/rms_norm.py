@@ -17,19 +17,19 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import CONVERT, RESHAPES, insert_call, erase_if_unused, is_rounding, is_weight, target_of
+from tcdeploy.passes.nodes import CONVERT_ELEMENT_TYPE, RESHAPES, insert_call, erase_if_unused, is_float_cast, is_weight, target_of
 
-aten, ours = torch.ops.aten, torch.ops.tcdeploy
+aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
-SHIFTS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of torch.nn.functional.rms_norm
-PRODUCTS = {ours.linear.default, ours.linear_silu_mul.default}
+EPS_ADD_OPS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of torch.nn.functional.rms_norm
+FUSABLE_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default}
 
 
 class RMSNormMatch(NamedTuple):
-    """`inverse` is 1 / sqrt(mean(x^2) + eps); the normalised row is x times `inverse` times `weight`."""
+    """`rsqrt` is 1 / sqrt(mean(x^2) + eps); the normalised row is x times `rsqrt` times `weight`."""
 
     x: Node
-    inverse: Node
+    rsqrt: Node
     eps: float
     weight: Node
 
@@ -38,12 +38,12 @@ def fuse_rms_norm(graph: Graph) -> None:
     """For each norm that nothing reads but streamed products of one row."""
     found = {}
     for node in graph.nodes:
-        if target_of(node) in PRODUCTS and node.args[0].meta["val"].shape[0] == 1:
+        if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1:
             norm = _match_rms_norm(node.args[0])
             if norm is not None:
                 found[node] = norm
-    for node, norm in [one for one in found.items() if _feeds_only(one[1].inverse, found.keys())]:
-        _fold(graph, node, norm)
+    for node, norm in [one for one in found.items() if _feeds_only(one[1].rsqrt, found.keys())]:
+        _fuse(graph, node, norm)
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:
@@ -51,18 +51,18 @@ def _match_rms_norm(row: Node) -> RMSNormMatch | None:
     inverses = [factor for factor in _factors(row, None) if target_of(factor) is aten.rsqrt.default]
     if len(inverses) != 1:
         return None
-    [inverse] = inverses
-    shifted: Any = inverse.args[0]
-    mean: Any = shifted.args[0] if target_of(shifted) in SHIFTS and not shifted.kwargs else None
-    if target_of(mean) is not aten.mean.dim or mean.kwargs or not isinstance(shifted.args[1], (float, int)):
+    [rsqrt] = inverses
+    mean_plus_eps: Any = rsqrt.args[0]
+    mean: Any = mean_plus_eps.args[0] if target_of(mean_plus_eps) in EPS_ADD_OPS and not mean_plus_eps.kwargs else None
+    if target_of(mean) is not aten.mean.dim or mean.kwargs or not isinstance(mean_plus_eps.args[1], (float, int)):
         return None
     power: Any = mean.args[0]
     if target_of(power) is not aten.pow.Tensor_Scalar or power.args[1] != 2:
         return None
     if mean.args[1] not in ([-1], [power.meta["val"].ndim - 1]):
         return None
-    x: Any = power.args[0].args[0] if target_of(power.args[0]) is CONVERT else power.args[0]
-    rest = [factor for factor in _factors(row, x) if factor is not inverse]
+    x: Any = power.args[0].args[0] if target_of(power.args[0]) is CONVERT_ELEMENT_TYPE else power.args[0]
+    rest = [factor for factor in _factors(row, x) if factor is not rsqrt]
     weights = [factor for factor in rest if factor is not x]
     if len(rest) != 2 or len(weights) != 1 or not is_weight(weights[0], 1):
         return None
@@ -71,21 +71,21 @@ def _match_rms_norm(row: Node) -> RMSNormMatch | None:
     weight = weights[0].meta["val"]
     if not is_whole or value.numel() != size or weight.numel() != size or not weight.is_contiguous():
         return None
-    return RMSNormMatch(x, inverse, float(shifted.args[1]), weights[0])
+    return RMSNormMatch(x, rsqrt, float(mean_plus_eps.args[1]), weights[0])
 
 
-def _factors(node: Any, last: Node | None) -> list[Node]:
-    """What is multiplied to give `node`, however rounded or reshaped on the way; `last` is not looked into."""
-    if node is not last and (is_rounding(node) or target_of(node) in RESHAPES):
-        return _factors(node.args[0], last)
-    if node is not last and target_of(node) is MUL and all(isinstance(arg, Node) for arg in node.args):
-        return [factor for arg in node.args for factor in _factors(arg, last)]
+def _factors(node: Any, stop: Node | None) -> list[Node]:
+    """What is multiplied to give `node`, however rounded or reshaped on the way; `stop` is not looked into."""
+    if node is not stop and (is_float_cast(node) or target_of(node) in RESHAPES):
+        return _factors(node.args[0], stop)
+    if node is not stop and target_of(node) is MUL and all(isinstance(arg, Node) for arg in node.args):
+        return [factor for arg in node.args for factor in _factors(arg, stop)]
     return [node]
 
 
 def _feeds_only(node: Node, products: Collection[Node]) -> bool:
     """Whether all that `node` goes into ends in `products`, as what they multiply."""
-    passes = {MUL, CONVERT, *RESHAPES}
+    passes = {MUL, CONVERT_ELEMENT_TYPE, *RESHAPES}
     for user in node.users:
         if user in products:
             if user.args[0] is not node:
@@ -95,13 +95,13 @@ def _feeds_only(node: Node, products: Collection[Node]) -> bool:
     return True
 
 
-def _fold(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
-    gated = product.target is ours.linear_silu_mul.default
+def _fuse(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
+    gated = product.target is tcdeploy_ops.linear_silu_mul.default
     row, weight, addend, config = (*product.args[:2], None, product.args[2]) if gated else product.args
     size = row.meta["val"].shape[1]  # type: ignore[union-attr]
     with graph.inserting_before(product):
         x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
         scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
-        folded = insert_call(graph, ours.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config)
+        folded = insert_call(graph, tcdeploy_ops.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config)
     product.replace_all_uses_with(folded)
     erase_if_unused(graph, product)

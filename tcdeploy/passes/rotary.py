@@ -14,14 +14,14 @@ from torch.fx import Graph, Node
 import tcdeploy.attention.ops  # noqa: F401 - registers the op
 from tcdeploy.passes.nodes import strip_aliases, insert_call, erase_if_unused, target_of
 
-aten, ours = torch.ops.aten, torch.ops.tcdeploy
-FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
-PRODUCTS = {aten.mm.default, aten.addmm.default}
-VIEWS_OF_ONE = {aten.select.int, aten.permute.default}
+aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
+MM_OPS = {aten.mm.default, aten.addmm.default}
+LAYOUT_VIEWS = {aten.select.int, aten.permute.default}
 
 
 class RotaryMatch(NamedTuple):
-    """`x * cos + halves(x) * sin`, seen through `views`, outermost first; cos and sin [1, tokens, head_dim]."""
+    """`x * cos + rotated(x) * sin`, seen through `views`, outermost first; cos and sin [1, tokens, head_dim]."""
 
     x: Node
     cos: Node
@@ -31,58 +31,58 @@ class RotaryMatch(NamedTuple):
 
 def fuse_rope_into_attention(graph: Graph) -> None:
     for node in list(graph.nodes):
-        if target_of(node) is not FUNCTIONALIZED or node.args[0] is not ours.decode_attention.default:
+        if target_of(node) is not AUTO_FUNCTIONALIZED or node.args[0] is not tcdeploy_ops.decode_attention.default:
             continue
         q, k = (_match_rotary(node.kwargs[name]) for name in ("q", "k"))
         if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
             continue
         before, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
-        if any(list(one.meta["val"].shape[::2]) != shape for one in before) or not _are_alike(q.cos, q.sin):
+        if any(list(one.meta["val"].shape[::2]) != shape for one in before) or not _same_layout(q.cos, q.sin):
             continue
         with graph.inserting_before(node):
             cos, sin = (insert_call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
-            given = {"q": _seen(graph, q), "k": _seen(graph, k), "cos": cos, "sin": sin}
-        _give(node, given)
+            inputs = {"q": _apply_views(graph, q), "k": _apply_views(graph, k), "cos": cos, "sin": sin}
+        _replace_inputs(node, inputs)
         for one in before:
             erase_if_unused(graph, one)
 
 
-def _give(node: Node, given: dict[str, Node]) -> None:
+def _replace_inputs(node: Node, inputs: dict[str, Node]) -> None:
     """Inductor lays an opaque op's arguments out as those that were traced, so the new ones' values go there too."""
-    node.kwargs = {**node.kwargs, **given}
+    node.kwargs = {**node.kwargs, **inputs}
     traced = node.meta.get("eager_input_vals")
     if traced is not None:
-        values = {name: one.meta["val"] for name, one in given.items()}
+        values = {name: one.meta["val"] for name, one in inputs.items()}
         node.meta["eager_input_vals"] = (traced[0], {**traced[1], **values})
 
 
-def _are_alike(cos: Node, sin: Node) -> bool:
+def _same_layout(cos: Node, sin: Node) -> bool:
     values = [node.meta["val"] for node in (cos, sin)]
     return len({(value.shape, value.stride()) for value in values}) == 1 and values[0].stride(-1) == 1
 
 
-def _seen(graph: Graph, turned: RotaryMatch) -> Node:
+def _apply_views(graph: Graph, match: RotaryMatch) -> Node:
     """What was turned, through the views that the result was seen through."""
-    node = turned.x
-    for view in reversed(turned.views):
+    node = match.x
+    for view in reversed(match.views):
         node = insert_call(graph, view.target, node, *view.args[1:])
     return node
 
 
 def _match_rotary(node: Any) -> RotaryMatch | None:
     views: list[Node] = []
-    while target_of(node) in VIEWS_OF_ONE:
+    while target_of(node) in LAYOUT_VIEWS:
         views.append(node)
         node = node.args[0]
     if target_of(node) is not aten.add.Tensor or node.kwargs:
         return None
-    straight, across = node.args
-    if target_of(straight) is not aten.mul.Tensor or target_of(across) is not aten.mul.Tensor:
+    cos_term, sin_term = node.args
+    if target_of(cos_term) is not aten.mul.Tensor or target_of(sin_term) is not aten.mul.Tensor:
         return None
-    x, cos = straight.args
-    halves, sin = across.args
+    x, cos = cos_term.args
+    rotated, sin = sin_term.args
     factors = [_strip_unsqueeze(cos), _strip_unsqueeze(sin)]
-    if None in factors or not _is_halves_of(halves, x) or target_of(strip_aliases(x)) not in PRODUCTS:
+    if None in factors or not _is_rotate_half(rotated, x) or target_of(strip_aliases(x)) not in MM_OPS:
         return None
     if node.meta["val"].shape != x.meta["val"].shape:
         return None
@@ -97,16 +97,16 @@ def _strip_unsqueeze(node: Any) -> Any:
     return node.args[0] if value.ndim == 3 and value.shape[0] == 1 else None
 
 
-def _is_halves_of(node: Any, x: Node) -> bool:
+def _is_rotate_half(node: Any, x: Node) -> bool:
     """Whether `node` is cat(-x[..., half:], x[..., :half])."""
     if target_of(node) is not aten.cat.default or len(node.args[0]) != 2 or node.args[1] not in (-1, 3):
         return False
     negative, first = node.args[0]
     second = negative.args[0] if target_of(negative) is aten.neg.default else None
-    return _cut(first, x) == 0 and _cut(second, x) == x.meta["val"].shape[-1] // 2
+    return _half_start(first, x) == 0 and _half_start(second, x) == x.meta["val"].shape[-1] // 2
 
 
-def _cut(node: Any, x: Node) -> Any:
+def _half_start(node: Any, x: Node) -> Any:
     """Where the half of x's last dimension begins that `node` is."""
     if target_of(node) is not aten.slice.Tensor or node.args[0] is not x or node.args[1] != 3 or len(node.args) > 4:
         return None

@@ -11,50 +11,50 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import strip_reshapes, insert_call, erase_if_unused, is_rounding, target_of
+from tcdeploy.passes.nodes import strip_reshapes, insert_call, erase_if_unused, is_float_cast, target_of
 
-aten, ours = torch.ops.aten, torch.ops.tcdeploy
+aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
 
 def fuse_swiglu(graph: Graph) -> None:
-    """For each product of half `silu(first) * second` whose halves nothing else reads."""
+    """For each product of half `silu(first) * up` whose halves nothing else reads."""
     for node in list(graph.nodes):
         if target_of(node) is not aten.mul.Tensor or node.kwargs:
             continue
-        for activated, second in (node.args, node.args[::-1]):
-            streamed = _match_swiglu(node, activated, second)
-            if streamed is not None:
+        for silu, up in (node.args, node.args[::-1]):
+            linear_node = _match_swiglu(node, silu, up)
+            if linear_node is not None:
                 with graph.inserting_before(node):
-                    x, weight, _, config = streamed.args
-                    gated = insert_call(graph, ours.linear_silu_mul.default, x, weight, config)
+                    x, weight, _, config = linear_node.args
+                    gated = insert_call(graph, tcdeploy_ops.linear_silu_mul.default, x, weight, config)
                     shaped = insert_call(graph, aten.reshape.default, gated, list(node.meta["val"].shape))
                 node.replace_all_uses_with(shaped)
                 erase_if_unused(graph, node)
                 break
 
 
-def _match_swiglu(node: Node, activated: Any, second: Any) -> Node | None:
+def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     """The streamed product that `node` is the gate of, where it can be the kernel's to end in it."""
     from tcdeploy.linear.skinny_gemm import N_MULTIPLE
 
-    first = _behind_silu(activated)
-    halves = [one for one in (first, second) if target_of(one) is aten.slice.Tensor]
+    first = _silu_input(silu)
+    halves = [one for one in (first, up) if target_of(one) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
-    streamed = strip_reshapes(halves[0].args[0])
-    if target_of(streamed) is not ours.linear.default or strip_reshapes(halves[1].args[0]) is not streamed:
+    linear_node = strip_reshapes(halves[0].args[0])
+    if target_of(linear_node) is not tcdeploy_ops.linear.default or strip_reshapes(halves[1].args[0]) is not linear_node:
         return None
-    value = streamed.meta["val"]
+    value = linear_node.meta["val"]
     half = value.shape[1] // 2
-    begins = [_beginning(one, half) for one in halves]
-    is_plain = streamed.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
+    begins = [_half_start(one, half) for one in halves]
+    is_plain = linear_node.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
     is_alike = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
-    if begins != [0, half] or not is_plain or not is_alike or not _is_read_by(streamed, node):
+    if begins != [0, half] or not is_plain or not is_alike or not _is_only_used_by(linear_node, node):
         return None
-    return streamed
+    return linear_node
 
 
-def _behind_silu(node: Any) -> Any:
+def _silu_input(node: Any) -> Any:
     """x of x / (1 + exp(-x)), as Inductor writes silu in float32; None of anything else."""
     quotient = _strip_cast(node)
     if target_of(quotient) is not aten.div.Tensor:
@@ -69,16 +69,16 @@ def _behind_silu(node: Any) -> Any:
 
 
 def _strip_cast(node: Any) -> Any:
-    return node.args[0] if is_rounding(node) else node
+    return node.args[0] if is_float_cast(node) else node
 
 
-def _beginning(cut: Node, half: int) -> Any:
+def _half_start(slice_node: Node, half: int) -> Any:
     """Where a slice of the last dimension begins that is `half` long; None for any other slice."""
-    value, (dim, begin, *_) = cut.meta["val"], (*cut.args[1:], None, None)
+    value, (dim, begin, *_) = slice_node.meta["val"], (*slice_node.args[1:], None, None)
     is_last = isinstance(dim, int) and dim % value.ndim == value.ndim - 1
-    return begin if is_last and value.shape[-1] == half and len(cut.args) < 5 else None
+    return begin if is_last and value.shape[-1] == half and len(slice_node.args) < 5 else None
 
 
-def _is_read_by(streamed: Node, node: Node) -> bool:
-    """Whether all that is made of `streamed` ends in `node`."""
-    return all(user is node or (user.users and _is_read_by(user, node)) for user in streamed.users)
+def _is_only_used_by(linear_node: Node, node: Node) -> bool:
+    """Whether all that is made of `linear_node` ends in `node`."""
+    return all(user is node or (user.users and _is_only_used_by(user, node)) for user in linear_node.users)

@@ -59,15 +59,15 @@ Prefill, ms at the power limit, three runs apart by the lines:
 
     tokens             128    512   1024   2048   8192 (one prompt)
     default           7.10   13.3   25.4   51.3   233
-    early-rows        7.08   13.2   24.8   49.9   229
+    last-token-rows        7.08   13.2   24.8   49.9   229
     max-autotune      6.87                                       3% at 128 tokens; from 512 on it lost or drew
     --
     pdl                      13.0          50.9   231            in a run in which default took 13.2, 50.8 and 231
     --
     default           7.05   13.1   24.5   50.4   230
-    early-rows               12.7   24.0   49.0   224
-    early-rows+adds          12.8   23.8   48.4
-    early-rows+pdl    7.22          24.0                         no longer tried, nor max-autotune+pdl: 7.08 for 7.04
+    last-token-rows               12.7   24.0   49.0   224
+    last-token-rows+inplace          12.8   23.8   48.4
+    last-token-rows+pdl    7.22          24.0                         no longer tried, nor max-autotune+pdl: 7.08 for 7.04
 
 Coordinate descent helps at batch 1 alone: there Inductor takes a product for a reduction and writes it itself, and the
 tuning is of that reduction; from two rows on products stay with cuBLAS. It times kernels of tens of microseconds one by
@@ -102,14 +102,14 @@ class Variant:
     compile_head: bool = True
     last_token_rows: bool = False
     attention: str | None = None  # the prefill backend, where it is not the plan's
-    handicap: float = 1.0  # times this, its time is compared with the others'
+    required_speedup: float = 1.0  # times this, its time is compared with the others'
 
     def shares_programs_with(self, other: Variant) -> bool:
         """Whether what runs all rows in both is made but once."""
-        return self._layer == other._layer
+        return self._layer_program_key == other._layer_program_key
 
     @property
-    def _layer(self) -> tuple[object, ...]:
+    def _layer_program_key(self) -> tuple[object, ...]:
         return self.inductor, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
 
 
@@ -123,7 +123,7 @@ DESCENT = (
 )  # fmt: skip
 AUTOTUNE = (("max_autotune", True), *DESCENT)
 DEFAULT = Variant("default", compile_head=False)
-WITH_PDL = Variant("pdl", (PDL,))
+PDL_ONLY = Variant("pdl", (PDL,))
 PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
 DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
 SKINNY_PDL = Variant("streamed+pdl", (PDL,), skinny_gemm=True)
@@ -132,27 +132,27 @@ SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), skinn
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.
-DECODE_ONE = (
-    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
+DECODE_BATCH_1 = (
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
-DECODE_FEW = (
-    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, WITH_PDL, MAX_AUTOTUNE_PDL,
+DECODE_SMALL_BATCH = (
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
-DECODE_MANY = (PDL_COMBO, WITH_PDL, DEFAULT)
-DECODE_ELSEWHERE = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
-LAST_TOKEN_ROWS = Variant("early-rows", compile_head=False, last_token_rows=True)
-LAST_TOKEN_ROWS_INPLACE = Variant("early-rows+adds", inplace_residual=True, compile_head=False, last_token_rows=True)
-# Default first: what it compiles serves early-rows too.
-PREFILL_ELSEWHERE = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
+DECODE_LARGE_BATCH = (PDL_COMBO, PDL_ONLY, DEFAULT)
+DECODE_NOT_HOPPER = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
+LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows=True)
+LAST_TOKEN_ROWS_INPLACE = Variant("last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True)
+# Default first: what it compiles serves last-token-rows too.
+PREFILL_NOT_HOPPER = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE)
-SHORT_TOKENS = 256
+SHORT_PREFILL_TOKENS = 256
 SKINNY_GEMM_MAX_ROWS = 64  # our kernel's most
 CPU_PREFILL, CPU_DECODE = (DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
 
 def attention_variant(backend: str) -> Variant:
     """A long prefill by a package's attention: its import costs every start 5 to 10 s, so it must bring something."""
-    return Variant(backend, compile_head=False, attention=backend, handicap=1.05)
+    return Variant(backend, compile_head=False, attention=backend, required_speedup=1.05)
 
 
 def variants(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
@@ -168,7 +168,7 @@ def variants(mode: str, device: str, is_hopper: bool, is_prefill: bool, size: in
     if device == "cpu":
         return CPU_PREFILL if is_prefill else CPU_DECODE
     if is_prefill:
-        return PREFILL_ELSEWHERE if not is_hopper else PREFILL_SHORT if size <= SHORT_TOKENS else PREFILL_LONG
+        return PREFILL_NOT_HOPPER if not is_hopper else PREFILL_SHORT if size <= SHORT_PREFILL_TOKENS else PREFILL_LONG
     if not is_hopper:
-        return DECODE_ELSEWHERE
-    return DECODE_ONE if size == 1 else DECODE_FEW if size <= SKINNY_GEMM_MAX_ROWS else DECODE_MANY
+        return DECODE_NOT_HOPPER
+    return DECODE_BATCH_1 if size == 1 else DECODE_SMALL_BATCH if size <= SKINNY_GEMM_MAX_ROWS else DECODE_LARGE_BATCH

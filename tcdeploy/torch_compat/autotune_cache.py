@@ -21,25 +21,25 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 @functools.cache
-def look_here() -> None:
+def relocate_autotune_cache() -> None:
     """For this process, before it reads its first program: every winner is in the folder that Inductor uses now.
 
     Inductor's workers read no programs, and the paths that they are given are this process's.
     """
     create, restore = AutotuneCache.create, AutotuneCache.__setstate__
 
-    def create_here(inductor_meta: dict[str, object], filename: str, configs_hash: str) -> AutotuneCache | None:
-        return create(inductor_meta, _here(filename), configs_hash)
+    def create_relocated(inductor_meta: dict[str, object], filename: str, configs_hash: str) -> AutotuneCache | None:
+        return create(inductor_meta, _relocate(filename), configs_hash)
 
-    def restore_here(winner: AutotuneCache, state: dict[str, Any]) -> None:
-        restore(winner, state)
-        if winner.local_cache is not None:
-            cache, path = winner.local_cache
-            winner.local_cache = cache, _here(path)
+    def restore_relocated(entry: AutotuneCache, state: dict[str, Any]) -> None:
+        restore(entry, state)
+        if entry.local_cache is not None:
+            cache, path = entry.local_cache
+            entry.local_cache = cache, _relocate(path)
 
-    AutotuneCache.create = staticmethod(create_here)  # type: ignore[method-assign]
-    AutotuneCache.__setstate__ = restore_here  # type: ignore[assignment,method-assign]
+    AutotuneCache.create = staticmethod(create_relocated)  # type: ignore[method-assign]
+    AutotuneCache.__setstate__ = restore_relocated  # type: ignore[assignment,method-assign]
 
 
-def _here(path: str) -> str:
+def _relocate(path: str) -> str:
     return os.path.join(cache_dir(), *Path(path).parts[-2:])

@@ -18,16 +18,16 @@ from torch._inductor.codecache import FxGraphCachePickler
 
 
 @functools.cache
-def name_memory_formats_alike() -> None:
+def pickle_memory_formats_by_name() -> None:
     """For this process, before its first compile. What is pickled for a key is never unpickled."""
-    begin = FxGraphCachePickler.__init__
+    original_init = FxGraphCachePickler.__init__
 
-    def begin_with_formats(pickler: FxGraphCachePickler, *given: Any, **named: Any) -> None:
-        begin(pickler, *given, **named)
-        pickler.dispatch_table[torch.memory_format] = _by_text  # type: ignore[index]
+    def init_with_formats(pickler: FxGraphCachePickler, *args: Any, **kwargs: Any) -> None:
+        original_init(pickler, *args, **kwargs)
+        pickler.dispatch_table[torch.memory_format] = _reduce_memory_format  # type: ignore[index]
 
-    FxGraphCachePickler.__init__ = begin_with_formats  # type: ignore[assignment,method-assign]
+    FxGraphCachePickler.__init__ = init_with_formats  # type: ignore[assignment,method-assign]
 
 
-def _by_text(memory_format: torch.memory_format) -> tuple[type[str], tuple[str]]:
+def _reduce_memory_format(memory_format: torch.memory_format) -> tuple[type[str], tuple[str]]:
     return str, (str(memory_format),)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 import torch._inductor.config as inductor
 
-MATMUL = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-CACHES = ("fx_graph_cache", "force_disable_caches")  # torch's key leaves them out, and nothing is found without
+MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
+CACHE_SETTINGS = ("fx_graph_cache", "force_disable_caches")  # torch's key leaves them out, and nothing is found without
 
 
 def torch_settings() -> dict[str, str]:
@@ -19,11 +19,11 @@ def torch_settings() -> dict[str, str]:
     left_out = tuple(inductor._cache_config_ignore_prefix)
     portable = inductor.save_config_portable(ignore_private_configs=False)
     found = {name: repr(value) for name, value in portable.items() if not name.startswith(left_out)}
-    found |= {name: repr(getattr(inductor, name)) for name in CACHES}
+    found |= {name: repr(getattr(inductor, name)) for name in CACHE_SETTINGS}
     matmul = torch.backends.cuda.matmul
     return found | {
         "cache_key_tag": repr(torch.compiler.config.cache_key_tag),
         "deterministic": repr(torch.are_deterministic_algorithms_enabled()),
         "default_dtype": repr(torch.get_default_dtype()),
-        "matmul": repr(tuple(getattr(matmul, name) for name in MATMUL)),
+        "matmul": repr(tuple(getattr(matmul, name) for name in MATMUL_SETTINGS)),
     }

@@ -25,7 +25,7 @@ from triton.runtime import build
 from triton.runtime.cache import FileCacheManager
 
 
-def name_libraries_by_machine() -> None:
+def patch_platform_key() -> None:
     """For this process and Inductor's workers: the keys of what Triton builds hold architecture and system, and no
     answer of `file`.
 
@@ -53,7 +53,7 @@ def compile_in_worker(load_kernel: Callable[[], Any], extra_env: dict[str, str],
 kernels_compiled = 0  # in this process, and libraries that it built
 
 
-class MovableCacheManager(FileCacheManager):
+class RelocatableCacheManager(FileCacheManager):
     """One kernel's folder. A list that Triton's own manager wrote is read too."""
 
     def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:

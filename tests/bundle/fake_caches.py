@@ -14,9 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.cache.contents import record_files
+from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.manifest import (
-    Answers,
+    GreedyTokens,
     BucketRecord,
     Manifest,
     Parity,
@@ -62,11 +62,11 @@ def as_installed(**differences: Any) -> Any:
 
 
 def record_of(bucket: str, outcome: str = "hit", **differences: Any) -> BucketRecord:
-    answers = Answers("a" * 64, (3, 5), (-0.5, -0.25))
+    greedy_tokens = GreedyTokens("a" * 64, (3, 5), (-0.5, -0.25))
     plain = BucketRecord(
         bucket=bucket, outcome=outcome, compile_seconds=0.5, capture_seconds=0.0, check_seconds=0.1, compiles=1,
-        programs=1, cache_hits=1, cache_misses=0, graph_breaks=0, graph_skips=0, captured=False,
-        parity=Parity(32, 1e-6, 1e-7, 1e-12, 1e-4, 1e-4, True), oracle=answers, answers=answers, peak_memory_bytes=0,
+        programs=1, cache_hits=1, cache_misses=0, graph_breaks=0, cudagraph_skips=0, captured=False,
+        parity=Parity(32, 1e-6, 1e-7, 1e-12, 1e-4, 1e-4, True), eager_greedy_tokens=greedy_tokens, greedy_tokens=greedy_tokens, peak_memory_bytes=0,
         variant="default", cold_seconds=12.5,
     )  # fmt: skip
     return replace(plain, **differences)
@@ -81,7 +81,7 @@ def manifest_for(
     plan = make_plan(asked, machine, LLAMA_8B)
     origin = make_origin(asked, {"model_type": "llama", "hidden_size": 4096}, "5" * 64, {"epilogue_fusion": "True"})
     buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
-    made = make_manifest(plan, machine, origin, {"compile": 1.0}, buckets, record_files(folder, files), 1 << 20)
+    made = make_manifest(plan, machine, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
     return replace(made, **differences)
 
 

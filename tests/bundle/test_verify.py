@@ -20,7 +20,7 @@ from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_file, verify_folder
 from tcdeploy.cache import folder as cachedir
-from tcdeploy.cache.contents import record_files
+from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.manifest import write_manifest
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
@@ -205,7 +205,7 @@ def test_a_stranger_that_torch_would_unpickle_is_found(unpacked: Path, small: Pa
 def test_what_was_made_here_is_told_beside_who_signed_the_rest(unpacked: Path, small: Packed, keys: Keys) -> None:
     """A start that compiled one program more: the signer did not see it."""
     (unpacked / "6n" / "more.so").write_bytes(b"compiled here")
-    files = record_files(unpacked, [*(file.path for file in small.manifest.files), "6n/more.so"])
+    files = hash_files(unpacked, [*(file.path for file in small.manifest.files), "6n/more.so"])
     write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
     [found] = verify_folder(unpacked, keys.trusted)
     assert found.signer is not None and (found.is_from_bundle, found.made_here) == (True, 1)
@@ -224,12 +224,12 @@ def test_what_another_version_left_is_passed_over(unpacked: Path, small: Packed,
     (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 3, "plan": {}}')
     assert [one.plan_key for one in verify_folder(unpacked, keys.trusted)] == [small.key]
     assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
-    assert cachedir.read_checked(str(unpacked), "f" * 16, rebuild=False) is None
+    assert cachedir.read_verified_manifest(str(unpacked), "f" * 16, rebuild=False) is None
 
 
 def test_a_rebuild_takes_the_record_of_the_bundle_along(unpacked: Path, small: Packed, keys: Keys) -> None:
     (unpacked / KINDS[2]).write_bytes(b"damaged")
-    assert cachedir.read_checked(str(unpacked), small.key, rebuild=True) is None
+    assert cachedir.read_verified_manifest(str(unpacked), small.key, rebuild=True) is None
     make_small(unpacked, seed=7)
     [found] = verify_folder(unpacked, keys.trusted)
     assert not found.is_from_bundle

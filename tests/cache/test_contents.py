@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.contents import Damage, FileRecord, UsedFiles, find_damage, is_content, record_files
+from tcdeploy.cache.contents import DamagedFile, FileRecord, FileAccessTracker, find_damage, is_cache_file, hash_files
 from tests.conftest import ROOT
 
 EXTENSION = Path(_ctypes.__file__)  # a library that is there wherever Python is
@@ -42,14 +42,14 @@ def put(folder: Path, name: str, content: bytes = b"content") -> Path:
 
 def test_a_file_that_is_opened_is_noted_and_its_neighbour_is_not(folder: Path) -> None:
     opened, other = put(folder, "fxgraph/ab/entry"), put(folder, "fxgraph/ab/another")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         opened.read_bytes()
     assert other.exists()
     assert used.paths() == ["fxgraph/ab/entry"]
 
 
 def test_a_file_that_is_written_here_is_noted(folder: Path) -> None:
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         put(folder, "ab/code.py")
     assert used.paths() == ["ab/code.py"]
 
@@ -57,7 +57,7 @@ def test_a_file_that_is_written_here_is_noted(folder: Path) -> None:
 @pytest.mark.parametrize("rename", [os.rename, os.replace, lambda source, target: Path(source).rename(target)])
 def test_a_file_that_is_renamed_into_place_is_noted_under_its_last_name(folder: Path, rename: object) -> None:
     staging = put(folder, "ab/.17.tmp")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         rename(staging, folder / "ab" / "entry")  # type: ignore[operator]
     assert used.paths() == ["ab/entry"]
 
@@ -65,7 +65,7 @@ def test_a_file_that_is_renamed_into_place_is_noted_under_its_last_name(folder: 
 def test_a_library_that_is_loaded_is_noted(folder: Path) -> None:
     """torch loads its libraries so; the loader opens them without a word to Python."""
     library = put(folder, "ab/cabc.main.so", EXTENSION.read_bytes())
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         ctypes.CDLL(str(library))
     assert used.paths() == ["ab/cabc.main.so"]
 
@@ -76,7 +76,7 @@ def test_an_extension_module_that_is_imported_is_noted(folder: Path) -> None:
     loader = importlib.machinery.ExtensionFileLoader("_ctypes", str(path))
     spec = importlib.util.spec_from_file_location("_ctypes", path, loader=loader)
     assert spec is not None
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         importlib.util.module_from_spec(spec)
     assert used.paths() == ["ab/_ctypes.so"]
 
@@ -85,14 +85,14 @@ def test_files_named_to_another_process_are_noted_also_inside_a_longer_text(fold
     names = [f"ab/{letter}.txt" for letter in "abcd"]
     a, b, c, d = (str(put(folder, name)) for name in names)
     program = f"import sys; first = '{a}'; second = \"{b}\"\nthird = {c} \n"
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         subprocess.run(["true", program, f"--output={d}"], check=True)
     assert used.paths() == names
 
 
 def test_bytes_paths_and_path_objects_are_noted_like_text(folder: Path) -> None:
     first, second = put(folder, "ab/first"), put(folder, "ab/second")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         os.close(os.open(os.fsencode(first), os.O_RDONLY))
         second.open().close()
         open(os.open(first, os.O_RDONLY)).close()  # a number, which says nothing
@@ -105,7 +105,7 @@ def test_what_stands_beside_it_under_the_same_name_comes_along(folder: Path) -> 
     put(folder, "xy/cabc.so")
     (folder / "ab" / "cabc.link").symlink_to(folder / "ab" / "other.so")
     (folder / "ab" / "cabc.folder").mkdir()
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         (folder / "ab" / "cabc.cpp").read_bytes()
     assert used.paths() == ["ab/cabc.cpp", "ab/cabc.main.cpp", "ab/cabc.main.so"]
 
@@ -114,7 +114,7 @@ def test_a_folder_of_triton_s_is_noted_whole(folder: Path) -> None:
     for name in ("KEY/kernel.cubin", "KEY/kernel.json", "KEY/__grp__kernel.json", "OTHER/kernel.cubin"):
         put(folder, f"triton/{name}")
     put(folder, "triton/KEY/tmp.pid_1/kernel.ptx")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         (folder / "triton" / "KEY" / "kernel.json").read_bytes()
     assert used.paths() == ["triton/KEY/__grp__kernel.json", "triton/KEY/kernel.cubin", "triton/KEY/kernel.json"]
 
@@ -124,7 +124,7 @@ def test_locks_unfinished_files_and_bookkeeping_are_left_out(folder: Path) -> No
         "ab/code.py", "ab/code.lock", "ab/code.tmp", "ab/.hidden", "ab/.17.tmp", "locks/x.lock", "locks/plain", "lock",
         "manifests/key.json", "leases/key", "bundles/one/index.json", "top-level", ".lock", "triton/KEY/lock",
     )  # fmt: skip
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         for name in names:
             put(folder, name).read_bytes()
     assert used.paths() == ["ab/code.py"]
@@ -135,7 +135,7 @@ def test_what_is_gone_or_a_folder_or_a_link_out_of_it_is_left_out(folder: Path, 
     (folder / "ab").mkdir()
     (folder / "ab" / "link").symlink_to(tmp_path / "outside" / "file")
     gone = put(folder, "ab/gone")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         gone.read_bytes()
         (folder / "ab" / "link").read_bytes()
         (tmp_path / "outside" / "file").read_bytes()
@@ -149,7 +149,7 @@ def test_what_is_gone_or_a_folder_or_a_link_out_of_it_is_left_out(folder: Path, 
 
 def test_a_sibling_folder_whose_name_begins_alike_is_another_folder(folder: Path) -> None:
     other = put(folder.with_name("cache2"), "ab/file")
-    with UsedFiles(folder).watching() as used:
+    with FileAccessTracker(folder).track() as used:
         other.read_bytes()
     assert used.paths() == []
 
@@ -159,7 +159,7 @@ def test_a_folder_reached_through_a_link_is_the_folder(folder: Path, tmp_path: P
     link = tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
     put(folder, "ab/file")
-    with UsedFiles(link).watching() as used:
+    with FileAccessTracker(link).track() as used:
         (folder / "ab" / "file").read_bytes()
     assert used.paths() == ["ab/file"]
 
@@ -167,16 +167,16 @@ def test_a_folder_reached_through_a_link_is_the_folder(folder: Path, tmp_path: P
 def test_a_name_with_what_a_pattern_would_take_for_signs_is_a_name(tmp_path: Path) -> None:
     odd = tmp_path / "a+(b) [c].*"
     put(odd, "ab/file")
-    with UsedFiles(odd).watching() as used:
+    with FileAccessTracker(odd).track() as used:
         (odd / "ab" / "file").read_bytes()
     assert used.paths() == ["ab/file"]
 
 
 def test_nothing_is_noted_before_and_after(folder: Path) -> None:
     before, after = put(folder, "ab/before"), put(folder, "ab/after")
-    used = UsedFiles(folder)
+    used = FileAccessTracker(folder)
     before.read_bytes()
-    with used.watching():
+    with used.track():
         pass
     after.read_bytes()
     assert used.paths() == []
@@ -184,16 +184,16 @@ def test_nothing_is_noted_before_and_after(folder: Path) -> None:
 
 def test_of_two_watchers_one_after_the_other_each_notes_its_own(folder: Path) -> None:
     put(folder, "ab/first"), put(folder, "ab/second")
-    with UsedFiles(folder).watching() as first:
+    with FileAccessTracker(folder).track() as first:
         (folder / "ab" / "first").read_bytes()
-    with UsedFiles(folder).watching() as second:
+    with FileAccessTracker(folder).track() as second:
         (folder / "ab" / "second").read_bytes()
     assert (first.paths(), second.paths()) == (["ab/first"], ["ab/second"])
 
 
 def test_watching_ends_with_an_error_too(folder: Path) -> None:
-    path, used = put(folder, "ab/file"), UsedFiles(folder)
-    with pytest.raises(ValueError), used.watching():
+    path, used = put(folder, "ab/file"), FileAccessTracker(folder)
+    with pytest.raises(ValueError), used.track():
         raise ValueError
     path.read_bytes()
     assert used.paths() == []
@@ -207,7 +207,7 @@ def test_watching_ends_with_an_error_too(folder: Path) -> None:
     ["ab/cabc.so", "fxgraph/ab/key/entry", "triton/KEY/kernel.json", "toolchain/0.json", "ab/locks", "ab/a.lock.py"],
 )
 def test_it_is_content(path: str) -> None:
-    assert is_content(path)
+    assert is_cache_file(path)
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_it_is_content(path: str) -> None:
     ["top", "locks/a", "manifests/a.json", "leases/a", "bundles/a/b", "ab/a.lock", "ab/lock", "ab/.a", "ab/a.tmp"],
 )
 def test_it_is_not_content(path: str) -> None:
-    assert not is_content(path)
+    assert not is_cache_file(path)
 
 
 # What was, and is not any more
@@ -226,7 +226,7 @@ def files(folder: Path) -> tuple[FileRecord, ...]:
     contents = {"ab/large": random.Random(0).randbytes((1 << 20) + 17), "ab/empty": b"", "xy/small": b"small"}
     for name, content in contents.items():
         put(folder, name, content)
-    return record_files(folder, reversed(contents))
+    return hash_files(folder, reversed(contents))
 
 
 def test_files_are_recorded_by_path_with_their_size_and_sum(folder: Path, files: tuple[FileRecord, ...]) -> None:
@@ -239,7 +239,7 @@ def test_files_are_recorded_by_path_with_their_size_and_sum(folder: Path, files:
 
 def test_a_file_that_cannot_be_recorded_is_an_error(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        record_files(folder, ["ab/missing"])
+        hash_files(folder, ["ab/missing"])
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -250,14 +250,14 @@ def test_one_bit_is_damage_wherever_it_is(folder: Path, files: tuple[FileRecord,
     place = len(content) - 1 if seed == 0 else random.Random(seed).randrange(len(content))
     content[place] ^= 1 << seed % 8
     path.write_bytes(content)
-    assert find_damage(folder, files) == [Damage("ab/large", "has other bytes")]
+    assert find_damage(folder, files) == [DamagedFile("ab/large", "has other bytes")]
 
 
 def test_each_damage_has_its_reason_in_the_order_of_the_files(folder: Path, tmp_path: Path) -> None:
     names = ["1/cut", "2/grown", "3/gone", "4/folder-gone", "5/link", "6/folder", "7/fifo", "8/whole"]
     for name in names:
         put(folder, name)
-    files = record_files(folder, names)
+    files = hash_files(folder, names)
     (folder / names[0]).write_bytes(b"con")
     (folder / names[1]).write_bytes(b"content and more")
     (folder / names[2]).unlink()
@@ -267,13 +267,13 @@ def test_each_damage_has_its_reason_in_the_order_of_the_files(folder: Path, tmp_
         (folder / name).unlink()
         make(folder / name)
     assert find_damage(folder, files) == [
-        Damage(names[0], "has 3 bytes instead of 7"),
-        Damage(names[1], "has 16 bytes instead of 7"),
-        Damage(names[2], "is missing"),
-        Damage(names[3], "is missing"),
-        Damage(names[4], "is no regular file"),
-        Damage(names[5], "is no regular file"),
-        Damage(names[6], "is no regular file"),
+        DamagedFile(names[0], "has 3 bytes instead of 7"),
+        DamagedFile(names[1], "has 16 bytes instead of 7"),
+        DamagedFile(names[2], "is missing"),
+        DamagedFile(names[3], "is missing"),
+        DamagedFile(names[4], "is no regular file"),
+        DamagedFile(names[5], "is no regular file"),
+        DamagedFile(names[6], "is no regular file"),
     ]
 
 

@@ -17,7 +17,7 @@ from tcdeploy.cache.inventory import LEFTOVER_SECONDS, collect, kind_of, list_pl
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
 from tcdeploy.cache import folder as cachedir
-from tcdeploy.cache.folder import hold, is_held
+from tcdeploy.cache.folder import acquire_lease, is_leased
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
@@ -76,7 +76,7 @@ def test_plans_are_listed_by_their_last_start(three: tuple[Path, list[str]]) -> 
     ]  # fmt: skip
     first = entries[0]
     assert (first.model, first.buckets, first.cold_seconds) == ("someone/model", ("prefill:32", "decode:1"), 25.0)
-    assert (first.is_held, first.is_from_bundle, first.was_warm) == (False, False, True)
+    assert (first.is_leased, first.is_from_bundle, first.was_warm) == (False, False, True)
 
 
 def test_a_plan_from_a_bundle_and_one_not_started_again_are_told(small: Packed, keys: Keys, tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_looking_writes_nothing_even_where_nothing_can_be_written(
     folder, keys = three
     (folder / "leases").mkdir()
     before = listing(folder)
-    assert keys_in(folder) == keys and usage(folder) and not is_held(folder, keys[0])
+    assert keys_in(folder) == keys and usage(folder) and not is_leased(folder, keys[0])
     assert listing(folder) == before
     with mounted(tmp_path / "image") as image:
         subprocess.run(["cp", "-a", f"{folder}/.", str(image)], check=True)
@@ -195,13 +195,13 @@ def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_en
     folder, keys = three
     with Child(HOLDER, folder, keys[2]) as child:
         assert child.line() == "ready"
-        assert [entry.is_held for entry in list_plans(folder)] == [False, False, True]
+        assert [entry.is_leased for entry in list_plans(folder)] == [False, False, True]
         removed = collect(folder, 0.0, 0)
         assert removed.kept == ((keys[2], "a process runs from it"),)
         assert keys_in(folder) == [keys[2]]
         assert {"6n/own-128.so", "fxgraph/shared"} <= set(contents(folder))
         assert len(verify_folder(folder, folder)) == 1
-    assert not is_held(folder, keys[2]), "killed, it holds nothing"
+    assert not is_leased(folder, keys[2]), "killed, it holds nothing"
     assert collect(folder, 0.0, 0).plan_keys == (keys[2],)
 
 
@@ -223,19 +223,19 @@ def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> Non
     with Child(HOLDER, folder, keys[0]) as child:
         child.line()
     lease.unlink()
-    with cachedir.locked(folder):
+    with cachedir.folder_lock(folder):
         child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
         with child:
             assert child.line() == "at the door"
             time.sleep(2.0)
             assert not lease.exists(), "it waits there"
     with Child(HOLDER, folder, keys[0]) as child:
-        assert child.line() == "ready" and is_held(folder, keys[0])
+        assert child.line() == "ready" and is_leased(folder, keys[0])
 
 
 def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
-    hold(str(folder), keys[0])
+    acquire_lease(str(folder), keys[0])
     assert collect(folder, 0.0, None).kept == ((keys[0], "a process runs from it"),)
 
 
@@ -360,7 +360,7 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert removed.files == len(manifest.files)
     assert all((tmp_path / "cache" / name).exists() for name in others)
     make_small(tmp_path / "cache")
-    cachedir.discard(str(tmp_path / "cache"), key_of(manifest))
+    cachedir.discard_plan(str(tmp_path / "cache"), key_of(manifest))
     assert all((tmp_path / "cache" / name).exists() for name in others)
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 

@@ -22,7 +22,7 @@ import pytest
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import (
     SCHEMA_VERSION,
-    Answers,
+    GreedyTokens,
     BucketRecord,
     Manifest,
     Origin,
@@ -40,7 +40,7 @@ from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LLAMA_8B, ask
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ORACLE = Answers(hashlib.sha256(b"[[1, 2]]").hexdigest(), (7, 3), (-0.25, -1.5))
+EAGER_GREEDY_TOKENS = GreedyTokens(hashlib.sha256(b"[[1, 2]]").hexdigest(), (7, 3), (-0.25, -1.5))
 RECORD = BucketRecord(
     bucket="prefill:512",
     outcome="miss",
@@ -52,11 +52,11 @@ RECORD = BucketRecord(
     cache_hits=0,
     cache_misses=2,
     graph_breaks=0,
-    graph_skips=0,
+    cudagraph_skips=0,
     captured=True,
     parity=Parity(512, 0.03, 1.5e-3, 2e-6, 0.02, 0.01, True),
-    oracle=ORACLE,
-    answers=replace(ORACLE, logprobs=(-0.2500001, -1.5)),
+    eager_greedy_tokens=EAGER_GREEDY_TOKENS,
+    greedy_tokens=replace(EAGER_GREEDY_TOKENS, logprobs=(-0.2500001, -1.5)),
     peak_memory_bytes=17 << 30,
     variant="descent",
     trials=(Trial("descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
@@ -305,7 +305,7 @@ def test_a_field_nobody_knows_is_named(written: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["oracle", "answers"])
-@pytest.mark.parametrize("name", [item.name for item in fields(Answers)])
+@pytest.mark.parametrize("name", [item.name for item in fields(GreedyTokens)])
 def test_a_missing_field_of_the_answers_is_named(written: Path, place: str, name: str) -> None:
     change(written, lambda document: document["buckets"][0][place].pop(name))
     assert name in corruption(written).message

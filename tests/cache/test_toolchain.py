@@ -82,7 +82,7 @@ def the_manifest(cache: Path) -> Manifest:
 
 
 @pytest.fixture
-def bare(warmed: Path, tmp_path: Path) -> Path:
+def listed_files_only(warmed: Path, tmp_path: Path) -> Path:
     """The manifest and the files that it names, and they alone, somewhere else."""
     cache = tmp_path / "deep" / "er" / "cache"
     for name in [file.path for file in the_manifest(warmed).files] + ["manifests/" + manifest_name(warmed)]:
@@ -97,7 +97,7 @@ def manifest_name(cache: Path) -> str:
 
 
 @pytest.fixture
-def nothing(tmp_path: Path) -> str:
+def empty_path(tmp_path: Path) -> str:
     """A PATH with no program in it."""
     (tmp_path / "nothing").mkdir()
     return str(tmp_path / "nothing")
@@ -111,60 +111,60 @@ def files_in(folder: Path) -> set[str]:
 
 
 def test_the_named_files_alone_are_all_hits_where_there_is_no_compiler(
-    run_cli: Any, bare: Path, nothing: str, tmp_path: Path
+    run_cli: Any, listed_files_only: Path, empty_path: str, tmp_path: Path
 ) -> None:
     """In another folder, under another HOME, from another working folder, with nothing in PATH."""
-    before = files_in(bare)
-    assert before == {file.path for file in the_manifest(bare).files} | {f"manifests/{manifest_name(bare)}"}
-    result = run_cli(*warm(bare, "--require-hit"), PATH=nothing, cwd=nothing, TMPDIR=str(tmp_path))
+    before = files_in(listed_files_only)
+    assert before == {file.path for file in the_manifest(listed_files_only).files} | {f"manifests/{manifest_name(listed_files_only)}"}
+    result = run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path, cwd=empty_path, TMPDIR=str(tmp_path))
     assert outcomes(result) == ["hit", "hit"]
-    new = files_in(bare) - before
+    new = files_in(listed_files_only) - before
     assert {name.partition("/")[0] for name in new} <= {"locks", "leases", ".lock"}, (
         "and nothing was made that was missing"
     )
-    assert f"leases/{Path(manifest_name(bare)).stem}" in new
-    assert the_manifest(bare).was_warm
-    assert [file.path for file in the_manifest(bare).files] == sorted(before - {f"manifests/{manifest_name(bare)}"})
+    assert f"leases/{Path(manifest_name(listed_files_only)).stem}" in new
+    assert the_manifest(listed_files_only).was_warm
+    assert [file.path for file in the_manifest(listed_files_only).files] == sorted(before - {f"manifests/{manifest_name(listed_files_only)}"})
     assert not list(tmp_path.glob("tcdeploy-*")), "the stand-in went with the process"
 
 
-def test_generate_says_the_same_with_a_compiler_and_without(run_cli: Any, bare: Path, nothing: str) -> None:
+def test_generate_says_the_same_with_a_compiler_and_without(run_cli: Any, listed_files_only: Path, empty_path: str) -> None:
     texts = []
-    for environ in ({}, {"PATH": nothing}):
-        result = run_cli("generate", *asked(bare), *PROMPT, **environ)
+    for environ in ({}, {"PATH": empty_path}):
+        result = run_cli("generate", *asked(listed_files_only), *PROMPT, **environ)
         assert result.returncode == 0, result.stderr
         assert result.stderr.count(", hit,") == 2, result.stderr
         texts.append(result.stdout)
     assert texts[0] == texts[1] and len(texts[0].split()) > 3
 
 
-def test_without_a_compiler_and_without_a_cache_the_error_says_so(run_cli: Any, nothing: str, tmp_path: Path) -> None:
-    result = run_cli(*warm(tmp_path / "cache"), PATH=nothing)
+def test_without_a_compiler_and_without_a_cache_the_error_says_so(run_cli: Any, empty_path: str, tmp_path: Path) -> None:
+    result = run_cli(*warm(tmp_path / "cache"), PATH=empty_path)
     assert result.returncode == 1
     assert "and there is no C++ compiler" in result.stderr and "hint: install g++" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_without_a_compiler_a_bucket_that_is_not_there_says_so(run_cli: Any, bare: Path, nothing: str) -> None:
-    result = run_cli(*warm(bare, prefill="32"), PATH=nothing)
+def test_without_a_compiler_a_bucket_that_is_not_there_says_so(run_cli: Any, listed_files_only: Path, empty_path: str) -> None:
+    result = run_cli(*warm(listed_files_only, prefill="32"), PATH=empty_path)
     assert result.returncode == 1
     assert "and there is no C++ compiler" in result.stderr and "hint: install g++" in result.stderr
     assert "Traceback" not in result.stderr
-    assert outcomes(run_cli(*warm(bare, "--require-hit"), PATH=nothing)) == ["hit", "hit"], "it broke nothing"
+    assert outcomes(run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path)) == ["hit", "hit"], "it broke nothing"
 
 
 def test_a_warm_start_asks_the_compiler_and_never_runs_it(
-    run_cli: Any, bare: Path, logging_compiler: tuple[Path, Path], tmp_path: Path
+    run_cli: Any, listed_files_only: Path, logging_compiler: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """The folder for temporary files is new, so a header that had to be made would be."""
     folder, log = logging_compiler
     log.write_text("")
     path = f"{folder}{os.pathsep}{os.environ['PATH']}"
     (tmp_path / "tmp").mkdir()
-    result = run_cli(*warm(bare, "--require-hit"), PATH=path, TMPDIR=str(tmp_path / "tmp"))
+    result = run_cli(*warm(listed_files_only, "--require-hit"), PATH=path, TMPDIR=str(tmp_path / "tmp"))
     assert outcomes(result) == ["hit", "hit"]
     assert "--version" in log.read_text()
-    assert set(log.read_text().splitlines()) <= set(toolchain.QUESTIONS)
+    assert set(log.read_text().splitlines()) <= set(toolchain.COMPILER_QUERIES)
 
 
 def test_inductor_s_own_headers_are_back_after_a_warm_start() -> None:
@@ -186,81 +186,81 @@ def test_inductor_s_own_headers_are_back_after_a_warm_start() -> None:
 
 ASKER = """
 import json, os, subprocess, sys
-from tcdeploy.cache.toolchain import is_missing, recorded_toolchains, stand_in_for
-assert is_missing()
-[recorded] = recorded_toolchains(sys.argv[1])
-stand_in_for(recorded)
-assert not is_missing()
+from tcdeploy.cache.toolchain import is_compiler_missing, load_toolchains, install_compiler_stub
+assert is_compiler_missing()
+[recorded] = load_toolchains(sys.argv[1])
+install_compiler_stub(recorded)
+assert not is_compiler_missing()
 asked = [[*question.split()] for question in recorded.answers] + [["-c", "code.cpp"], []]
 done = [subprocess.run(["g++", *arguments], capture_output=True, text=True) for arguments in asked]
 print(json.dumps([(one.returncode, one.stdout, one.stderr) for one in done]))
 """
 
 
-def ask_the_stand_in(folder: Path, nothing: str) -> list[Any]:
-    environ = {**cli_environment(folder), "PATH": nothing, "TMPDIR": nothing}
+def ask_the_stand_in(folder: Path, empty_path: str) -> list[Any]:
+    environ = {**cli_environment(folder), "PATH": empty_path, "TMPDIR": empty_path}
     done = subprocess.run([sys.executable, "-c", ASKER, folder], capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr
-    assert os.listdir(nothing) == [], "the script went with the process"
+    assert os.listdir(empty_path) == [], "the script went with the process"
     return json.loads(done.stdout)
 
 
-def test_the_stand_in_answers_as_the_compiler_and_refuses_to_compile(tmp_path: Path, nothing: str) -> None:
-    name = toolchain.record_toolchain(tmp_path)
+def test_the_stand_in_answers_as_the_compiler_and_refuses_to_compile(tmp_path: Path, empty_path: str) -> None:
+    name = toolchain.save_toolchain(tmp_path)
     if name is None:
         pytest.skip("needs a C++ compiler")
-    *answers, compiling, unasked = ask_the_stand_in(tmp_path, nothing)
+    *answers, compiling, unasked = ask_the_stand_in(tmp_path, empty_path)
     environ = {**os.environ, "LC_ALL": "C"}
-    for question, answer in zip(toolchain.QUESTIONS, answers, strict=True):
+    for question, answer in zip(toolchain.COMPILER_QUERIES, answers, strict=True):
         real = subprocess.run(["g++", *question.split()], capture_output=True, text=True, env=environ)
         assert answer == [0, real.stdout, real.stderr] and real.stdout + real.stderr
     for refused in (compiling, unasked):
         assert refused[:2] == [1, ""] and "no C++ compiler is installed here" in refused[2]
 
 
-def test_answers_with_signs_that_a_shell_knows_come_back_as_they_were(tmp_path: Path, nothing: str) -> None:
+def test_answers_with_signs_that_a_shell_knows_come_back_as_they_were(tmp_path: Path, empty_path: str) -> None:
     odd = 'it\'s "$HOME" `id` $(id) \\n %s %% * ;; esac\n\n  last line without an end'
-    document = {question: [odd + question, question + odd] for question in toolchain.QUESTIONS}
-    (tmp_path / toolchain.FOLDER).mkdir()
-    (tmp_path / toolchain.FOLDER / "odd.json").write_text(json.dumps(document))
-    *answers, _, _ = ask_the_stand_in(tmp_path, nothing)
-    assert answers == [[0, *document[question]] for question in toolchain.QUESTIONS]
+    document = {question: [odd + question, question + odd] for question in toolchain.COMPILER_QUERIES}
+    (tmp_path / toolchain.TOOLCHAIN_DIR).mkdir()
+    (tmp_path / toolchain.TOOLCHAIN_DIR / "odd.json").write_text(json.dumps(document))
+    *answers, _, _ = ask_the_stand_in(tmp_path, empty_path)
+    assert answers == [[0, *document[question]] for question in toolchain.COMPILER_QUERIES]
 
 
 def test_the_answers_are_kept_once_and_name_the_compiler_as_the_environment_does(tmp_path: Path) -> None:
     from tcdeploy.planning.environment import detect_environment
 
-    if toolchain.is_missing():
+    if toolchain.is_compiler_missing():
         pytest.skip("needs a C++ compiler")
-    names = {toolchain.record_toolchain(tmp_path) for _ in range(2)}
-    [recorded] = toolchain.recorded_toolchains(tmp_path)
+    names = {toolchain.save_toolchain(tmp_path) for _ in range(2)}
+    [recorded] = toolchain.load_toolchains(tmp_path)
     assert names == {recorded.path} == files_in(tmp_path)
     assert recorded.version == detect_environment().compiler != ""
 
 
 def test_no_answers_are_kept_without_the_compiler_of_our_choice(
-    tmp_path: Path, nothing: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, empty_path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PATH", nothing)
-    assert toolchain.is_missing() and toolchain.record_toolchain(tmp_path) is None
+    monkeypatch.setenv("PATH", empty_path)
+    assert toolchain.is_compiler_missing() and toolchain.save_toolchain(tmp_path) is None
     monkeypatch.undo()
     monkeypatch.setenv("CXX", "clang++")
-    assert not toolchain.is_missing() and toolchain.record_toolchain(tmp_path) is None
+    assert not toolchain.is_compiler_missing() and toolchain.save_toolchain(tmp_path) is None
     assert files_in(tmp_path) == set()
 
 
 def test_a_file_that_holds_no_answers_is_passed_over(tmp_path: Path) -> None:
-    folder = tmp_path / toolchain.FOLDER
+    folder = tmp_path / toolchain.TOOLCHAIN_DIR
     folder.mkdir()
-    whole = {question: ["out", "err"] for question in toolchain.QUESTIONS}
+    whole = {question: ["out", "err"] for question in toolchain.COMPILER_QUERIES}
     for number, content in enumerate(("", "{", "[]", "1", "{}", '{"--version": ["a", "b"]}', '{"--version": 1}')):
         (folder / f"{number}.json").write_text(content)
     (folder / "folder.json").mkdir()
     (folder / "latin.json").write_bytes(b'{"\xe9": 1}')
     (folder / "three.json").write_text(json.dumps({**whole, "-v": ["a", "b", "c"]}))
     (folder / "whole.json").write_text(json.dumps(whole))
-    assert [item.path for item in toolchain.recorded_toolchains(tmp_path)] == ["toolchain/whole.json"]
-    assert toolchain.recorded_toolchains(tmp_path / "none") == []
+    assert [item.path for item in toolchain.load_toolchains(tmp_path)] == ["toolchain/whole.json"]
+    assert toolchain.load_toolchains(tmp_path / "none") == []
 
 
 # Leases and the lock
@@ -298,20 +298,20 @@ time.sleep(600)
 
 @pytest.mark.timeout(60)  # one that waits for a lock in vain waits long
 def test_a_plan_is_held_for_as_long_as_a_process_that_holds_it_lives(tmp_path: Path) -> None:
-    assert not cachedir.is_held(tmp_path, "plan")
+    assert not cachedir.is_leased(tmp_path, "plan")
     with another_process(HOLDER, tmp_path) as first:
-        assert cachedir.is_held(tmp_path, "plan") and cachedir.is_held(tmp_path, "plan")
-        assert not cachedir.is_held(tmp_path, "another plan")
+        assert cachedir.is_leased(tmp_path, "plan") and cachedir.is_leased(tmp_path, "plan")
+        assert not cachedir.is_leased(tmp_path, "another plan")
         with another_process(HOLDER, tmp_path) as second:
             kill(first)
-            assert cachedir.is_held(tmp_path, "plan"), "by the second"
+            assert cachedir.is_leased(tmp_path, "plan"), "by the second"
             kill(second)
-            assert not cachedir.is_held(tmp_path, "plan")
+            assert not cachedir.is_leased(tmp_path, "plan")
 
 
 def test_a_process_holds_its_own_plan_too(tmp_path: Path) -> None:
-    cachedir.hold(str(tmp_path), "plan")
-    assert cachedir.is_held(tmp_path, "plan")
+    cachedir.acquire_lease(str(tmp_path), "plan")
+    assert cachedir.is_leased(tmp_path, "plan")
 
 
 ALONE = """
@@ -332,7 +332,7 @@ for _ in range(5):
 @pytest.mark.timeout(60)
 def test_of_eight_processes_each_is_alone_inside_the_lock(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        with cachedir.locked(tmp_path):  # so that all eight wait before the first is let in
+        with cachedir.folder_lock(tmp_path):  # so that all eight wait before the first is let in
             runs = [stack.enter_context(another_process(ALONE, tmp_path)) for _ in range(8)]
             time.sleep(0.1)
             assert not (tmp_path / "done").exists()
@@ -351,28 +351,28 @@ with cachedir.locked(sys.argv[1]):
 
 @pytest.mark.timeout(60)
 def test_the_lock_of_a_process_that_was_killed_inside_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_SECONDS", 5.0)
+    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 5.0)
     with another_process(INSIDE, tmp_path) as run:
         kill(run)
-        with cachedir.locked(tmp_path):
-            assert (tmp_path / cachedir.LOCK).exists()
+        with cachedir.folder_lock(tmp_path):
+            assert (tmp_path / cachedir.LOCK_FILE).exists()
 
 
 @pytest.mark.timeout(60)
 def test_who_waits_too_long_for_the_lock_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_SECONDS", 0.2)
+    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 0.2)
     with another_process(INSIDE, tmp_path):
         start = time.monotonic()
         with pytest.raises(TcdeployError, match="another process has held the cache folder") as caught, (
-            cachedir.locked(tmp_path)
+            cachedir.folder_lock(tmp_path)
         ):  # fmt: skip
             pytest.fail("two are inside")
         assert str(tmp_path) in caught.value.message and time.monotonic() - start >= 0.2
 
 
 def test_an_error_inside_the_lock_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_SECONDS", 0.2)
-    with pytest.raises(ValueError), cachedir.locked(tmp_path):
+    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 0.2)
+    with pytest.raises(ValueError), cachedir.folder_lock(tmp_path):
         raise ValueError
-    with cachedir.locked(tmp_path):
+    with cachedir.folder_lock(tmp_path):
         pass

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from tcdeploy.attention.interface import empty_attention_metadata
-from tcdeploy.planning.variants import DEFAULT, WITH_PDL
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.planning.variants import DEFAULT, PDL_ONLY
+from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_head_modules, find_layers
 from tcdeploy.models.load import load_config
@@ -49,8 +49,8 @@ def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_e
     compile_regions([], list(heads), plan, step)
     x, counts = torch.randn(4, 64), []
     wanted = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
-    for step.is_prefill, step.variant in ((True, WITH_PDL), (False, DEFAULT), (False, WITH_PDL)):
-        with torch.no_grad(), measured() as found:
+    for step.is_prefill, step.variant in ((True, PDL_ONLY), (False, DEFAULT), (False, PDL_ONLY)):
+        with torch.no_grad(), measure_compiles() as found:
             outputs = [head(x) for head in heads]
         counts.append(found.counts.programs)
         for output, plain in zip(outputs, wanted, strict=True):

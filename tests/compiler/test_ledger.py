@@ -9,13 +9,13 @@ import torch
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.benchmarking import benchmarker
 
-from tcdeploy.cache.contents import UsedFiles
-from tcdeploy.compiler.ledger import measured, read_counts
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.compiler.ledger import measure_compiles, read_counts
 
 
 def test_a_kernel_that_is_timed_counts_once() -> None:
     read_counts()
-    with measured() as found:
+    with measure_compiles() as found:
         benchmarker.benchmark_cpu(lambda: None)
         benchmarker.benchmark(lambda: None, device=torch.device("cpu"))
     assert found.counts.kernels_timed == 2
@@ -23,7 +23,7 @@ def test_a_kernel_that_is_timed_counts_once() -> None:
 
 def test_what_a_hit_adds_to_torch_s_counter_does_not() -> None:
     read_counts()
-    with measured() as found:
+    with measure_compiles() as found:
         counters["inductor"]["benchmarking.InductorBenchmarker.benchmark_gpu"] += 85
     assert found.counts.kernels_timed == 0
 
@@ -31,7 +31,7 @@ def test_what_a_hit_adds_to_torch_s_counter_does_not() -> None:
 def test_a_library_that_is_compiled_beside_a_hit_makes_it_a_miss(tmp_path: Path) -> None:
     """Inductor's entry was found, and one of its C++ libraries was gone: it compiles that without a word."""
     for target, expected in (("ab/kernel.main.so", (1, "miss")), ("header.i", (0, "hit"))):
-        with UsedFiles(tmp_path).watching(), measured() as found:
+        with FileAccessTracker(tmp_path).track(), measure_compiles() as found:
             counters["inductor"]["fxgraph_cache_hit"] += 1
             subprocess.run(["true", "kernel.cpp", "-shared", "-o", str(tmp_path / target)], check=True)
         assert (found.counts.kernels_compiled, found.counts.outcome) == expected

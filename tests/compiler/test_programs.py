@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measured
-from tcdeploy.compiler.programs import sealed
+from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
@@ -56,7 +56,7 @@ def test_generating_past_the_window_equals_transformers_generate(family: Any) ->
         [(7 * position + row) % 250 + 3 for position in range(length)] for row, length in enumerate((130, 5, 47))
     ]
     assert max(map(len, prompts)) > WINDOW + BUCKET
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=40))
     assert serving.counts.compiles == 0
     model = deployment.engine.runner.model
@@ -93,7 +93,7 @@ def test_a_dynamic_range_is_one_program(region: str, programs: int, cache_dir: s
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
     prompts = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=4))
     assert serving.counts.compiles == 0
     static = deploy(folder, cache_dir, batch_sizes=(1, BATCH))
@@ -119,7 +119,7 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
 def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: Any) -> None:
     """What sealed() is for: the model called with a shape of nobody's bucket."""
     runner = tiny_deployment.engine.runner
-    with pytest.raises(RecompileError, match="after warm-up"), sealed(), torch.no_grad():
+    with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine import runner
 from tcdeploy.engine.engine import NewToken
 from tcdeploy.engine.sequence import SamplingParams
@@ -74,7 +74,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(
     engine, source = tiny_deployment.engine, random.Random(8)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (1, 5, 128, 129, 300)]
     engine.generate(prompts, SamplingParams(max_new_tokens=1))
-    with measured() as serving:
+    with measure_compiles() as serving:
         found = run(engine, [*prompts, prompts[-1]], SamplingParams(max_new_tokens=2, prompt_logprobs=wanted))
     assert serving.counts.compiles == 0
     for prompt, tokens in zip([*prompts, prompts[-1]], found.values(), strict=True):

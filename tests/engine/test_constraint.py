@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import tiny_with
@@ -63,7 +63,7 @@ def test_a_greedy_answer_is_the_most_likely_that_obeys(
     """Prompts of one chunk and of several, all at once."""
     engine, found = tiny_deployment.engine, {}
     chain = Chain(LENGTH, VOCAB)
-    with measured() as serving:
+    with measure_compiles() as serving:
         for prompt in PROMPTS:
             submit(engine, prompt, found, constraint=chain)
         drain(engine, found)

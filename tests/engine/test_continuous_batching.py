@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measured
+from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
@@ -94,7 +94,7 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
     engine.allocator.reset_prefixes()
     found: dict[int, list[int]] = {}
     ids = []
-    with measured() as serving:
+    with measure_compiles() as serving:
         for prompt in prompts:
             ids.append(engine.submit(prompt, params))
             found[ids[-1]] = []

@@ -14,7 +14,7 @@ import torch
 from tcdeploy.attention import backends
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attention_variant
 from tcdeploy.compiler import programs
-from tcdeploy.compiler.ledger import Counts, Measured, measured
+from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
@@ -52,12 +52,12 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
     assert manifest is not None and manifest.trials() == {one.bucket: one.trials for one in first.records}
 
     forget_programs()
-    with measured() as warm_start:
+    with measure_compiles() as warm_start:
         second = auto()
     assert [record.trials for record in second.records] == [record.trials for record in first.records]
     assert [record.variant for record in second.records] == [record.variant for record in first.records]
     assert [record.outcome for record in second.records] == ["hit", "hit"]
-    kinds = {"early-rows": 2}  # the last layer is a program of its own
+    kinds = {"last-token-rows": 2}  # the last layer is a program of its own
     programs = [kinds.get(record.variant, 1) for record in second.records]
     assert [record.programs for record in second.records] == programs
     assert warm_start.counts.programs == sum(programs), "the losers are not even loaded"
@@ -104,7 +104,7 @@ def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
     counts = []
     for variant in (tried, untried, tried, untried):
         runner.set_variant(bucket, variant)
-        with measured() as found:
+        with measure_compiles() as found:
             runner.rerun(bucket)
         counts.append(found.counts.programs)
     assert counts == [0, 1, 0, 0]
@@ -137,9 +137,9 @@ def test_a_candidate_that_failed_is_never_the_fastest() -> None:
 
 def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
     def made(programs: int) -> _Made:
-        return _Made(Measured(float(programs), Counts(programs=programs, cache_misses=programs)), 0.0, None)
+        return _Made(CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None)
 
-    again = Measured(0.1, Counts())
+    again = CompileStats(0.1, CompileCounts())
     default, early, other = DEFAULT, LAST_TOKEN_ROWS, attention_variant("flash-attn-4")
     found = {default: made(1), early: made(2), other: made(4)}
     assert [_compile_step(one, again, found).counts.programs for one in found] == [1, 3, 4]

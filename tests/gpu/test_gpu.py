@@ -20,8 +20,8 @@ from tcdeploy.planning.variants import (
     SKINNY_PDL_COMBO_FUSED,
     attention_variant,
 )
-from tcdeploy.compiler.ledger import measured
-from tcdeploy.compiler.programs import sealed
+from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
@@ -58,7 +58,7 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
     """The same arithmetic as on the CPU: Triton prefill and decode, replayed from graphs."""
     deployment = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs)
     assert [record.captured for record in deployment.records] == [graphs == "step"] * 4
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     assert serving.counts.compiles == 0
     for prompt, answer in zip(PROMPTS, ours, strict=True):
@@ -77,7 +77,7 @@ def test_a_constrained_answer_is_the_most_likely_that_obeys_beside_free_ones(
     engine, length = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs).engine, 24
     free = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     chain, found = Chain(length, 2000), {}
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         for prompt in PROMPTS:
             for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=chain)):
                 found[engine.submit(prompt, params)] = []
@@ -189,7 +189,7 @@ def test_every_family_is_right_in_bfloat16(family: str, cache_dir: str, tmp_path
     kinds = KINDS_OF_LAYERS.get(family, 1)
     assert [record.programs for record in deployment.records] == [kinds] * 4
     assert all(record.parity.passed for record in deployment.records)
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
     assert serving.counts.compiles == 0
 
@@ -206,7 +206,7 @@ def test_per_region_graphs_are_right_too(region: str, graphs: str, cache_dir: st
 def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir, shapes="dynamic")
     assert deployment.records[0].programs == 1
-    with measured() as serving, sealed():
+    with measure_compiles() as serving, fail_on_recompile():
         deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
     assert serving.counts.compiles == 0
 

@@ -10,11 +10,11 @@ import torch._inductor.config as inductor_config
 import torch._inductor.utils
 from torch import Tensor
 
-from tcdeploy.passes.post_grad import RewriteProducts
+from tcdeploy.passes.post_grad import PostGradPass
 from tests.conftest import forget_programs
 
 
-class Counting(RewriteProducts):
+class CountingPass(PostGradPass):
     found: Counter[object]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -22,9 +22,9 @@ class Counting(RewriteProducts):
         self.found = Counter(node.target for node in graph.nodes)
 
 
-def rewritten(function: Callable[[Tensor], Tensor], x: Tensor, **asked: bool) -> Counter[object]:
+def count_targets(function: Callable[[Tensor], Tensor], x: Tensor, **asked: bool) -> Counter[object]:
     """What the compiled function is made of; it must say what the function says, in the same dtype."""
-    counting = Counting(**asked)
+    counting = CountingPass(**asked)
     forget_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=counting):

@@ -16,8 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
 from tcdeploy.passes import last_token_rows as last_token_rows
-from tcdeploy.compiler.ledger import measured
-from tcdeploy.passes.post_grad import RewriteProducts
+from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.pipeline import Deployment, prepare
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 ROWS = torch.tensor([3, 0, 63])
 
 
-class Seen(RewriteProducts):
+class RowCountingPass(PostGradPass):
     """The pass, and the rows of every matrix product that it leaves."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Seen(RewriteProducts):
 def rows_of_products(function: Callable[[Tensor], Tensor], tokens: int = 64, width: int = 32) -> list[int]:
     """Of `function(x)[:, ROWS]` compiled, which must be what it is uncompiled."""
     torch.manual_seed(1)
-    x, seen = torch.randn(1, tokens, width), Seen()
+    x, seen = torch.randn(1, tokens, width), RowCountingPass()
     forget_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=seen):
@@ -86,7 +86,7 @@ def test_what_mixes_tokens_is_not_passed() -> None:
 def test_columns_and_tables_of_rows_are_left_alone() -> None:
     weight, chosen = torch.randn(8, 8), torch.tensor([1, 5])
     for choice in ((slice(None), slice(None), chosen), (slice(None), chosen[None])):
-        x, seen = torch.randn(1, 8, 8), Seen()
+        x, seen = torch.randn(1, 8, 8), RowCountingPass()
         forget_programs()
         patched = inductor_config.patch(post_grad_custom_pre_pass=seen)
         with torch.no_grad(), torch._inductor.utils.fresh_cache(), patched:
@@ -120,19 +120,19 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[int] = []
-    move_up = last_token_rows._move_up
+    move_up = last_token_rows._hoist
 
     def counted(graph: Graph, choice: Node, whole: Node, rows: Node, tokens: int) -> None:
         moved.append(tokens)
         move_up(graph, choice, whole, rows, tokens)
 
-    monkeypatch.setattr(last_token_rows, "_move_up", counted)
+    monkeypatch.setattr(last_token_rows, "_hoist", counted)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     found = []
     for variant, programs in ((DEFAULT, 0), (LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
-        with measured() as made:
+        with measure_compiles() as made:
             runner.rerun(bucket)  # may compile: the engine may not
         assert made.counts.programs == programs
         deployment.engine.allocator.reset_prefixes()

@@ -12,7 +12,7 @@ import torch._inductor.utils
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from tcdeploy.passes.post_grad import RewriteProducts
+from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.models.packed_linears import pack_linears
 from tests.conftest import forget_programs
 
@@ -31,7 +31,7 @@ def products(module: nn.Module, merge: bool) -> tuple[int, torch.Tensor]:
     forget_programs()
     torch.manual_seed(2)
     x = torch.randn(8, 64)
-    rewrite = RewriteProducts(skinny_gemm=False) if merge else None
+    rewrite = PostGradPass(skinny_gemm=False) if merge else None
     with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=rewrite):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
     return len(re.findall(r"extern_kernels\.(?:add)?mm\(|mkldnn\._linear", "\n".join(code))), out
@@ -76,7 +76,7 @@ def streamed_calls(module: Projection, dtype: torch.dtype = torch.bfloat16) -> t
     torch.manual_seed(3)
     module = module.to(dtype).eval().requires_grad_(False)
     x = torch.randn(module.rows, 1024, dtype=dtype)
-    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=RewriteProducts(skinny_gemm=True)):
+    with torch.no_grad(), inductor_config.patch(post_grad_custom_pre_pass=PostGradPass(skinny_gemm=True)):
         out, code = run_and_get_code(torch.compile(module, fullgraph=True, dynamic=False), x)
         return len(re.findall(r"torch\.ops\.tcdeploy\.linear\.default\(", "\n".join(code))), out, module(x)
 
@@ -121,7 +121,7 @@ class Rows(nn.Module):
 def test_a_product_that_stands_there_in_its_parts_is_merged_and_cut_in_place() -> None:
     sums, cuts = [], []
 
-    class Counting(RewriteProducts):
+    class Counting(PostGradPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             super().__call__(graph)
             targets = [node.target for node in graph.nodes]
@@ -155,7 +155,7 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
     """How many strided views the pass puts in; the module's answer must stay what it was."""
     stored: list[torch.fx.Node] = []
 
-    class Listing(RewriteProducts):
+    class Listing(PostGradPass):
         def __call__(self, graph: torch.fx.Graph) -> None:
             super().__call__(graph)
             stored.extend(node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default)

@@ -11,7 +11,7 @@ from torch.nn.functional import linear, silu
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from tests.passes.compiled_targets import rewritten
+from tests.passes.compiled_targets import count_targets
 
 MEAN, RSQRT = torch.ops.aten.mean.dim, torch.ops.aten.rsqrt.default
 PLAIN, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
@@ -77,14 +77,14 @@ def gated(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_the_product_normalises_and_no_mean_is_left(function: Callable[[Tensor], Tensor], products: int) -> None:
-    found = rewritten(function, row(), skinny_gemm=True, fused_epilogues=True)
+    found = count_targets(function, row(), skinny_gemm=True, fused_epilogues=True)
     assert (found[MEAN], found[RSQRT], found[PLAIN], found[GATED], found[NORMED]) == (0, 0, 0, 0, products)
-    found = rewritten(function, row(), skinny_gemm=True)
+    found = count_targets(function, row(), skinny_gemm=True)
     assert (found[MEAN], found[PLAIN], found[NORMED]) == (1, products, 0), "nobody asked"
 
 
 def test_more_rows_are_normalised_before() -> None:
-    found = rewritten(one, row().expand(1, 2, K).contiguous(), skinny_gemm=True, fused_epilogues=True)
+    found = count_targets(one, row().expand(1, 2, K).contiguous(), skinny_gemm=True, fused_epilogues=True)
     assert (found[MEAN], found[PLAIN], found[NORMED]) == (1, 1, 0)
 
 
@@ -173,5 +173,5 @@ def twice(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_whatever_is_no_such_norm_stays(function: Callable[[Tensor], Tensor]) -> None:
-    before, after = (rewritten(function, row(), skinny_gemm=True, fused_epilogues=fused_epilogues) for fused_epilogues in (False, True))
+    before, after = (count_targets(function, row(), skinny_gemm=True, fused_epilogues=fused_epilogues) for fused_epilogues in (False, True))
     assert before == after and before[PLAIN] == 1

@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tcdeploy.attention import ops
-from tcdeploy.passes.post_grad import RewriteProducts
+from tcdeploy.passes.post_grad import PostGradPass
 from tests.conftest import forget_programs
 
 HEADS, KV_HEADS, DIM, BATCH, WIDTH = 4, 2, 16, 3, 48
@@ -44,7 +44,7 @@ def attention(turn: Rotation) -> Callable[..., Tensor]:
     return run
 
 
-class RotaryCheckingPass(RewriteProducts):
+class RotaryCheckingPass(PostGradPass):
     turns: bool
 
     def __call__(self, graph: torch.fx.Graph) -> None:
@@ -52,7 +52,7 @@ class RotaryCheckingPass(RewriteProducts):
         [self.turns] = [node.kwargs.get("cos") is not None for node in graph.nodes if "q" in node.kwargs]
 
 
-def turns_in_attention(
+def is_rope_fused(
     turn: Rotation, fused_epilogues: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
 ) -> bool:
     """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
@@ -74,16 +74,16 @@ def turns_in_attention(
 
 
 def test_what_transformers_turns_by_halves_is_turned_in_attention() -> None:
-    assert turns_in_attention(apply_rotary_pos_emb)
-    assert turns_in_attention(apply_rotary_pos_emb, dtype=torch.bfloat16)
-    assert not turns_in_attention(apply_rotary_pos_emb, fused_epilogues=False), "nobody asked"
+    assert is_rope_fused(apply_rotary_pos_emb)
+    assert is_rope_fused(apply_rotary_pos_emb, dtype=torch.bfloat16)
+    assert not is_rope_fused(apply_rotary_pos_emb, fused_epilogues=False), "nobody asked"
 
 
 def test_angles_of_another_kind_are_not_for_the_kernel() -> None:
     one_for_all = ANGLES[:, :1]
-    assert not turns_in_attention(apply_rotary_pos_emb, cos=one_for_all.cos(), sin=one_for_all.sin())
+    assert not is_rope_fused(apply_rotary_pos_emb, cos=one_for_all.cos(), sin=one_for_all.sin())
     column_first = ANGLES.sin().transpose(1, 2).contiguous().transpose(1, 2)
-    assert not turns_in_attention(apply_rotary_pos_emb, sin=column_first), "strides differ"
+    assert not is_rope_fused(apply_rotary_pos_emb, sin=column_first), "strides differ"
 
 
 def halves(x: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ def turned_in_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
 @pytest.mark.parametrize("turn", [normalised_before, turned_in_float32])
 def test_in_bfloat16_too_only_a_product_is_turned(turn: Rotation) -> None:
     """What was converted to bfloat16 is not always a product."""
-    assert not turns_in_attention(turn, dtype=torch.bfloat16)
+    assert not is_rope_fused(turn, dtype=torch.bfloat16)
 
 
 def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
@@ -155,4 +155,4 @@ def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) 
     ],
 )  # fmt: skip
 def test_whatever_is_turned_otherwise_stays(turn: Rotation) -> None:
-    assert not turns_in_attention(turn)
+    assert not is_rope_fused(turn)

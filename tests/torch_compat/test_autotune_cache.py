@@ -19,7 +19,7 @@ from pathlib import Path
 from torch._inductor.runtime.autotune_cache import AutotuneCache
 from torch._inductor.runtime.triton_heuristics import check_autotune_cache, hash_configs
 from triton import Config
-from tcdeploy.torch_compat.autotune_cache import look_here
+from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 
 here, there = map(Path, sys.argv[1:])
 variants = [Config({"XBLOCK": size}, num_warps=4) for size in (1, 2, 4)]
@@ -43,7 +43,7 @@ here.rename(there)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(there)
 found += [chosen(), write()]
 shutil.rmtree(here)
-look_here()
+relocate_autotune_cache()
 found += [chosen(), write(), chosen()]
 print(json.dumps(found))
 """

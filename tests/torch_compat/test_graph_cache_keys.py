@@ -18,8 +18,8 @@ def key():
     return hashlib.sha256(FxGraphCachePickler(graph).dumps(torch.contiguous_format)).hexdigest()
 
 torchs = key()
-from tcdeploy.torch_compat.graph_cache_keys import name_memory_formats_alike
-name_memory_formats_alike()
+from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
+pickle_memory_formats_by_name()
 print(torchs, key())
 """
 LATE = """

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from tcdeploy.cache.folder import KERNEL_CACHE
+from tcdeploy.cache.folder import TRITON_CACHE_MANAGER
 from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
@@ -46,11 +46,11 @@ print(json.dumps([is_hit, len(made.kernel), sorted(files.values()), manager.kern
 
 BUILD = """
 import sys
-from tcdeploy.torch_compat.triton_cache import name_libraries_by_machine
+from tcdeploy.torch_compat.triton_cache import patch_platform_key
 from triton.runtime.build import compile_module_from_src
 
 if "by machine" in sys.argv:
-    name_libraries_by_machine()
+    patch_platform_key()
 source = '#include <Python.h>\\n'
 source += 'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", 0, -1, 0};\\n'
 source += 'PyMODINIT_FUNC PyInit_launcher(void) { return PyModule_Create(&module); }\\n'
@@ -64,13 +64,13 @@ import json
 from torch._inductor import async_compile
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch._inductor.runtime import compile_tasks
-from tcdeploy.torch_compat.triton_cache import name_libraries_by_machine
+from tcdeploy.torch_compat.triton_cache import patch_platform_key
 from triton.runtime import build
 
 from kernel import Loaded
 
 if __name__ == "__main__":
-    name_libraries_by_machine()
+    patch_platform_key()
     pool, keys = SubprocPool(1), [build.platform_key()]
     for function in (compile_tasks._worker_compile_triton, async_compile._worker_compile_triton):
         kernel, _ = pool.submit(function, Loaded, {}, {}).result()
@@ -102,12 +102,12 @@ def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.C
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
-def compile_in(folder: Path, manager: str = KERNEL_CACHE) -> tuple[bool, int, list[str]]:
+def compile_in(folder: Path, manager: str = TRITON_CACHE_MANAGER) -> tuple[bool, int, list[str]]:
     """Whether Triton found it, the bytes of the kernel, its files. What our manager counts is what Triton says."""
     done = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
     assert done.returncode == 0, done.stderr
     was_hit, size, files, counted = json.loads(done.stdout)
-    assert counted == (None if manager != KERNEL_CACHE else int(not was_hit))
+    assert counted == (None if manager != TRITON_CACHE_MANAGER else int(not was_hit))
     return was_hit, size, files
 
 
@@ -202,7 +202,7 @@ def test_inductor_s_workers_name_libraries_alike(tmp_path: Path, with_file: str)
 
 
 def test_triton_alone_does_not_find_it(tmp_path: Path, with_file: str) -> None:
-    """When this fails, `name_libraries_by_machine` can go."""
+    """When this fails, `patch_platform_key` can go."""
     assert run(tmp_path / "here", BUILD, PATH=with_file).returncode == 0
     alone = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
     assert alone.returncode == 1 and "C compiler" in alone.stderr
