@@ -46,7 +46,7 @@ from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.warmup import Earlier, warm_buckets
+from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.probe import probe
@@ -138,13 +138,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
 
 
-def _known(decided: Decided, earlier: Manifest | None) -> Earlier:
+def _known(decided: Decided, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
-        return Earlier()
+        return PreviousRun()
     here, there = origin_of(decided), earlier.origin
     is_same = (here.sources, here.torch_settings) == (there.sources, there.torch_settings)
     names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
-    return Earlier(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
+    return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
 
 
 def origin_of(decided: Decided) -> Origin:

@@ -14,19 +14,19 @@ from typing import Any
 import pytest
 
 from tcdeploy.gc_policy import relax_gc_for_startup
-from tests.fork_server import Forks
+from tests.fork_server import ForkServer
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
 # Torch tries six sets of vector instructions by compiling and loading a library for each: 8 s in every new cache
 # folder, 1 s in every process. This takes the processor at its word.
-VECTORS = "TORCHINDUCTOR_VEC_ISA_OK"
-os.environ.setdefault(VECTORS, "1")
+VEC_ISA_VARIABLE = "TORCHINDUCTOR_VEC_ISA_OK"
+os.environ.setdefault(VEC_ISA_VARIABLE, "1")
 # A cold start is mostly g++, 0.6 s a kernel, and many tests start the same model: a kernel that this run of the tests
 # has compiled comes from this folder the next time (compilers/g++). Torch calls a compiler all the same.
-REMEMBERED = "REMEMBERED_LIBRARIES"
-KEPT = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
-SHORTCUTS = (VECTORS, REMEMBERED)
-_shortcuts = list(SHORTCUTS)  # that runs of the command take, but where one would hide something
+COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
+INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
+SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
+_active_speedups = list(SPEEDUP_VARIABLES)  # that runs of the command take, but where one would hide something
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # as the tests found theirs
@@ -51,19 +51,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def remembering_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
+def caching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Before the others on PATH, for whatever starts from here on. Workers share what is remembered."""
     if shutil.which("g++") is None:
         return
     own = tmp_path_factory.getbasetemp()
     folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "remembered"
     folder.mkdir(exist_ok=True)
-    os.environ[REMEMBERED] = str(folder)
+    os.environ[COMPILER_CACHE_VARIABLE] = str(folder)
     os.environ["PATH"] = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}"
 
 
 @pytest.fixture(autouse=True)
-def own_headers() -> None:
+def precompiled_headers() -> None:
     """A warm start in this process has told Inductor that there is no header to prepare: what is compiled by a test
     that starts nothing would take twice as long."""
     if "torch._inductor.codecache" in sys.modules:
@@ -81,7 +81,7 @@ def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
 _deployments: dict[str, Any] = {}
 
 
-def forget_programs() -> None:
+def reset_programs() -> None:
     """Let torch forget what it compiled, so that counts start at zero; deployments of before are sealed and useless."""
     import torch
 
@@ -92,10 +92,10 @@ def forget_programs() -> None:
 @pytest.fixture
 def tiny_deployment(cache_dir: str) -> Any:
     """The embedded model, warmed once, and again (from the cache) after a test that made torch forget."""
-    return tiny_with(cache_dir)
+    return prepare_tiny(cache_dir)
 
 
-def tiny_with(cache_dir: str, **asked: Any) -> Any:
+def prepare_tiny(cache_dir: str, **asked: Any) -> Any:
     """The embedded model prepared with other flags as well; each set of flags once."""
     from tcdeploy.pipeline import prepare
     from tcdeploy.planning.recipe import build_recipe
@@ -119,23 +119,23 @@ def reference_tiny() -> Any:
 
 
 @pytest.fixture(scope="module")
-def as_for_users() -> Iterator[None]:
+def without_speedups() -> Iterator[None]:
     """In this module's runs of the command, vectors are tried, and every kernel is compiled for its own place."""
-    _shortcuts.clear()
+    _active_speedups.clear()
     yield
-    _shortcuts.extend(SHORTCUTS)
+    _active_speedups.extend(SPEEDUP_VARIABLES)
 
 
 @pytest.fixture(scope="session")
-def forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forks]:
-    shortcuts = {name: os.environ[name] for name in SHORTCUTS if name in os.environ}
-    found = Forks({**cli_environment(tmp_path_factory.mktemp("forks")), **shortcuts})
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    shortcuts = {name: os.environ[name] for name in SPEEDUP_VARIABLES if name in os.environ}
+    found = ForkServer({**cli_environment(tmp_path_factory.mktemp("forks")), **shortcuts})
     yield found
-    found.end()
+    found.shutdown()
 
 
 @pytest.fixture
-def run_cli(tmp_path: Path, forks: Forks) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_cli(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder.
 
     It is a fork of one that has imported all, where a fork can have that environment and it is not to be `new`.
@@ -145,8 +145,8 @@ def run_cli(tmp_path: Path, forks: Forks) -> Callable[..., subprocess.CompletedP
         *arguments: str, timeout: float = 600, cwd: str | None = None, new: bool = False, **environ: str
     ) -> subprocess.CompletedProcess[str]:
         environment = cli_environment(tmp_path, **environ)
-        if forks.can_have(environment) and not (new or cwd):
-            return forks.run(*arguments, environ=environment, timeout=timeout)
+        if fork_server.supports(environment) and not (new or cwd):
+            return fork_server.run(*arguments, environ=environment, timeout=timeout)
         return subprocess.run(
             cli_command(*arguments), capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
         )
@@ -159,20 +159,20 @@ def cli_command(*arguments: str) -> list[str]:
 
 
 def cli_environment(home: Path, **environ: str) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in KEPT if name in os.environ}
+    kept = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     return {
         **kept,
         "HOME": str(home),
         "PYTHONPATH": PACKAGES,
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
-        **{name: os.environ[name] for name in _shortcuts if name in os.environ},
+        **{name: os.environ[name] for name in _active_speedups if name in os.environ},
         **environ,
     }
 
 
 @contextlib.contextmanager
-def mounted(target: Path, *options: str) -> Iterator[Path]:
+def mounted_tmpfs(target: Path, *options: str) -> Iterator[Path]:
     """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
     target.mkdir(exist_ok=True)
     mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)

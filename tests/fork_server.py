@@ -27,11 +27,11 @@ from typing import IO, Any, NoReturn
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
-MOST_BYTES = 128 << 10  # of a request: arguments, environment and script
-GONE = -signal.SIGKILL  # said of a run whose end nobody could tell
+MAX_REQUEST_BYTES = 128 << 10  # of a request: arguments, environment and script
+KILLED = -signal.SIGKILL  # said of a run whose end nobody could tell
 
 
-class Fork:
+class ForkedProcess:
     """A run, with what subprocess.Popen would say of it; the leader of a process group."""
 
     def __init__(self, status: socket.socket, stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> None:
@@ -46,27 +46,27 @@ class Fork:
     def poll(self) -> int | None:
         if self._lock.acquire(blocking=False):
             try:
-                self._ask(0)
+                self._read_returncode(0)
             finally:
                 self._lock.release()
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         with self._lock:
-            self._ask(timeout)
+            self._read_returncode(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("tcdeploy", timeout or 0.0)
         return self.returncode
 
-    def _ask(self, timeout: float | None) -> None:
+    def _read_returncode(self, timeout: float | None) -> None:
         if self.returncode is not None:
             return
         self._status.settimeout(timeout)
         with contextlib.suppress(TimeoutError, BlockingIOError):
-            told = self._status.recv(64)
-            if not told:  # nobody is left who could say
+            status_message = self._status.recv(64)
+            if not status_message:  # nobody is left who could say
                 self.kill_group()
-            self.returncode = int(told.partition(b" ")[2]) if told else GONE
+            self.returncode = int(status_message.partition(b" ")[2]) if status_message else KILLED
             self._status.close()
 
     def send_signal(self, number: int) -> None:
@@ -79,19 +79,19 @@ class Fork:
             os.killpg(self.pid, signal.SIGKILL)
 
 
-class Forks:
+class ForkServer:
     """The process that forks; it is started by the first run, and has this environment when it imports."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = environ
         self._server: subprocess.Popen[bytes] | None = None
 
-    def can_have(self, environ: dict[str, str]) -> bool:
+    def supports(self, environ: dict[str, str]) -> bool:
         """Whether a fork is like a new process with that environment: HOME alone is another. Where there is a GPU it
         was never tried."""
-        return HAS_PIDFD and not HAS_GPU and self._has(environ)
+        return HAS_PIDFD and not HAS_GPU and self._matches_environment(environ)
 
-    def _has(self, environ: dict[str, str]) -> bool:
+    def _matches_environment(self, environ: dict[str, str]) -> bool:
         return {**environ, "HOME": ""} == {**self._environ, "HOME": ""}
 
     def run(
@@ -99,7 +99,7 @@ class Forks:
     ) -> subprocess.CompletedProcess[str]:
         """Run the command to its end; with `script`, that before it, or alone where there are no arguments."""
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            fork = Fork(self._start(arguments, environ, script, stdout.fileno(), stderr.fileno()))
+            fork = ForkedProcess(self._spawn(arguments, environ, script, stdout.fileno(), stderr.fileno()))
             try:
                 code = fork.wait(timeout)
             finally:
@@ -108,23 +108,23 @@ class Forks:
             stdout.seek(0), stderr.seek(0)
             return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
 
-    def open(self, *arguments: str, environ: dict[str, str], script: str = "") -> Fork:
+    def popen(self, *arguments: str, environ: dict[str, str], script: str = "") -> ForkedProcess:
         """Start the command, with its output in pipes."""
         ends = [os.pipe(), os.pipe()]
-        status = self._start(arguments, environ, script, *(writer for _, writer in ends))
+        status = self._spawn(arguments, environ, script, *(writer for _, writer in ends))
         for _, writer in ends:
             os.close(writer)
-        return Fork(status, *(os.fdopen(reader) for reader, _ in ends))
+        return ForkedProcess(status, *(os.fdopen(reader) for reader, _ in ends))
 
-    def end(self) -> None:
+    def shutdown(self) -> None:
         if self._server is not None:
             self._control.close()
             self._server.wait()
 
-    def _start(
+    def _spawn(
         self, arguments: tuple[str, ...], environ: dict[str, str], script: str, stdout: int, stderr: int
     ) -> socket.socket:
-        assert self._has(environ), "what a variable changes while torch is imported, a fork cannot show"
+        assert self._matches_environment(environ), "what a variable changes while torch is imported, a fork cannot show"
         if self._server is None:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._server = subprocess.Popen(
@@ -134,13 +134,13 @@ class Forks:
             )  # fmt: skip
             theirs.close()
         ours, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        asked = {"arguments": arguments, "environ": environ, "cwd": os.getcwd(), "script": script}
-        socket.send_fds(self._control, [json.dumps(asked).encode()], [stdout, stderr, status.fileno()])
+        request = {"arguments": arguments, "environ": environ, "cwd": os.getcwd(), "script": script}
+        socket.send_fds(self._control, [json.dumps(request).encode()], [stdout, stderr, status.fileno()])
         status.close()
         return ours
 
 
-def _serve(control: socket.socket) -> dict[str, Any]:
+def _serve_forks(control: socket.socket) -> dict[str, Any]:
     """In each child, what it is asked to run; never in the process itself, which ends with its control."""
     from tcdeploy.gc_policy import relax_gc_for_startup
 
@@ -149,21 +149,21 @@ def _serve(control: socket.socket) -> dict[str, Any]:
     import tcdeploy.pipeline  # noqa: F401 - what takes the time
 
     assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
-    watched = selectors.DefaultSelector()
-    watched.register(control, selectors.EVENT_READ)
+    selector = selectors.DefaultSelector()
+    selector.register(control, selectors.EVENT_READ)
     while True:
-        for key, _ in watched.select():
+        for key, _ in selector.select():
             if key.fileobj is not control:
                 child, status = key.data
                 _, code = os.waitpid(child, 0)
-                watched.unregister(key.fileobj)
+                selector.unregister(key.fileobj)
                 os.close(key.fd)
                 with contextlib.suppress(OSError):  # nobody waits for it
                     status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
                 status.close()
                 continue
-            message, descriptors, *_ = socket.recv_fds(control, MOST_BYTES, 3)
-            children = [key.data for key in watched.get_map().values() if key.data]
+            message, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
+            children = [key.data for key in selector.get_map().values() if key.data]
             if not message:  # nobody asks any more, and nobody waits
                 for child, _ in children:
                     with contextlib.suppress(ProcessLookupError):
@@ -177,31 +177,31 @@ def _serve(control: socket.socket) -> dict[str, Any]:
                     status.send(f"pid {os.getpid()}".encode())
                 for descriptor, target in zip(descriptors, (1, 2), strict=False):
                     os.dup2(descriptor, target)
-                for opened in (*descriptors[:2], *(key.fd for key in watched.get_map().values())):
+                for opened in (*descriptors[:2], *(key.fd for key in selector.get_map().values())):
                     os.close(opened)
-                watched.close()
+                selector.close()
                 for own in (status, *(other for _, other in children)):
                     own.close()
-                asked: dict[str, Any] = json.loads(message)
+                request: dict[str, Any] = json.loads(message)
                 control.detach()
-                return asked
+                return request
             for descriptor in descriptors[:2]:
                 os.close(descriptor)
-            watched.register(os.pidfd_open(child), selectors.EVENT_READ, (child, status))
+            selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, status))
 
 
-def _become(asked: dict[str, Any]) -> int:
+def _run_command(request: dict[str, Any]) -> int:
     """As if this process had been started so; its exit code."""
-    os.chdir(asked["cwd"])
+    os.chdir(request["cwd"])
     os.environ.clear()
-    os.environ.update(asked["environ"])
+    os.environ.update(request["environ"])
     tempfile.tempdir = None
     random.seed()
-    sys.argv = ["tcdeploy", *asked["arguments"]]
+    sys.argv = ["tcdeploy", *request["arguments"]]
     try:
-        if asked["script"]:
-            exec(asked["script"], {"__name__": "script"})
-        if asked["arguments"]:
+        if request["script"]:
+            exec(request["script"], {"__name__": "script"})
+        if request["arguments"]:
             from tcdeploy.cli.app import main
 
             main()
@@ -213,7 +213,7 @@ def _become(asked: dict[str, Any]) -> int:
     return 0
 
 
-def _end(code: int) -> NoReturn:
+def _exit_without_finalizing(code: int) -> NoReturn:
     """What an interpreter does at its end, but for finalization: it takes two million objects apart in 1.3 s."""
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -222,4 +222,4 @@ def _end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _end(_become(_serve(socket.socket(fileno=int(sys.argv[1])))))
+    _exit_without_finalizing(_run_command(_serve_forks(socket.socket(fileno=int(sys.argv[1])))))

@@ -73,15 +73,15 @@ DEEPSEEK_LITE = Architecture(  # keys wider than values
 )  # fmt: skip
 
 
-def ask(**fields: Any) -> Recipe:
+def make_recipe(**fields: Any) -> Recipe:
     return Recipe(**{"model": "someone/model", **fields})
 
 
-def decisions_on(plan: Plan, name: str) -> list[Decision]:
+def decisions_named(plan: Plan, name: str) -> list[Decision]:
     return [decision for decision in plan.decisions if decision.name == name]
 
 
-def decision_on(plan: Plan, name: str) -> Decision:
+def decision_named(plan: Plan, name: str) -> Decision:
     """The one decision of that name; more or fewer is the test's failure."""
-    [decision] = decisions_on(plan, name)
+    [decision] = decisions_named(plan, name)
     return decision

@@ -22,7 +22,7 @@ _HEADS = {**_SIZES, "head_dim": 16}
 _EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 WINDOW = 16
 
-SERVED: dict[str, dict[str, Any]] = {
+SUPPORTED: dict[str, dict[str, Any]] = {
     "llama": _SIZES,
     "qwen2": _SIZES,
     "qwen3": _HEADS,
@@ -35,9 +35,9 @@ SERVED: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 512,
              "bos_token_id": 1, "eos_token_id": 2},
 }  # fmt: skip
-KINDS_OF_LAYERS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # the others have one
+LAYER_KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # the others have one
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention"),
     "bloom": ({"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls"),
     "falcon": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "of its own"),
@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-OTHERS: dict[str, dict[str, Any]] = {  # served, and here for their shape alone
+SHAPE_ONLY: dict[str, dict[str, Any]] = {  # served, and here for their shape alone
     "cohere": _SIZES,
     "qwen2_moe": {
         **_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -59,6 +59,6 @@ def save_config(family: str, folder: Path, **changes: Any) -> str:
     """A folder with nothing but the family's small config; run it with load_format dummy."""
     from transformers import AutoConfig
 
-    sizes = {**SERVED, **OTHERS, **{name: refused for name, (refused, _) in REFUSED.items()}}[family]
+    sizes = {**SUPPORTED, **SHAPE_ONLY, **{name: refused for name, (refused, _) in UNSUPPORTED.items()}}[family]
     AutoConfig.for_model(family, **{**sizes, **changes}).save_pretrained(folder)
     return str(folder)

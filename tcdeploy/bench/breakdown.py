@@ -23,7 +23,7 @@ KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's n
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("other", r"^triton_poi_"),  # pointwise: a product in its name is where its input came from
-        ("sampling", r"advance|^_best_kernel$|argmax|sampl|multinomial|topk|sort|cumsum"),
+        ("sampling", r"advance|^_argmax_kernel$|argmax|sampl|multinomial|topk|sort|cumsum"),
         ("attention", r"flash|fmha"),
         ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(^|_)(linear|vector|addmm|mm|bmm|mv)(_|$)"),
         ("attention", r"^_\w+_kernel$"),  # ours; Inductor's begin with triton_

@@ -52,14 +52,14 @@ def placed(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterato
     """Sequences of `length` tokens that own their blocks, for as long as the block lasts."""
     sequences = []
     for number in range(count):
-        blocks = engine.allocator.take(engine.allocator.needed(length))
+        blocks = engine.allocator.allocate(engine.allocator.blocks_for(length))
         sequences.append(Sequence(-1 - number, prompts.draw(length), length, SamplingParams(), blocks=blocks))
     try:
         yield sequences
     finally:
         engine.runner.row_assignment.assign([])
         for sequence in sequences:
-            engine.allocator.give_back(sequence.blocks)
+            engine.allocator.release(sequence.blocks)
 
 
 def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[], None], Callable[[], None]]:
@@ -107,7 +107,7 @@ def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
     before: prompts one after another keep it at its power limit, where its clocks are lower (2,048 tokens of an 8B
     shape on an H100: 50.1 ms in a row, 46.4 ms each after 0.2 s).
     """
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     rest(engine.plan.device)
     start = time.perf_counter()
     submit(engine, prompt, FIRST_TOKENS)
@@ -136,17 +136,17 @@ def steady_shape(plan: Plan, batch: int, context: int, steps: int) -> SteadyShap
 
 def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps: int) -> Steady:
     """Submit all prompts, wait until each has begun to decode, and time `steps` steps of them together."""
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     requests = [submit(engine, prompt, new_tokens).request_id for prompt in prompts]
     begun: set[int] = set()
     while len(begun) < len(requests):
         begun.update(token.request_id for token in engine.step())
     engine.step()  # reads the step that was launched before the last prompt had begun
-    tokens, waited_before, start = 0, engine.waited_seconds, time.perf_counter()
+    tokens, waited_before, start = 0, engine.device_wait_seconds, time.perf_counter()
     for _ in range(steps):
         tokens += len(engine.step())
     wall_seconds = time.perf_counter() - start
-    host_seconds = wall_seconds - (engine.waited_seconds - waited_before)
+    host_seconds = wall_seconds - (engine.device_wait_seconds - waited_before)
     for request_id in requests:
         engine.abort(request_id)
     drain(engine)

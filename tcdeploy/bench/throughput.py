@@ -74,18 +74,18 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     session.progress.stage("requests")
     submit(engine, prompts.draw(settings.input_length), settings.output_length)  # the first of its kind, untimed
     drain(engine)
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     waiting = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     times = arrivals(settings.requests, settings.request_rate, settings.seed)
-    captured_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.load.preemptions
+    captured_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.stats.preemptions
     with measure_compiles() as compiled:
         drive = _Drive(engine, settings.output_length, settings.concurrency)
         drive.run(list(zip(times, waiting, strict=True)))
     counts = EngineCounts(
         steps=drive.steps,
         peak_running=max(running for _, running, _ in drive.timeline),
-        preemptions=engine.scheduler.load.preemptions - preemptions_before,
-        prefix_hit_tokens=sum(sequence.prefix_hits for sequence in drive.sequences),
+        preemptions=engine.scheduler.stats.preemptions - preemptions_before,
+        prefix_hit_tokens=sum(sequence.prefix_hit_tokens for sequence in drive.sequences),
         host_us=drive.host_seconds / drive.steps * 1e6 if is_apart(engine) else None,
         compiles=compiled.counts.compiles,
         captures=count_captured_graphs(engine) - captured_before,
@@ -137,16 +137,16 @@ class _Drive:
             self._open += 1
 
     def _step(self) -> None:
-        waited_before, start = self.engine.waited_seconds, self._now()
+        waited_before, start = self.engine.device_wait_seconds, self._now()
         tokens = self.engine.step()
         now = self._now()
         for token in tokens:
             self.served[token.request_id].token_times.append(now)
             self._open -= bool(token.finish_reason)
-        load = self.engine.scheduler.load
-        self.timeline.append((now, load.running, load.waiting))
+        stats = self.engine.scheduler.stats
+        self.timeline.append((now, stats.running, stats.waiting))
         self.steps += 1
-        self.host_seconds += now - start - (self.engine.waited_seconds - waited_before)
+        self.host_seconds += now - start - (self.engine.device_wait_seconds - waited_before)
 
 
 def measure_plain(plain: PlainModel, session: Session, settings: ThroughputSettings) -> Iterator[Row]:

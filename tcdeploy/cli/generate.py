@@ -38,7 +38,7 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
-    from tcdeploy.engine.detokenizer import TextStream, chat_prompt, stop_token_ids
+    from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt, stop_token_ids
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:
@@ -46,7 +46,7 @@ def generate(
     stops = stop_token_ids(deployment.engine.runner.model.generation_config)
     params = dataclasses.replace(params, stop_token_ids=stops)
     ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     for token in deployment.engine.stream([ids], params):
         print(stream.push(token.token_id), end="", flush=True)
     print(stream.finish())

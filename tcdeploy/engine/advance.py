@@ -30,9 +30,9 @@ except ImportError:  # a CPU machine may lack it, and has the reference
 
 TILE = 2048  # logits that a program reads at once
 WARPS = 4
-PROGRAMS = 1024  # that a launch aims at: in a large batch each reads several tiles
+TARGET_PROGRAMS = 1024  # that a launch aims at: in a large batch each reads several tiles
 MAX_TILES = 16
-LAST_ID = 2**31 - 1  # ids count down from it
+MAX_TOKEN_ID = 2**31 - 1  # ids count down from it
 
 
 def advance(
@@ -61,22 +61,22 @@ def _advance_triton(
     logits: Tensor, rows: Tensor, lengths: Tensor, token_ids: Tensor, positions: Tensor, seq_lens: Tensor
 ) -> Tensor:
     size, vocab_size = logits.shape
-    assert logits.is_contiguous() and vocab_size <= LAST_ID
-    tiles = tiles_of(size, vocab_size)
+    assert logits.is_contiguous() and vocab_size <= MAX_TOKEN_ID
+    tiles = tiles_per_program(size, vocab_size)
     parts = triton.cdiv(vocab_size, tiles * TILE)
     bests = torch.empty(size, parts, dtype=torch.int64, device=logits.device)
     tokens = torch.empty(size, dtype=torch.int64, device=logits.device)
-    _best_kernel[(parts, size)](bests, logits, vocab_size, tiles, parts, TILE, LAST_ID, num_warps=WARPS)
+    _argmax_kernel[(parts, size)](bests, logits, vocab_size, tiles, parts, TILE, MAX_TOKEN_ID, num_warps=WARPS)
     _advance_kernel[(size,)](
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,
-        parts, triton.next_power_of_2(parts), LAST_ID, num_warps=1,
+        parts, triton.next_power_of_2(parts), MAX_TOKEN_ID, num_warps=1,
     )  # fmt: skip
     return tokens
 
 
-def tiles_of(size: int, vocab_size: int) -> int:
+def tiles_per_program(size: int, vocab_size: int) -> int:
     """How many tiles a program reads, a power of two: one for a small batch, so that all multiprocessors read."""
-    wanted = size * -(-vocab_size // TILE) / PROGRAMS
+    wanted = size * -(-vocab_size // TILE) / TARGET_PROGRAMS
     return min(1 << max(0, round(wanted) - 1).bit_length(), MAX_TILES)
 
 
@@ -85,9 +85,9 @@ if triton is not None:
     DO_NOT_SPECIALIZE = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
 
     @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-    def _best_kernel(  # type: ignore[no-untyped-def]
+    def _argmax_kernel(  # type: ignore[no-untyped-def]
         bests, logits,
-        VOCAB: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, LAST_ID: tl.constexpr,
+        VOCAB: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, MAX_TOKEN_ID: tl.constexpr,
     ):  # fmt: skip
         """One part of one row: TILES tiles of TILE logits, each lane keeping its first largest."""
         part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -103,19 +103,19 @@ if triton is not None:
             best_ids = tl.where(is_better, ids, best_ids)
         bits = (best + 0.0).to(tl.int32, bitcast=True)  # 0.0 + -0.0 is 0.0: equals have the same bits
         order = tl.where(best != best, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-        winner = tl.max((order.to(tl.int64) << 32) | (LAST_ID - best_ids).to(tl.int64), 0)
+        winner = tl.max((order.to(tl.int64) << 32) | (MAX_TOKEN_ID - best_ids).to(tl.int64), 0)
         tl.store(bests + row * PARTS + part, winner)
 
     @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
     def _advance_kernel(  # type: ignore[no-untyped-def]
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,
-        PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, LAST_ID: tl.constexpr,
+        PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, MAX_TOKEN_ID: tl.constexpr,
     ):  # fmt: skip
         """One row: the best of its parts, and the state. Reads its length before it writes one."""
         row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
         bests = tl.load(bests + row * PARTS + parts, mask=parts < PARTS, other=-0x8000000000000000)
         length, target = tl.load(lengths + row), tl.load(rows + row)
-        token = LAST_ID - (tl.max(bests, 0) & LAST_ID)
+        token = MAX_TOKEN_ID - (tl.max(bests, 0) & MAX_TOKEN_ID)
         tl.store(tokens + row, token)
         if length > 0:
             tl.store(token_ids + target, token)

@@ -55,7 +55,7 @@ def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
         token_ids=zeros(rows, dtype=torch.int64),
         positions=zeros(rows, dtype=torch.int64),
         seq_lens=zeros(rows, dtype=torch.int32),
-        block_table=zeros(rows, _table_width(plan), dtype=torch.int32),
+        block_table=zeros(rows, _block_table_width(plan), dtype=torch.int32),
         sampling=make_sampling_rows(rows, vocab_size, torch.device(plan.device)),
     )
 
@@ -73,7 +73,7 @@ class StepBuffers:
     rows: Tensor  # [outputs] int64
     lengths: Tensor  # [outputs] int32
     step: AttentionMetadata
-    logit_rows: Tensor | None = None  # [outputs] int64: the last token of each prompt; None: every token is one
+    logits_indices: Tensor | None = None  # [outputs] int64: the last token of each prompt; None: every token is one
 
 
 def decode_buffers(bucket: Bucket, state: DecodeRows, step: AttentionMetadata) -> StepBuffers:
@@ -102,13 +102,13 @@ class PrefillBuffers:
 
     def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: AttentionMetadata) -> None:
         self.plan, self.state = plan, state
-        sequences, width = plan.prefill_sequences, _table_width(plan)
-        self._longs = _Parts(ids=tokens, positions=tokens, slots=tokens, logit_rows=sequences, rows=sequences)
-        self._ints = _Parts(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
-        self._packed = torch.zeros(self._longs.size + self._ints.size // 2, dtype=torch.int64, device=plan.device)
-        self._zeroed = self._longs.size + self._ints.start_of("tables") // 2  # of a table only what is filled is read
-        longs = self._longs.of(self._packed)
-        ints = self._ints.of(self._packed[self._longs.size :].view(torch.int32))
+        sequences, width = plan.prefill_sequences, _block_table_width(plan)
+        self._int64_layout = _PackedLayout(ids=tokens, positions=tokens, slots=tokens, logits_indices=sequences, rows=sequences)
+        self._int32_layout = _PackedLayout(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
+        self._packed = torch.zeros(self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device)
+        self._zeroed_size = self._int64_layout.size + self._int32_layout.offset_of("tables") // 2  # of a table only what is filled is read
+        longs = self._int64_layout.views(self._packed)
+        ints = self._int32_layout.views(self._packed[self._int64_layout.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
         torch._dynamo.mark_dynamic(block_table, 1)
         inputs = AttentionMetadata(
@@ -121,33 +121,33 @@ class PrefillBuffers:
             decode_splits=1,
             split_counters=step.split_counters,
         )
-        self._facts_on_host = inputs.host_scalars.numpy()
+        self._host_scalars_array = inputs.host_scalars.numpy()
         self.buffers = StepBuffers(
             bucket, longs["ids"][None], longs["positions"][None], longs["rows"], ints["lengths"],
-            inputs, longs["logit_rows"],
+            inputs, longs["logits_indices"],
         )  # fmt: skip
 
     def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None]) -> None:
         """Pack the chunks one after another; `rows` names the decode row of each whose prompt ends here."""
         staging = torch.empty(self._packed.shape, dtype=torch.int64, pin_memory=self._packed.is_cuda)
         flat = staging.numpy()
-        longs = self._longs.of(flat)
-        ints = self._ints.of(flat[self._longs.size :].view(numpy.int32))
-        flat[: self._zeroed] = 0
+        longs = self._int64_layout.views(flat)
+        ints = self._int32_layout.views(flat[self._int64_layout.size :].view(numpy.int32))
+        flat[: self._zeroed_size] = 0
         longs["slots"][:] = PADDING_SLOT
         longs["rows"][:] = self.state.padding_row
         tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
-        grid = _grid(self.plan.context, self.plan.block_size)
+        grid = _block_coordinates(self.plan.context, self.plan.block_size)
         end = 0
         for number, (sequence, start, stop) in enumerate(chunks):
             begin, end = end, end + stop - start
             blocks = numpy.array(sequence.blocks, dtype=numpy.int64)
             longs["ids"][begin:end] = sequence.token_ids[start:stop]
-            positions, block_of, place_in_block = (each[start:stop] for each in grid)
+            positions, block_index, block_offset = (each[start:stop] for each in grid)
             longs["positions"][begin:end] = positions
             first_slots = blocks * self.plan.block_size
-            numpy.add(first_slots[block_of], place_in_block, out=longs["slots"][begin:end])
-            longs["logit_rows"][number] = end - 1
+            numpy.add(first_slots[block_index], block_offset, out=longs["slots"][begin:end])
+            longs["logits_indices"][number] = end - 1
             tables[number, : len(blocks)] = blocks
             ints["seq_lens"][number] = stop
             ints["starts"][number + 1 :] = end
@@ -155,11 +155,11 @@ class PrefillBuffers:
             if row is not None:
                 longs["rows"][number], ints["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self._facts_on_host[:] = _host_facts(chunks, end)
+        self._host_scalars_array[:] = _host_scalars(chunks, end)
 
 
 @functools.cache
-def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _block_coordinates(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """Of every position: itself, the number of its block in the sequence, and its place there. All buckets share it."""
     positions = numpy.arange(context)
     found = positions, positions // block_size, positions % block_size
@@ -168,29 +168,29 @@ def _grid(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[
     return found
 
 
-def _host_facts(chunks: ListLike[Chunk], tokens: int) -> list[int]:
+def _host_scalars(chunks: ListLike[Chunk], tokens: int) -> list[int]:
     """See attention/ops.py, HOST_SCALARS."""
     lengths = [stop for _, _, stop in chunks]
     max_seqlen_q = max(stop - start for _, start, stop in chunks)
     return [tokens, sum(lengths), max_seqlen_q, max(lengths), int(any(start > 0 for _, start, _ in chunks))]
 
 
-class _Parts:
+class _PackedLayout:
     """Names for stretches of a flat tensor or array, each beginning at a multiple of ALIGNMENT elements."""
 
     def __init__(self, **sizes: int) -> None:
-        self._places: dict[str, tuple[int, int]] = {}
+        self._slices: dict[str, tuple[int, int]] = {}
         self.size = 0
         for name, size in sizes.items():
-            self._places[name] = (self.size, self.size + size)
+            self._slices[name] = (self.size, self.size + size)
             self.size += -(-size // ALIGNMENT) * ALIGNMENT
 
-    def start_of(self, name: str) -> int:
-        return self._places[name][0]
+    def offset_of(self, name: str) -> int:
+        return self._slices[name][0]
 
-    def of(self, flat):  # type: ignore[no-untyped-def]  # a torch.Tensor or a numpy array
-        return {name: flat[start:stop] for name, (start, stop) in self._places.items()}
+    def views(self, flat):  # type: ignore[no-untyped-def]  # a torch.Tensor or a numpy array
+        return {name: flat[start:stop] for name, (start, stop) in self._slices.items()}
 
 
-def _table_width(plan: Plan) -> int:
+def _block_table_width(plan: Plan) -> int:
     return max(plan.blocks_per_sequence, 2)  # torch specialises a width of 1

@@ -18,7 +18,7 @@ from collections import OrderedDict, deque
 from typing import NamedTuple
 
 PADDING_BLOCK = 0  # nobody's: the free list never holds it
-ROOT = 0  # the node id that first blocks have as their parent
+ROOT_NODE_ID = 0  # the node id that first blocks have as their parent
 
 
 class Node(NamedTuple):
@@ -41,24 +41,24 @@ class BlockAllocator:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._nodes: dict[int, Node] = {}  # registered block -> its node
         self._registry: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> block
-        self._node_ids = itertools.count(ROOT + 1)
+        self._node_ids = itertools.count(ROOT_NODE_ID + 1)
 
     @property
     def free(self) -> int:
         """Blocks that can be taken: evictable ones are as good as free."""
         return len(self._free) + len(self._evictable)
 
-    def needed(self, tokens: int) -> int:
+    def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
-    def take(self, count: int) -> list[int]:
+    def allocate(self, count: int) -> list[int]:
         assert count <= self.free, "the caller asks first"
         taken = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in taken:
             self._references[block] = 1
         return taken
 
-    def give_back(self, blocks: list[int]) -> None:
+    def release(self, blocks: list[int]) -> None:
         """Drop one reference on each. The deepest go first into the queue for eviction: a chain loses its tail, and
         what is left of it can still be found from the root."""
         assert len(set(blocks)) == len(blocks) and self._references.keys() >= set(blocks), f"{blocks} not all in use"
@@ -78,9 +78,9 @@ class BlockAllocator:
         It leaves at least the last token: its hidden state is what the next token is sampled from.
         """
         found: list[int] = []
-        parent = ROOT
+        parent = ROOT_NODE_ID
         for number in range((len(token_ids) - 1) // self.block_size):
-            block = self._registry.get((parent, self._tokens_of(token_ids, number)))
+            block = self._registry.get((parent, self._block_tokens(token_ids, number)))
             if block is None:
                 break
             found.append(block)
@@ -92,11 +92,11 @@ class BlockAllocator:
 
     def register(self, token_ids: list[int], blocks: list[int], tokens: int) -> None:
         """Make the full blocks among the first `tokens` tokens findable. Their keys must be written, or launched."""
-        parent = ROOT
+        parent = ROOT_NODE_ID
         for number, block in enumerate(blocks[: tokens // self.block_size]):
-            parent = self._register_one(parent, block, token_ids, number)
+            parent = self._register_block(parent, block, token_ids, number)
 
-    def reset_prefixes(self) -> None:
+    def reset_prefix_cache(self) -> None:
         """Forget every registered prefix; what is in use stays in use."""
         self._free.extend(self._evictable)
         self._evictable.clear()
@@ -121,15 +121,15 @@ class BlockAllocator:
         assert all(node.parent < node.node_id for node in self._nodes.values())
         assert all(len(node.tokens) == self.block_size for node in self._nodes.values()), "only full blocks"
 
-    def _register_one(self, parent: int, block: int, token_ids: list[int], number: int) -> int:
+    def _register_block(self, parent: int, block: int, token_ids: list[int], number: int) -> int:
         """The id of the node for this content: ours, or that of the block that was there first."""
         assert block in self._references, f"block {block} is not in use"
         node = self._nodes.get(block)
         if node is not None and node.parent == parent:
             return node.node_id  # the usual case of a second call, without a look at the tokens
         if node is not None:
-            self._forget(block)  # its parent was a twin of our block before it, and was evicted: find a new place
-        tokens = self._tokens_of(token_ids, number)
+            self._unregister(block)  # its parent was a twin of our block before it, and was evicted: find a new place
+        tokens = self._block_tokens(token_ids, number)
         twin = self._registry.get((parent, tokens))
         if twin is not None:
             return self._nodes[twin].node_id
@@ -137,14 +137,14 @@ class BlockAllocator:
         self._registry[parent, tokens] = block
         return node.node_id
 
-    def _tokens_of(self, token_ids: list[int], number: int) -> tuple[int, ...]:
+    def _block_tokens(self, token_ids: list[int], number: int) -> tuple[int, ...]:
         return tuple(token_ids[number * self.block_size : (number + 1) * self.block_size])
 
     def _evict(self) -> int:
         block, _ = self._evictable.popitem(last=False)
-        self._forget(block)
+        self._unregister(block)
         return block
 
-    def _forget(self, block: int) -> None:
+    def _unregister(self, block: int) -> None:
         node = self._nodes.pop(block)
         del self._registry[node.parent, node.tokens]

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
-Verdict: TypeAlias = Literal["", "stop", "error"]  # open; complete; it cannot be kept to its form any more
+MatchStatus: TypeAlias = Literal["", "stop", "error"]  # open; complete; it cannot be kept to its form any more
 
 
 class Masker(Protocol):
     """Computes the masks of several matchers in one call. May not raise: a step serves others too."""
 
-    def fill(self, places: Sequence[tuple[Any, int]], masks: NDArray[numpy.int32]) -> None:
+    def fill(self, matcher_rows: Sequence[tuple[Any, int]], masks: NDArray[numpy.int32]) -> None:
         """For each (matcher, row), which have this masker: that row of masks [n, words], whose words are 0 so far.
 
         A token t that may come next sets bit t % 32 of word t // 32. The rest stays 0, also for tokens that the model
@@ -38,7 +38,7 @@ class Matcher(Protocol):
     @property
     def masker(self) -> Masker: ...
 
-    def accept(self, token_id: int) -> Verdict:
+    def accept(self, token_id: int) -> MatchStatus:
         """The next token; what the answer is with it. Anything but "" ends the sequence, with this as its reason.
 
         May not raise: a step serves others too.

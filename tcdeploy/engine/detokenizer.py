@@ -9,7 +9,7 @@ from tokenizers.decoders import DecodeStream
 from tcdeploy.errors import ModelError
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one sequence, piece by piece. Needs a tokenizer of tokenizers' making."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:

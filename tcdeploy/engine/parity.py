@@ -24,7 +24,7 @@ from tcdeploy.compiler.programs import force_eager
 TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 
 
-def reference_attention(architecture: Architecture) -> str:
+def reference_attn_implementation(architecture: Architecture) -> str:
     """sdpa, or transformers' eager formula where the model needs what sdpa lacks."""
     plain = all(not facts.softcap and not facts.has_sinks for facts in architecture.attentions)
     return "sdpa" if plain else "eager"
@@ -43,7 +43,7 @@ def reference_logits(model: PreTrainedModel, token_ids: list[int], attention: st
         model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
 
-def compare(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
+def check_parity(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
     """Both [rows, vocab]. A NaN on either side never passes."""
     difference = (ours.float() - reference).abs().max().item()
     relative = difference / max(reference.abs().max().item(), 1e-30)

@@ -24,11 +24,11 @@ from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
 from tcdeploy.engine.graphs import StepGraph, StepOutput, capture_graph
-from tcdeploy.engine.rows import RowSeating
+from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
 
-SCORED_ROWS = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
+PROMPT_LOGPROBS_CHUNK = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
 
 
 class ModelRunner:
@@ -40,17 +40,17 @@ class ModelRunner:
         self.vocab_size = vocab_size
         self.step = step  # the object that every layer's binding holds
         self.state = make_decode_rows(plan, vocab_size)
-        self.row_assignment = RowSeating(self.state)
+        self.row_assignment = RowAssignment(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        self._backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
+        self._advance_backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
-        self.hits: Counter[Bucket] = Counter()  # steps of each bucket since the start
-        self.padding: Counter[Bucket] = Counter()  # tokens or rows that they computed for nobody
+        self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
+        self.padding_tokens: Counter[Bucket] = Counter()  # tokens or rows that they computed for nobody
         self.uncaptured_runs = 0  # of a bucket that has a graph: what scoring prompts takes
-        self._keeps_rows = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
         self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None
@@ -61,24 +61,24 @@ class ModelRunner:
         first token with it into decode row r.
         """
         tokens = sum(stop - start for _, start, stop in chunks)
-        bucket = bucket or smallest(self.plan.prefill_buckets, tokens)
+        bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
         self.row_assignment.assign(running)
         prefill = self._prefill_for(bucket, tokens)
-        prefill.fill(chunks, self.row_assignment.rows_of(chunks))
-        self._count(bucket, tokens)
+        prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks))
+        self._count_step(bucket, tokens)
         return self._run(prefill.buffers)
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; row i of the output belongs to sequence i."""
         self.row_assignment.assign(running)
-        self.row_assignment.bring_blocks()
-        bucket = smallest(self.plan.decode_buckets, len(running))
-        self._count(bucket, len(running))
+        self.row_assignment.upload_block_table()
+        bucket = smallest_bucket(self.plan.decode_buckets, len(running))
+        self._count_step(bucket, len(running))
         return self._run(self._decode[bucket])
 
-    def _count(self, bucket: Bucket, used: int) -> None:
-        self.hits[bucket] += 1
-        self.padding[bucket] += bucket.size - used if not bucket.min_size else 0
+    def _count_step(self, bucket: Bucket, used: int) -> None:
+        self.step_counts[bucket] += 1
+        self.padding_tokens[bucket] += bucket.size - used if not bucket.min_size else 0
 
     @torch.no_grad()
     def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
@@ -94,25 +94,25 @@ class ModelRunner:
             sampling.count_tokens(state.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
 
-    def score(self, chunk: Chunk, wanted: int) -> list[tuple[int, sampling.Logprobs]]:
+    def compute_prompt_logprobs(self, chunk: Chunk, wanted: int) -> list[tuple[int, sampling.Logprobs]]:
         """Log-probabilities of the tokens that follow those of a chunk within its prompt, and of `wanted` others each.
 
         Each piece comes with the position of the first token that its tokens follow.
 
         Not from a graph, whose steps keep the last row of each prompt alone; by the same programs. The head works in
-        pieces of SCORED_ROWS tokens: the logits of a whole prompt may be larger than the weights.
+        pieces of PROMPT_LOGPROBS_CHUNK tokens: the logits of a whole prompt may be larger than the weights.
         """
         sequence, start, stop = chunk
         last = min(stop, sequence.prompt_length - 1)
-        prefill = self._prefill_for(smallest(self.plan.prefill_buckets, stop - start), stop - start)
+        prefill = self._prefill_for(smallest_bucket(self.plan.prefill_buckets, stop - start), stop - start)
         prefill.fill([chunk], [None])
         found: list[tuple[int, sampling.Logprobs]] = []
-        with _body_once(self.model):
-            for begin in range(start, last, SCORED_ROWS):
-                end = min(begin + SCORED_ROWS, last)
+        with _reuse_body_output(self.model):
+            for begin in range(start, last, PROMPT_LOGPROBS_CHUNK):
+                end = min(begin + PROMPT_LOGPROBS_CHUNK, last)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-                found.append((begin, sampling.logprobs(self._scored(prefill.buffers, rows), next_ids, wanted)))
+                found.append((begin, sampling.logprobs(self._logits_at(prefill.buffers, rows), next_ids, wanted)))
         self.uncaptured_runs += self.is_captured(prefill.buffers.bucket)
         return found
 
@@ -125,7 +125,7 @@ class ModelRunner:
         """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
         buffers = self._buffers(bucket)
         self._pool = self._pool or torch.cuda.MemPool()
-        self._graphs[bucket] = capture_graph(lambda: self._call(buffers), self._pool)
+        self._graphs[bucket] = capture_graph(lambda: self._forward(buffers), self._pool)
 
     def is_captured(self, bucket: Bucket) -> bool:
         return bucket in self._graphs
@@ -135,7 +135,7 @@ class ModelRunner:
         return self._run(self._buffers(bucket))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
-        return self._call(self._buffers(bucket))
+        return self._forward(self._buffers(bucket))
 
     def _buffers(self, bucket: Bucket) -> StepBuffers:
         return self._prefill[bucket].buffers if bucket.is_prefill else self._decode[bucket]
@@ -149,25 +149,25 @@ class ModelRunner:
 
     def _run(self, buffers: StepBuffers) -> StepOutput:
         graph = self._graphs.get(buffers.bucket)
-        return graph.replay() if graph else self._call(buffers)
+        return graph.replay() if graph else self._forward(buffers)
 
     @torch.no_grad()
-    def _call(self, buffers: StepBuffers) -> StepOutput:
-        variant = self._show(buffers)
-        last_token_rows = buffers.logit_rows if variant.last_token_rows else None
-        logits = self._logits(buffers, last_token_rows, None if variant.last_token_rows else buffers.logit_rows)
+    def _forward(self, buffers: StepBuffers) -> StepOutput:
+        variant = self._set_attn_metadata(buffers)
+        last_token_rows = buffers.logits_indices if variant.last_token_rows else None
+        logits = self._logits(buffers, last_token_rows, None if variant.last_token_rows else buffers.logits_indices)
         state = self.state
         tokens = advance(
-            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._backend
+            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._advance_backend
         )
         return StepOutput(logits, tokens, buffers.rows)
 
     @torch.no_grad()
-    def _scored(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
-        self._show(buffers)
+    def _logits_at(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
+        self._set_attn_metadata(buffers)
         return self._logits(buffers, None, rows)
 
-    def _show(self, buffers: StepBuffers) -> Variant:
+    def _set_attn_metadata(self, buffers: StepBuffers) -> Variant:
         """What the layers are to see from now on; how the bucket's step is made."""
         self.step.show(buffers.step)
         self.step.variant = variant = self._variants[buffers.bucket]
@@ -176,11 +176,11 @@ class ModelRunner:
             torch.compiler.cudagraph_mark_step_begin()
         return variant
 
-    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, late_rows: Tensor | None) -> Tensor:
+    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
         """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""
         keep: dict[str, Any] = {}
-        if self._keeps_rows:  # 0 keeps all: in decode every token is one that is sampled from
-            keep["logits_to_keep"] = 0 if late_rows is None else late_rows
+        if self._supports_logits_to_keep:  # 0 keeps all: in decode every token is one that is sampled from
+            keep["logits_to_keep"] = 0 if head_rows is None else head_rows
         self.step.last_token_rows = last_token_rows
         try:
             logits = self.model(
@@ -188,11 +188,11 @@ class ModelRunner:
             ).logits[0]
         finally:
             self.step.last_token_rows = None  # the reference runs the same layers
-        return logits if late_rows is None or keep else logits[late_rows]
+        return logits if head_rows is None or keep else logits[head_rows]
 
 
 @contextlib.contextmanager
-def _body_once(model: PreTrainedModel) -> Iterator[None]:
+def _reuse_body_output(model: PreTrainedModel) -> Iterator[None]:
     """Within, the model without its head runs at the first call alone, and every call gets what that gave.
 
     The head stays in the model's own forward, with whatever a family does around it. Where the body is one program
@@ -217,6 +217,6 @@ def _body_once(model: PreTrainedModel) -> Iterator[None]:
         del body.forward
 
 
-def smallest(buckets: tuple[Bucket, ...], size: int) -> Bucket:
+def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:
     """The smallest bucket that holds `size`."""
     return next(bucket for bucket in buckets if bucket.size >= size)

@@ -43,12 +43,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.engine.sequence import MOST_BIASES
+from tcdeploy.engine.sequence import MAX_LOGIT_BIASES
 
-ROWS_AT_ONCE = 64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
+MAX_ROWS_PER_PASS = 64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
 CHUNK = 256  # tokens of the second level of the cumulative distribution
 COUNT_LIMIT = 2**15 - 1
-RANK_BASE = 2**31 - 1  # ids count down from it in the lower half of a rank
+MAX_TOKEN_ID = 2**31 - 1  # ids count down from it in the lower half of a rank
 
 
 class Features(NamedTuple):
@@ -74,11 +74,11 @@ class SamplingRows:
     frequency: Tensor  # [rows] float32
     output_counts: Tensor  # [rows, vocab] int16: how often each token was generated, at most COUNT_LIMIT
     in_prompt: Tensor  # [rows, vocab] bool
-    bias_ids: Tensor  # [rows, MOST_BIASES] int64
-    bias_values: Tensor  # [rows, MOST_BIASES] float32: added to that token's logit
-    bias_ends: Tensor  # [rows, MOST_BIASES] int64: the first position at which it no longer is
+    bias_ids: Tensor  # [rows, MAX_LOGIT_BIASES] int64
+    bias_values: Tensor  # [rows, MAX_LOGIT_BIASES] float32: added to that token's logit
+    bias_ends: Tensor  # [rows, MAX_LOGIT_BIASES] int64: the first position at which it no longer is
 
-    def moving(self, features: Features) -> list[Tensor]:
+    def tensors_to_gather(self, features: Features) -> list[Tensor]:
         """What a row takes along when it moves: one number of each kind, and the wide ones that some row uses."""
         history, biases = (self.output_counts, self.in_prompt), (self.bias_ids, self.bias_values, self.bias_ends)
         numbers = [one for one in vars(self).values() if one.ndim == 1]
@@ -108,9 +108,9 @@ def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -
         frequency=full(0, torch.float32),
         output_counts=full(0, torch.int16, vocab_size),
         in_prompt=full(False, torch.bool, vocab_size),
-        bias_ids=full(0, torch.int64, MOST_BIASES),
-        bias_values=full(0, torch.float32, MOST_BIASES),
-        bias_ends=full(0, torch.int64, MOST_BIASES),
+        bias_ids=full(0, torch.int64, MAX_LOGIT_BIASES),
+        bias_values=full(0, torch.float32, MAX_LOGIT_BIASES),
+        bias_ends=full(0, torch.int64, MAX_LOGIT_BIASES),
     )
 
 
@@ -125,7 +125,7 @@ def row_seed(seed: int | None) -> int:
     return bits - 2**64 if bits >= 2**63 else bits
 
 
-def set_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
+def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
     """What the penalties of a row count from now on. The ids go up without making the host wait."""
     device, is_cuda = sampling.in_prompt.device, sampling.in_prompt.is_cuda
     prompt, output = (
@@ -139,9 +139,9 @@ def set_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_
 
 
 def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, int]]) -> None:
-    """What is added to the logits of a row: (token id, value, first position without it), MOST_BIASES at most."""
+    """What is added to the logits of a row: (token id, value, first position without it), MAX_LOGIT_BIASES at most."""
     is_cuda = sampling.bias_ids.is_cuda
-    padded = biases + [(0, 0.0, 0)] * (MOST_BIASES - len(biases))
+    padded = biases + [(0, 0.0, 0)] * (MAX_LOGIT_BIASES - len(biases))
     for target, values in zip(
         (sampling.bias_ids, sampling.bias_values, sampling.bias_ends), zip(*padded, strict=True), strict=True
     ):
@@ -168,8 +168,8 @@ def sample(
     `features` has them: token t of a row may come where bit t % 32 of its word t // 32 is set.
     """
     size, drawn = logits.shape[0], []
-    for start in range(0, size, ROWS_AT_ONCE):
-        part = slice(start, start + ROWS_AT_ONCE)
+    for start in range(0, size, MAX_ROWS_PER_PASS):
+        part = slice(start, start + MAX_ROWS_PER_PASS)
         chosen = slice(start, min(part.stop, size)) if rows is None else rows[part]
         allowed = masks[part] if masks is not None else None
         drawn.append(_sample(logits[part], sampling, chosen, positions[part], features, allowed))
@@ -180,29 +180,29 @@ def _sample(
     logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor, features: Features,
     masks: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    scores = _biased(logits, sampling, rows, positions) if features.biases else logits
-    scores = _penalised(scores, sampling, rows) if features.penalties else scores
-    scores = _masked(scores, masks) if masks is not None else scores
+    scores = _apply_biases(logits, sampling, rows, positions) if features.biases else logits
+    scores = _apply_penalties(scores, sampling, rows) if features.penalties else scores
+    scores = _apply_masks(scores, masks) if masks is not None else scores
     best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]; a NaN counts as the largest, as everywhere in torch
     top = scores.gather(1, best).double()
     temperature = sampling.temperature[rows, None].double()
     is_drawn = (temperature > 0) & top.isfinite()
-    heat = torch.where(temperature > 0, temperature, 1.0)
-    weights = _weights(scores, top, heat)
+    safe_temperature = torch.where(temperature > 0, temperature, 1.0)
+    weights = _relative_probs(scores, top, safe_temperature)
     if features.filters:
-        weights *= _kept(scores, weights, top, heat, sampling, rows)
+        weights *= _filter_mask(scores, weights, top, safe_temperature, sampling, rows)
     drawn = draw(weights, uniforms(sampling.seeds[rows], positions)[:, None])
     return torch.where(is_drawn, drawn, best)[:, 0]
 
 
-def _biased(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor) -> Tensor:
+def _apply_biases(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor) -> Tensor:
     """The logits in float32 with what was asked added; where nothing was, they are as they were, to the bit."""
     holds = positions[:, None] < sampling.bias_ends[rows]
     added = torch.where(holds, sampling.bias_values[rows], 0.0)
     return logits.float().scatter_add(1, sampling.bias_ids[rows], added)
 
 
-def _penalised(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> Tensor:
+def _apply_penalties(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> Tensor:
     """The logits in float32 less their penalties; neutral penalties leave them as they are, to the bit."""
     counts = sampling.output_counts[rows]
     is_generated = counts > 0
@@ -214,20 +214,20 @@ def _penalised(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> 
     return scores
 
 
-def _masked(scores: Tensor, masks: Tensor) -> Tensor:
+def _apply_masks(scores: Tensor, masks: Tensor) -> Tensor:
     """-inf where a bit is not set; a NaN is forbidden like any other. Bytes, so the scratch is one for each token."""
     bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
     allowed = (masks.view(torch.uint8)[:, :, None] >> bits) & 1  # little-endian words, as on every GPU's host
     return scores.where(allowed.flatten(1)[:, : scores.shape[1]].bool(), -torch.inf)
 
 
-def _weights(scores: Tensor, top: Tensor, heat: Tensor) -> Tensor:
+def _relative_probs(scores: Tensor, top: Tensor, safe_temperature: Tensor) -> Tensor:
     """Probabilities over the largest one: float64 in [0, 1], and 1 for the most likely."""
-    return (scores - top).div_(heat).exp_()
+    return (scores - top).div_(safe_temperature).exp_()
 
 
-def _kept(
-    scores: Tensor, weights: Tensor, top: Tensor, heat: Tensor, sampling: SamplingRows, rows: slice | Tensor
+def _filter_mask(
+    scores: Tensor, weights: Tensor, top: Tensor, safe_temperature: Tensor, sampling: SamplingRows, rows: slice | Tensor
 ) -> Tensor:
     """Whether each token passes its row's filters, [n, vocab].
 
@@ -238,17 +238,17 @@ def _kept(
     ranks = torch.arange(scores.shape[1], device=scores.device)
     top_k, top_p = sampling.top_k[rows, None], sampling.top_p[rows, None]
     limit = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1])
-    last = torch.where(top_p < 1, _last_of_top_p(_weights(ordered, top, heat) * (ranks < limit), top_p), limit - 1)
+    last = torch.where(top_p < 1, _top_p_last_rank(_relative_probs(ordered, top, safe_temperature) * (ranks < limit), top_p), limit - 1)
     edge, edge_id = ordered.gather(1, last), ids.gather(1, last)
     is_head = (scores > edge) | ((scores == edge) & (ranks <= edge_id))
     return is_head & (weights >= sampling.min_p[rows, None])
 
 
-def _last_of_top_p(ordered: Tensor, top_p: Tensor) -> Tensor:
+def _top_p_last_rank(ordered: Tensor, top_p: Tensor) -> Tensor:
     """The rank at which the sorted weights [n, vocab] first reach their share top_p [n, 1], as [n, 1]."""
     cumulative = accumulate(ordered)
     wanted = (top_p.double() * cumulative.total.double()).ceil().long() - 1
-    return cumulative.first_beyond(wanted.clamp(min=0))
+    return cumulative.first_exceeding(wanted.clamp(min=0))
 
 
 class Cumulative(NamedTuple):
@@ -262,7 +262,7 @@ class Cumulative(NamedTuple):
     def total(self) -> Tensor:
         return self.ends[:, -1:]
 
-    def first_beyond(self, wanted: Tensor) -> Tensor:
+    def first_exceeding(self, wanted: Tensor) -> Tensor:
         """The first token at which the cumulated units exceed `wanted` [n, 1], as [n, 1]; in range for any units."""
         chunk = torch.searchsorted(self.ends, wanted, right=True).clamp(max=self.ends.shape[1] - 1)
         units = self.units.gather(1, chunk[:, :, None].expand(-1, 1, CHUNK))[:, 0]
@@ -288,7 +288,7 @@ def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     cumulative = accumulate(weights)
     total = cumulative.total
     wanted = (uniform * total.double()).long()
-    return cumulative.first_beyond(torch.minimum(wanted, total - 1))  # the product may round up to the total
+    return cumulative.first_exceeding(torch.minimum(wanted, total - 1))  # the product may round up to the total
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -298,12 +298,12 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
     own, 2^40 and more steps from those of its million neighbours. int64 wraps; the constants are its signed ones.
     """
     bits = seeds * -0x2ECBDABC217D106B + positions * -0x61C8864680B583EB
-    bits = (bits ^ _shifted(bits, 30)) * -0x40A7B892E31B1A47
-    bits = (bits ^ _shifted(bits, 27)) * -0x6B2FB644ECCEEE15
-    return _shifted(bits ^ _shifted(bits, 31), 11).double() * 2.0**-53
+    bits = (bits ^ _logical_shift_right(bits, 30)) * -0x40A7B892E31B1A47
+    bits = (bits ^ _logical_shift_right(bits, 27)) * -0x6B2FB644ECCEEE15
+    return _logical_shift_right(bits ^ _logical_shift_right(bits, 31), 11).double() * 2.0**-53
 
 
-def _shifted(bits: Tensor, by: int) -> Tensor:
+def _logical_shift_right(bits: Tensor, by: int) -> Tensor:
     """A logical shift to the right: torch's copies the sign."""
     return (bits >> by) & (2 ** (64 - by) - 1)
 
@@ -319,7 +319,7 @@ def logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
     bits = scores.view(torch.int32)
     order = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()  # integers in the order of the floats
     ids = torch.arange(scores.shape[1], device=scores.device)
-    ranked = ((order << 32) | (RANK_BASE - ids)).topk(k, dim=-1).values
-    top_ids = RANK_BASE - (ranked & RANK_BASE)
+    ranked = ((order << 32) | (MAX_TOKEN_ID - ids)).topk(k, dim=-1).values
+    top_ids = MAX_TOKEN_ID - (ranked & MAX_TOKEN_ID)
     chosen = scores.gather(1, tokens[:, None]) - total
     return Logprobs(chosen[:, 0], top_ids, scores.gather(1, top_ids) - total)

@@ -29,7 +29,7 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 LOOKAHEAD_BLOCKS = 8  # 128 tokens at blocks of 16: a row's block table changes once in that many steps
 
 
-class Limits(NamedTuple):
+class SchedulerConfig(NamedTuple):
     """What the warmed buckets can take: `max_rows` decode rows; tokens and chunks of one prefill step."""
 
     max_rows: int
@@ -38,14 +38,14 @@ class Limits(NamedTuple):
     max_consecutive_prefills: int = 4
 
 
-class Step(NamedTuple):
+class SchedulerOutput(NamedTuple):
     """What to launch: one of the two, never both. `decode` is `running` as it stands, in row order."""
 
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Sequence, ...] = ()
 
 
-class Load(NamedTuple):
+class SchedulerStats(NamedTuple):
     """Counts for metrics. Blocks of the prefix cache that nobody holds are not used: they can be taken."""
 
     waiting: int
@@ -58,7 +58,7 @@ class Load(NamedTuple):
 class Scheduler:
     """Owns the queue, the rows and the blocks. Not thread-safe."""
 
-    def __init__(self, limits: Limits, allocator: BlockAllocator) -> None:
+    def __init__(self, limits: SchedulerConfig, allocator: BlockAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
         self.waiting: deque[Sequence] = deque()
@@ -67,21 +67,21 @@ class Scheduler:
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
         self._consecutive_prefills = 0
-        self._unregistered: tuple[Chunk, ...] = ()  # of the last step
+        self._unregistered_chunks: tuple[Chunk, ...] = ()  # of the last step
 
     @property
     def has_work(self) -> bool:
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
-    def load(self) -> Load:
+    def stats(self) -> SchedulerStats:
         used = self.allocator.capacity - self.allocator.free
-        return Load(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)
+        return SchedulerStats(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)
 
     def submit(self, sequence: Sequence) -> None:
         """First come, first served. The caller has checked that it fits when alone."""
         assert not sequence.blocks and not sequence.finish_reason, "a new sequence"
-        assert self.allocator.needed(_most_keys(sequence)) <= self.allocator.capacity, "the caller checks first"
+        assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, "the caller checks first"
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -94,43 +94,43 @@ class Scheduler:
         assert sequence.finish_reason, "`receive` sets it"
         self._release(sequence)
 
-    def schedule(self) -> Step | None:
+    def schedule(self) -> SchedulerOutput | None:
         """The next step, to be launched at once. None: nothing can run until tokens in flight have been read."""
-        self._register()
-        self._retire()
+        self._register_prefixes()
+        self._release_finished()
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.limits.max_consecutive_prefills
         chunks = () if decode_is_due else self._prefill()
         if chunks:
             self._consecutive_prefills += 1
-            return Step(chunks=chunks)
+            return SchedulerOutput(chunks=chunks)
         if not self.running:
             return None
         self._consecutive_prefills = 0
-        return Step(decode=self._decode())
+        return SchedulerOutput(decode=self._decode())
 
-    def start_over(self) -> None:
+    def requeue_all(self) -> None:
         """The last scheduled step did not run: forget what it, or anyone, wrote; all that is open waits again."""
         for sequence in reversed(list(self._admitted)):
-            self.allocator.give_back(sequence.blocks)
-            sequence.cached = sequence.in_flight = 0
+            self.allocator.release(sequence.blocks)
+            sequence.num_computed_tokens = sequence.in_flight = 0
             if not sequence.finish_reason:
                 self.waiting.appendleft(sequence)
         self._admitted.clear()
         self.prefilling.clear()
         self.running.clear()
-        self._unregistered = ()
-        self.allocator.reset_prefixes()
+        self._unregistered_chunks = ()
+        self.allocator.reset_prefix_cache()
 
-    def _register(self) -> None:
+    def _register_prefixes(self) -> None:
         """What the last step's chunks write; nothing of a sequence that has given its blocks back since."""
-        for sequence, _, stop in self._unregistered:
+        for sequence, _, stop in self._unregistered_chunks:
             self.allocator.register(sequence.token_ids, sequence.blocks, stop)
-        self._unregistered = ()
+        self._unregistered_chunks = ()
 
-    def _retire(self) -> None:
+    def _release_finished(self) -> None:
         """Whose last token is sampled needs its row no more."""
         for sequence in self.running.copy():
-            if sequence.is_exhausted or sequence.finish_reason:
+            if sequence.has_sampled_last_token or sequence.finish_reason:
                 self._release(sequence)
 
     def _prefill(self) -> tuple[Chunk, ...]:
@@ -141,12 +141,12 @@ class Scheduler:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:
                 break
-            chunk = Chunk(sequence, sequence.cached, min(sequence.cached + room, len(sequence.token_ids)))
+            chunk = Chunk(sequence, sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.token_ids)))
             self._launch_chunk(chunk)
             chunks.append(chunk)
             room -= chunk.stop - chunk.start
-        self._unregistered = tuple(chunks)
-        return self._unregistered
+        self._unregistered_chunks = tuple(chunks)
+        return self._unregistered_chunks
 
     def _admit(self) -> Sequence | None:
         """The head of the queue, with its blocks; None where it has to wait, and all behind it wait too."""
@@ -155,17 +155,17 @@ class Scheduler:
         sequence = self.waiting[0]
         if sequence.in_flight:  # pre-empted with tokens unread: the host cannot feed what it does not know
             return None
-        wants_all = sequence.params.prompt_logprobs is not None  # also of tokens whose keys are there
-        shared = [] if wants_all else self.allocator.match(sequence.token_ids)
-        missing = self.allocator.needed(len(sequence.token_ids)) - len(shared)
+        wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # also of tokens whose keys are there
+        shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
+        missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
         watermark = len(self._admitted)  # each of them may want a block at the next step, and would send us back
         if missing + watermark > self.allocator.free:
-            self.allocator.give_back(shared)
+            self.allocator.release(shared)
             return None
-        sequence.blocks = shared + self.allocator.take(missing)
-        sequence.cached = (len(sequence.blocks) - missing) * self.allocator.block_size
-        sequence.prefix_hits += sequence.cached
-        sequence.admitted = sequence.admitted or time.perf_counter()
+        sequence.blocks = shared + self.allocator.allocate(missing)
+        sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
+        sequence.prefix_hit_tokens += sequence.num_computed_tokens
+        sequence.admitted_at = sequence.admitted_at or time.perf_counter()
         self.prefilling.append(self.waiting.popleft())
         self._admitted[sequence] = None
         return sequence
@@ -173,55 +173,55 @@ class Scheduler:
     def _launch_chunk(self, chunk: Chunk) -> None:
         """The chunk that reaches the end samples the next token; one before it samples nothing."""
         sequence = chunk.sequence
-        sequence.cached = chunk.stop
+        sequence.num_computed_tokens = chunk.stop
         if chunk.stop == len(sequence.token_ids):
             sequence.in_flight += 1
             self.prefilling.remove(sequence)
             self.running.append(sequence)
 
     def _decode(self) -> tuple[Sequence, ...]:
-        self._cover_next_tokens()
+        self._allocate_decode_blocks()
         for sequence in self.running:
-            sequence.cached = sequence.length
+            sequence.num_computed_tokens = sequence.length
             sequence.in_flight += 1
         return tuple(self.running)
 
-    def _cover_next_tokens(self) -> None:
+    def _allocate_decode_blocks(self) -> None:
         """Blocks for `length` tokens of every running sequence; where blocks are plentiful, some ahead.
 
         In one call a sequence's blocks grow or shrink, never both. So a row whose sequence and number of blocks are
         those of the decode step before has the same blocks.
         """
-        if not self._lacking(0):
+        if not self._total_missing_blocks(0):
             return
-        ahead = LOOKAHEAD_BLOCKS if self._is_plentiful() else 0
-        self._make_room()
+        ahead = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
+        self._preempt_until_it_fits()
         for sequence in self.running:
-            sequence.blocks += self.allocator.take(self._missing(sequence, ahead))
+            sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, ahead))
 
-    def _is_plentiful(self) -> bool:
+    def _can_look_ahead(self) -> bool:
         """At most half of what is free goes into looking ahead, and nothing while somebody waits for blocks."""
         someone_waits = bool(self.waiting) and self._has_free_row()
-        return not someone_waits and 2 * self._lacking(LOOKAHEAD_BLOCKS) <= self.allocator.free
+        return not someone_waits and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.free
 
-    def _make_room(self) -> None:
+    def _preempt_until_it_fits(self) -> None:
         """First the blocks ahead that nobody has used, then the sequence admitted last."""
-        if self._lacking(0) > self.allocator.free:
+        if self._total_missing_blocks(0) > self.allocator.free:
             self._drop_lookahead()
-        while self._lacking(0) > self.allocator.free:
+        while self._total_missing_blocks(0) > self.allocator.free:
             assert len(self._admitted) > 1, "every request fits when alone"
             self._preempt(next(reversed(self._admitted)))
 
     def _drop_lookahead(self) -> None:
         for sequence in self.running:
-            used = self.allocator.needed(sequence.length)
+            used = self.allocator.blocks_for(sequence.length)
             spare = sequence.blocks[used:]
             del sequence.blocks[used:]
-            self.allocator.give_back(spare)
+            self.allocator.release(spare)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
-        sequence.cached = 0
+        sequence.num_computed_tokens = 0
         sequence.preemptions += 1
         self.preemptions += 1
         self.waiting.appendleft(sequence)
@@ -236,12 +236,12 @@ class Scheduler:
         if sequence in self.prefilling:
             self.prefilling.remove(sequence)
         else:
-            self._vacate_row(sequence)
-        known = min(sequence.cached, len(sequence.token_ids))
+            self._remove_row(sequence)
+        known = min(sequence.num_computed_tokens, len(sequence.token_ids))
         self.allocator.register(sequence.token_ids, sequence.blocks, known)
-        self.allocator.give_back(sequence.blocks)
+        self.allocator.release(sequence.blocks)
 
-    def _vacate_row(self, sequence: Sequence) -> None:
+    def _remove_row(self, sequence: Sequence) -> None:
         """The last row moves into its place: rows stay dense, and no other moves."""
         row = self.running.index(sequence)
         last = self.running.pop()
@@ -251,15 +251,15 @@ class Scheduler:
     def _has_free_row(self) -> bool:
         return len(self._admitted) < self.limits.max_rows
 
-    def _lacking(self, ahead: int) -> int:
-        return sum(self._missing(sequence, ahead) for sequence in self.running)
+    def _total_missing_blocks(self, ahead: int) -> int:
+        return sum(self._missing_blocks(sequence, ahead) for sequence in self.running)
 
-    def _missing(self, sequence: Sequence, ahead: int) -> int:
+    def _missing_blocks(self, sequence: Sequence, ahead: int) -> int:
         """Blocks to take for the next token and `ahead` more, within what it can ever fill."""
-        wanted = min(self.allocator.needed(sequence.length) + ahead, self.allocator.needed(_most_keys(sequence)))
+        wanted = min(self.allocator.blocks_for(sequence.length) + ahead, self.allocator.blocks_for(_max_cached_tokens(sequence)))
         return max(0, wanted - len(sequence.blocks))
 
 
-def _most_keys(sequence: Sequence) -> int:
+def _max_cached_tokens(sequence: Sequence) -> int:
     """Tokens that it may come to have keys of: its last new token is never fed back."""
     return sequence.prompt_length + sequence.params.max_new_tokens - 1

@@ -18,57 +18,57 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.constraint import Constraint, Matcher
 from tcdeploy.errors import UsageError
 
-LARGEST = sys.float_info.max  # a comparison with it refuses inf and NaN, and whole numbers that no float can hold
-LARGEST_TOP_K = 2**31 - 1  # it goes into an int32 tensor
-MOST_LOGPROBS = 20
-MOST_BIASES = 512  # tokens of one request, or decode row; OpenAI's API takes 300
-FOREVER = 2**62  # a position that no sequence reaches
+MAX_FLOAT = sys.float_info.max  # a comparison with it refuses inf and NaN, and whole numbers that no float can hold
+MAX_TOP_K = 2**31 - 1  # it goes into an int32 tensor
+MAX_LOGPROBS = 20
+MAX_LOGIT_BIASES = 512  # tokens of one request, or decode row; OpenAI's API takes 300
+MAX_POSITION = 2**62  # a position that no sequence reaches
 
 
-class Accepted(NamedTuple):
+class ParamCheck(NamedTuple):
     """The values that a parameter may have, and what to say of any other."""
 
     label: str
-    kind: type
-    accepts: Callable[[Any], bool]
-    wanted: str
+    type_: type
+    is_valid: Callable[[Any], bool]
+    expected: str
     hint: str
 
     def check(self, value: Any) -> None:
         """A whole number is a float too; True is neither, though Python counts with it."""
-        kinds = (int, float) if self.kind is float else self.kind
-        if isinstance(value, bool) or not isinstance(value, kinds) or not self.accepts(value):
-            raise UsageError(f"{self.label} is {value!r}, and must be {self.wanted}", self.hint)
+        kinds = (int, float) if self.type_ is float else self.type_
+        if isinstance(value, bool) or not isinstance(value, kinds) or not self.is_valid(value):
+            raise UsageError(f"{self.label} is {value!r}, and must be {self.expected}", self.hint)
 
 
-WHOLE, NUMBER = "a whole number", "a number"
-STOP_TOKEN_ID = Accepted("a stop token id", int, lambda i: i >= 0, f"{WHOLE}, 0 or more", "ids, not words")
-BIASED_TOKEN_ID = Accepted("a biased token id", int, lambda i: i >= 0, f"{WHOLE}, 0 or more", "ids, not words")
-ACCEPTED = {
-    "max_new_tokens": Accepted("max new tokens", int, lambda n: n >= 1, f"{WHOLE}, 1 or more", "--max-new-tokens 128"),
-    "temperature": Accepted("temperature", float, lambda t: 0 <= t <= LARGEST, f"{NUMBER}, 0 or more", "0 is greedy"),
-    "top_k": Accepted("top-k", int, lambda k: 0 <= k <= LARGEST_TOP_K, f"{WHOLE}, 0 to {LARGEST_TOP_K}", "0 keeps all"),
-    "top_p": Accepted("top-p", float, lambda p: 0 < p <= 1, f"{NUMBER} above 0 and at most 1", "1 keeps all"),
-    "min_p": Accepted("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
-    "repetition_penalty": Accepted(
-        "repetition penalty", float, lambda p: 0 < p <= LARGEST, f"{NUMBER} above 0", "1 changes nothing"
+INTEGER, NUMBER = "a whole number", "a number"
+STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
+BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
+PARAM_CHECKS = {
+    "max_new_tokens": ParamCheck("max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"),
+    "temperature": ParamCheck("temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"),
+    "top_k": ParamCheck("top-k", int, lambda k: 0 <= k <= MAX_TOP_K, f"{INTEGER}, 0 to {MAX_TOP_K}", "0 keeps all"),
+    "top_p": ParamCheck("top-p", float, lambda p: 0 < p <= 1, f"{NUMBER} above 0 and at most 1", "1 keeps all"),
+    "min_p": ParamCheck("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
+    "repetition_penalty": ParamCheck(
+        "repetition penalty", float, lambda p: 0 < p <= MAX_FLOAT, f"{NUMBER} above 0", "1 changes nothing"
     ),
-    "presence_penalty": Accepted(
+    "presence_penalty": ParamCheck(
         "presence penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
     ),
-    "frequency_penalty": Accepted(
+    "frequency_penalty": ParamCheck(
         "frequency penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
     ),
-    "min_new_tokens": Accepted("min new tokens", int, lambda n: n >= 0, f"{WHOLE}, 0 or more", "0 asks none"),
-    "seed": Accepted("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{WHOLE} of 64 bits", "--seed 0"),
-    "logprobs": Accepted(
-        "logprobs", int, lambda n: 0 <= n <= MOST_LOGPROBS, f"{WHOLE} from 0 to {MOST_LOGPROBS}", "None reports none"
+    "min_new_tokens": ParamCheck("min new tokens", int, lambda n: n >= 0, f"{INTEGER}, 0 or more", "0 asks none"),
+    "seed": ParamCheck("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{INTEGER} of 64 bits", "--seed 0"),
+    "logprobs": ParamCheck(
+        "logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None reports none"
     ),
-    "prompt_logprobs": Accepted(
-        "prompt logprobs", int, lambda n: 0 <= n <= MOST_LOGPROBS, f"{WHOLE} from 0 to {MOST_LOGPROBS}", "None: none"
+    "prompt_logprobs": ParamCheck(
+        "prompt logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None: none"
     ),
 }
-BIAS = Accepted("a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token")
+LOGIT_BIAS = ParamCheck("a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,25 +98,25 @@ class SamplingParams:
     constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
-        for name, accepted in ACCEPTED.items():
+        for name, param_check in PARAM_CHECKS.items():
             value, default = getattr(self, name), DEFAULTS[name]
             if type(value) is not type(default) or value != default:  # most are as they were; True equals 1
-                accepted.check(value)
+                param_check.check(value)
         if not isinstance(self.stop_token_ids, tuple):
             raise UsageError(f"stop token ids are {self.stop_token_ids!r}, and must be a tuple", "() stops at none")
         for token_id in self.stop_token_ids:
             STOP_TOKEN_ID.check(token_id)
-        if len(self.logit_bias) + len(self.stop_token_ids) > MOST_BIASES:
-            raise UsageError(f"logit biases and stop token ids are more than {MOST_BIASES} together")
+        if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
+            raise UsageError(f"logit biases and stop token ids are more than {MAX_LOGIT_BIASES} together")
         for token_id, value in self.logit_bias:
             BIASED_TOKEN_ID.check(token_id)
-            BIAS.check(value)
+            LOGIT_BIAS.check(value)
 
     def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
         """(token id, value, first position without it): what is added to logits."""
-        held = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
-        asked = [(token_id, value, FOREVER) for token_id, value in self.logit_bias]
-        return asked + (held if self.min_new_tokens else [])
+        stop_biases = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
+        logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.logit_bias]
+        return logit_biases + (stop_biases if self.min_new_tokens else [])
 
     @property
     def is_greedy(self) -> bool:
@@ -127,7 +127,7 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
     @property
-    def is_plain(self) -> bool:
+    def is_unmodified_greedy(self) -> bool:
         """The most likely token of the model itself."""
         return self.is_greedy and not self.has_penalties and not self.has_biases and self.constraint is None
 
@@ -147,7 +147,7 @@ DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
 class Sequence:
     """`token_ids` is the prompt, then what the host has read back; steps in flight may have sampled more.
 
-    The keys of the first `cached` tokens are written by steps launched so far, in stream order. A sequence whose
+    The keys of the first `num_computed_tokens` tokens are written by steps launched so far, in stream order. A sequence whose
     `finish_reason` is set takes no more tokens: what is in flight for it then is dropped by whoever reads it.
     """
 
@@ -156,12 +156,12 @@ class Sequence:
     prompt_length: int
     params: SamplingParams
     blocks: list[int] = field(default_factory=list)
-    cached: int = 0
+    num_computed_tokens: int = 0
     in_flight: int = 0  # sampled on the device, not read by the host
     preemptions: int = 0
-    prefix_hits: int = 0  # tokens taken from the prefix cache, over all admissions
-    submitted: float = field(default_factory=time.perf_counter)
-    admitted: float = 0.0  # the first time; 0: not yet
+    prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
+    submitted_at: float = field(default_factory=time.perf_counter)
+    admitted_at: float = 0.0  # the first time; 0: not yet
     prompt_logprobs: list[Any] = field(default_factory=list)  # where the request asks for them, as they arrive
     finish_reason: str = ""  # "stop", "length", "abort" or "error" (of its constraint) once finished
     matcher: Matcher | None = field(init=False)  # knows the new tokens of `token_ids`, and no others
@@ -170,7 +170,7 @@ class Sequence:
         self.matcher = self.params.constraint.start() if self.params.constraint else None
 
     @property
-    def generated(self) -> int:
+    def num_output_tokens(self) -> int:
         """New tokens that the host knows."""
         return len(self.token_ids) - self.prompt_length
 
@@ -180,9 +180,9 @@ class Sequence:
         return len(self.token_ids) + self.in_flight
 
     @property
-    def is_exhausted(self) -> bool:
+    def has_sampled_last_token(self) -> bool:
         """Its last token is sampled, though perhaps not read."""
-        return self.generated + self.in_flight >= self.params.max_new_tokens
+        return self.num_output_tokens + self.in_flight >= self.params.max_new_tokens
 
     def append(self, token_id: int) -> None:
         self.token_ids.append(token_id)
@@ -190,7 +190,7 @@ class Sequence:
             self.finish_reason = verdict
         elif token_id in self.params.stop_token_ids:
             self.finish_reason = "stop"
-        elif self.generated >= self.params.max_new_tokens:
+        elif self.num_output_tokens >= self.params.max_new_tokens:
             self.finish_reason = "length"
 
     def receive(self, token_id: int) -> None:

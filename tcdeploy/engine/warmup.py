@@ -28,7 +28,7 @@ from tcdeploy.cache.manifest import GreedyTokens, BucketRecord, Parity, Trial
 from tcdeploy.compiler.programs import translate_compile_errors, force_eager, without_compile_workers
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.parity import greedy_tokens, compare, reference_attention, reference_logits
+from tcdeploy.engine.parity import greedy_tokens, check_parity, reference_attn_implementation, reference_logits
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
@@ -36,16 +36,16 @@ from tcdeploy.planning.plan import Bucket
 from tcdeploy.progress import Progress
 
 RUNS_BEFORE_CAPTURE = 2
-CHECKED_DECODE_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
-TIMED_CONTEXT = 512
+MAX_CHECKED_ROWS = 4  # the first, the last and two between: each costs a whole eager pass
+MAX_TIMED_CONTEXT = 512
 TIMED_RUNS = 20
-WARMING_RUNS = 2
-TIMED_SECONDS = 2.0
+UNTIMED_RUNS = 2
+MAX_TIMED_SECONDS = 2.0
 SEED = 20
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousRun:
     """What an earlier run left in the manifest, by bucket name.
 
     `buckets` are those whose programs are there: none where they would be made from other sources or settings now.
@@ -58,7 +58,7 @@ class Earlier:
 
 
 def warm_buckets(
-    runner: ModelRunner, architecture: Architecture, earlier: Earlier, cache_dir: str, measure: bool, progress: Progress
+    runner: ModelRunner, architecture: Architecture, previous: PreviousRun, cache_dir: str, measure: bool, progress: Progress
 ) -> list[BucketRecord]:
     """Warm all buckets of the plan; returns their records in the plan's order.
 
@@ -70,14 +70,14 @@ def warm_buckets(
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
-        warmer = _BucketWarmer(runner, bucket, reference_attention(architecture), architecture.vocab_size)
+        warmer = _BucketWarmer(runner, bucket, reference_attn_implementation(architecture), architecture.vocab_size)
         # what is left is shared by the buckets that are left
         share = tuning_left / (len(order) - number + 1)
         with translate_compile_errors(plan, cache_dir):
-            records[bucket] = warmer.warm(earlier, share, measure)
+            records[bucket] = warmer.warm(previous, share, measure)
         tuning_left -= warmer.tuning_seconds
         progress.bucket_finished(records[bucket])
-        _insist(records[bucket].parity, bucket)
+        _raise_if_parity_failed(records[bucket].parity, bucket)
     runner.row_assignment.clear()
     if read_counts().cache_write_errors:
         raise SpaceError(
@@ -87,7 +87,7 @@ def warm_buckets(
     return [records[bucket] for bucket in plan.buckets]
 
 
-def _insist(parity: Parity, bucket: Bucket) -> None:
+def _raise_if_parity_failed(parity: Parity, bucket: Bucket) -> None:
     if not parity.passed:
         raise CompileError(
             f"bucket {bucket.name} is not the eager model: logits differ by {parity.max_difference:.3g} "
@@ -97,15 +97,15 @@ def _insist(parity: Parity, bucket: Bucket) -> None:
         )
 
 
-class _Made(NamedTuple):
+class _CompiledVariant(NamedTuple):
     """A candidate that was compiled and recorded on this bucket."""
 
-    compile_step: CompileStats
+    compilation: CompileStats
     capture_seconds: float
     graph_memory_bytes: int | None
 
 
-class _Checked(NamedTuple):
+class _ParityCheck(NamedTuple):
     """A bucket against the eager model, and what both answered."""
 
     parity: Parity
@@ -113,13 +113,13 @@ class _Checked(NamedTuple):
     greedy_tokens: GreedyTokens
 
 
-class _Settled(NamedTuple):
+class _SelectedVariant(NamedTuple):
     """The candidate that serves, and what it took to know that it is right."""
 
     variant: Variant
-    made: _Made
+    compiled: _CompiledVariant
     trials: tuple[Trial, ...]
-    checked: _Checked
+    checked: _ParityCheck
     check_seconds: float
     peak_memory_bytes: int
 
@@ -132,32 +132,32 @@ class _BucketWarmer:
         self.random = random.Random(SEED)
         self.vocab_size = vocab_size
         self.variants = {variant.name: variant for variant in self.plan.variants(bucket)}
-        self.made: dict[Variant, _Made] = {}  # in trials of this run
+        self.compiled: dict[Variant, _CompiledVariant] = {}  # in trials of this run
         self.tuning_seconds = 0.0  # that trying took beyond the one candidate there must be
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
-    def warm(self, earlier: Earlier, tune_seconds: float, measure: bool) -> BucketRecord:
+    def warm(self, previous: PreviousRun, tune_seconds: float, measure: bool) -> BucketRecord:
         if self.plan.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
         before = read_counts()
-        sequences = self._sequences()
+        sequences = self._make_sequences()
         if not self.bucket.is_prefill:
-            self._fill_cache(sequences)
-        is_known = self.bucket.name in earlier.buckets
-        settled = self._select_variant(self._trials(sequences, earlier, tune_seconds), sequences, is_known)
-        made = settled.made
+            self._prefill_kv_cache(sequences)
+        is_cached = self.bucket.name in previous.buckets
+        selected = self._select_variant(self._get_trials(sequences, previous, tune_seconds), sequences, is_cached)
+        compiled = selected.compiled
         kernels_compiled = (read_counts() - before).kernels_compiled  # in trials and checks too
-        counts = dataclasses.replace(made.compile_step.counts, kernels_compiled=kernels_compiled)
-        cold_seconds = earlier.cold_seconds.get(self.bucket.name)
-        if made.compile_step.counts.cache_misses or (cold_seconds is None and counts.outcome == "miss"):
-            cold_seconds = made.compile_step.seconds
+        counts = dataclasses.replace(compiled.compilation.counts, kernels_compiled=kernels_compiled)
+        cold_seconds = previous.cold_seconds.get(self.bucket.name)
+        if compiled.compilation.counts.cache_misses or (cold_seconds is None and counts.outcome == "miss"):
+            cold_seconds = compiled.compilation.seconds
         eager_ms, compiled_ms = self._time() if measure else (None, None)
         return BucketRecord(
             bucket=self.bucket.name,
             outcome=counts.outcome,
-            compile_seconds=made.compile_step.seconds,
-            capture_seconds=made.capture_seconds,
-            check_seconds=settled.check_seconds,
+            compile_seconds=compiled.compilation.seconds,
+            capture_seconds=compiled.capture_seconds,
+            check_seconds=selected.check_seconds,
             compiles=counts.compiles,
             programs=counts.programs,
             cache_hits=counts.cache_hits,
@@ -167,18 +167,18 @@ class _BucketWarmer:
             kernels_timed=counts.kernels_timed,
             kernels_compiled=kernels_compiled,
             captured=self.runner.is_captured(self.bucket),
-            **settled.checked._asdict(),
-            peak_memory_bytes=settled.peak_memory_bytes,
-            variant=settled.variant.name,
-            trials=settled.trials,
-            graph_memory_bytes=made.graph_memory_bytes,
+            **selected.checked._asdict(),
+            peak_memory_bytes=selected.peak_memory_bytes,
+            variant=selected.variant.name,
+            trials=selected.trials,
+            graph_memory_bytes=compiled.graph_memory_bytes,
             cold_seconds=cold_seconds,
             eager_ms=eager_ms,
             compiled_ms=compiled_ms,
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _select_variant(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_known: bool) -> _Settled:
+    def _select_variant(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_cached: bool) -> _SelectedVariant:
         """Make the only candidate, or the fastest of those timed, and check it.
 
         One that is not the eager model is passed over, and shown, as long as there is another that was timed.
@@ -186,38 +186,38 @@ class _BucketWarmer:
         while True:
             name = _fastest(trials, self.variants).variant if trials else next(iter(self.variants))
             variant = self.variants[name]
-            with without_compile_workers() if is_known else contextlib.nullcontext():
+            with without_compile_workers() if is_cached else contextlib.nullcontext():
                 again = self._compile_and_capture(variant, sequences)  # the last one made stands
-            made = again._replace(compile_step=_compile_step(variant, again.compile_step, self.made))
+            compiled = again._replace(compilation=_total_compilation(variant, again.compilation, self.compiled))
             if trials and not self.bucket.is_prefill:
-                self._fill_cache(sequences)  # timing wrote over it
+                self._prefill_kv_cache(sequences)  # timing wrote over it
             peak_memory_bytes, start = self._peak_memory_bytes(), time.perf_counter()
-            checked = self._check(sequences)
+            checked = self._check_parity(sequences)
             parity = checked.parity
-            others = tuple(_refuted(trial, parity) if trial.variant == variant.name else trial for trial in trials)
-            if parity.passed or not _is_timed(others):
+            others = tuple(_with_parity_failure(trial, parity) if trial.variant == variant.name else trial for trial in trials)
+            if parity.passed or not _any_timed(others):
                 seconds = time.perf_counter() - start
-                return _Settled(variant, made, trials, checked, seconds, peak_memory_bytes)
+                return _SelectedVariant(variant, compiled, trials, checked, seconds, peak_memory_bytes)
             trials = others
 
-    def _trials(self, sequences: list[Sequence], earlier: Earlier, seconds: float) -> tuple[Trial, ...]:
+    def _get_trials(self, sequences: list[Sequence], previous: PreviousRun, seconds: float) -> tuple[Trial, ...]:
         """Of the candidates, earlier and now; none where there is but one.
 
         What an earlier run timed is not timed again. What it left out is tried only if there is more time than it had.
         """
         if len(self.variants) == 1:
             return ()
-        known = tuple(trial for trial in earlier.trials.get(self.bucket.name, ()) if trial.variant in self.variants)
-        if _is_timed(known) and self.plan.tune_seconds <= earlier.tune_seconds:
+        known = tuple(trial for trial in previous.trials.get(self.bucket.name, ()) if trial.variant in self.variants)
+        if _any_timed(known) and self.plan.tune_seconds <= previous.tune_seconds:
             return known
         tried = {trial.variant for trial in known}
         untried = [variant for name, variant in self.variants.items() if name not in tried]
-        return known + self._time_variants(untried, sequences, seconds, must_succeed=not _is_timed(known))
+        return known + self._time_variants(untried, sequences, seconds, must_succeed=not _any_timed(known))
 
     def _time_variants(
         self, variants: list[Variant], sequences: list[Sequence], seconds: float, must_succeed: bool
     ) -> tuple[Trial, ...]:
-        """Make and time one candidate after another until the seconds are over; fills `self.made`.
+        """Make and time one candidate after another until the seconds are over; fills `self.compiled`.
 
         What it takes to have one that can be timed, where there must be, does not count: it is made in any case.
         A setting that this torch or this GPU cannot compile with is passed over, and shown. Where one must succeed and
@@ -226,12 +226,12 @@ class _BucketWarmer:
         trials: list[Trial] = []
         failure = None
         for variant in variants:
-            is_needed = must_succeed and not _is_timed(tuple(trials))
+            is_needed = must_succeed and not _any_timed(tuple(trials))
             if not is_needed and self.tuning_seconds >= seconds:
                 break
             start, step_ms, problem = time.perf_counter(), None, ""
             try:
-                self.made[variant] = self._compile_and_capture(variant, sequences)
+                self.compiled[variant] = self._compile_and_capture(variant, sequences)
                 step_ms = self._step_ms()
             except OSError:
                 raise  # the disk, not the candidate
@@ -239,14 +239,14 @@ class _BucketWarmer:
                 failure, problem = error, (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
             trials.append(Trial(variant.name, step_ms, time.perf_counter() - start, problem))
             self.tuning_seconds += 0.0 if is_needed else trials[-1].seconds
-        if must_succeed and failure is not None and not _is_timed(tuple(trials)):
+        if must_succeed and failure is not None and not _any_timed(tuple(trials)):
             raise failure
         return tuple(trials)
 
-    def _compile_and_capture(self, variant: Variant, sequences: list[Sequence]) -> _Made:
+    def _compile_and_capture(self, variant: Variant, sequences: list[Sequence]) -> _CompiledVariant:
         """Compile the bucket's step this way, and record it."""
         self.runner.set_variant(self.bucket, variant)
-        with measure_compiles() as compile_step:
+        with measure_compiles() as compilation:
             for _ in range(RUNS_BEFORE_CAPTURE if self._uses_cuda_graph(variant) else 1):
                 self._run(sequences)
             _synchronize()
@@ -256,23 +256,23 @@ class _BucketWarmer:
             self.runner.capture(self.bucket)
             _synchronize()
         seconds = time.perf_counter() - start
-        return _Made(compile_step, seconds, None if free is None else free - (_free_bytes() or 0))
+        return _CompiledVariant(compilation, seconds, None if free is None else free - (_free_bytes() or 0))
 
     def _uses_cuda_graph(self, variant: Variant) -> bool:
         """By us or by torch: then nothing lazy may be left, which takes more than one run."""
         return self.plan.graphs == "region" or self.plan.uses_cuda_graph(self.bucket, variant)
 
-    def _sequences(self) -> list[Sequence]:
+    def _make_sequences(self) -> list[Sequence]:
         """Unequal lengths that leave some padding: prefill packs three prompts where they fit, decode one per row."""
         return [
-            self._sequence(length)
+            self._make_sequence(length)
             for length in (self._prefill_lengths() if self.bucket.is_prefill else self._decode_lengths())
         ]
 
     def _prefill_lengths(self) -> list[int]:
         size = self.bucket.size
         packed = [size - size // 4 - size // 8 - 1, size // 4, size // 8]
-        blocks = sum(self.allocator.needed(length) for length in packed)
+        blocks = sum(self.allocator.blocks_for(length) for length in packed)
         fits = size >= 8 and self.plan.prefill_sequences >= len(packed) and blocks <= self.allocator.free
         return packed if fits else [size]
 
@@ -281,17 +281,17 @@ class _BucketWarmer:
         longest = min(self.plan.block_size, self.plan.context)
         lengths = [2 + 7 * row % (longest - 1) for row in range(self.bucket.size)]
         first = min(2 * self.plan.block_size + 5, self.plan.context)
-        if self.allocator.needed(first) + self.bucket.size - 1 <= self.allocator.free:
+        if self.allocator.blocks_for(first) + self.bucket.size - 1 <= self.allocator.free:
             lengths[0] = first
         return lengths
 
-    def _sequence(self, length: int) -> Sequence:
+    def _make_sequence(self, length: int) -> Sequence:
         ids = [self.random.randrange(self.vocab_size) for _ in range(length)]
         sequence = Sequence(0, ids, length, SamplingParams())
-        sequence.blocks = self.allocator.take(self.allocator.needed(length))
+        sequence.blocks = self.allocator.allocate(self.allocator.blocks_for(length))
         return sequence
 
-    def _fill_cache(self, sequences: list[Sequence]) -> None:
+    def _prefill_kv_cache(self, sequences: list[Sequence]) -> None:
         """The keys of all but each last token, by uncompiled packed prefills."""
         largest = self.plan.prefill_buckets[-1].size
         chunks: list[Chunk] = []
@@ -320,7 +320,7 @@ class _BucketWarmer:
             return torch.cuda.max_memory_allocated()
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
-    def _check(self, sequences: list[Sequence]) -> _Checked:
+    def _check_parity(self, sequences: list[Sequence]) -> _ParityCheck:
         """The bucket as it will serve (from its graph if it has one) against transformers' own attention."""
         rows = self._checked_rows(len(sequences))
         ours = list(self._run(sequences).logits[rows].clone())
@@ -328,25 +328,25 @@ class _BucketWarmer:
         references = [reference_logits(self.runner.model, token_ids, self.reference) for token_ids in inputs]
         if self.bucket.is_prefill and len(sequences[0].token_ids) > 1:
             inputs.append(sequences[0].token_ids)
-            ours.append(self._behind_prefix(sequences[0]))
+            ours.append(self._logits_in_two_chunks(sequences[0]))
             references.append(references[0])
         found, wanted = torch.stack(ours), torch.stack(references)
-        return _Checked(compare(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found))
+        return _ParityCheck(check_parity(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found))
 
     def _checked_rows(self, count: int) -> list[int]:
         last = count - 1
-        if self.bucket.is_prefill or count <= CHECKED_DECODE_ROWS:
+        if self.bucket.is_prefill or count <= MAX_CHECKED_ROWS:
             return list(range(count))
         return sorted({0, last // 3, 2 * last // 3, last})
 
-    def _behind_prefix(self, sequence: Sequence) -> torch.Tensor:
+    def _logits_in_two_chunks(self, sequence: Sequence) -> torch.Tensor:
         """The last logits of a prompt taken in two chunks: the second attends to the first through its pages."""
         length = len(sequence.token_ids)
         self.runner.prefill([Chunk(sequence, 0, length // 2)], bucket=self.bucket)
         return self.runner.prefill([Chunk(sequence, length // 2, length)], bucket=self.bucket).logits[0].clone()
 
     def _time(self) -> tuple[float, float]:
-        """Median ms of a step, eager and as served; decode stands at a context of TIMED_CONTEXT or what fits."""
+        """Median ms of a step, eager and as served; decode stands at a context of MAX_TIMED_CONTEXT or what fits."""
         with force_eager():
             eager_ms = self._step_ms(captured=False)
         return eager_ms, self._step_ms()
@@ -357,8 +357,8 @@ class _BucketWarmer:
         if self.bucket.min_size:  # a dynamic bucket keeps no buffers to run again
             return _median_ms(lambda: None, lambda: self._run(sequences))
         again = self.runner.rerun if captured else self.runner.rerun_uncaptured
-        put_back = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.row_assignment.assign_prefilled(sequences))
-        return _median_ms(put_back, lambda: again(self.bucket))
+        restore = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.row_assignment.assign_prefilled(sequences))
+        return _median_ms(restore, lambda: again(self.bucket))
 
     def _timed_sequences(self) -> list[Sequence]:
         """Prefill: one prompt that fills the bucket. Decode: full rows; their keys are whatever the cache holds.
@@ -367,20 +367,20 @@ class _BucketWarmer:
         """
         self.allocator = BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
         if self.bucket.is_prefill:
-            return [self._sequence(self.bucket.size)]
-        return [self._sequence(self._timed_context()) for _ in range(self.bucket.size)]
+            return [self._make_sequence(self.bucket.size)]
+        return [self._make_sequence(self._timed_context()) for _ in range(self.bucket.size)]
 
     def _timed_context(self) -> int:
         """Tokens that each sequence of a decode bucket holds while a step is timed."""
         held = (self.plan.kv_blocks - 1) // self.bucket.size * self.plan.block_size
-        return min(TIMED_CONTEXT, self.plan.context, held)
+        return min(MAX_TIMED_CONTEXT, self.plan.context, held)
 
 
-def _is_timed(trials: tuple[Trial, ...]) -> bool:
+def _any_timed(trials: tuple[Trial, ...]) -> bool:
     return any(trial.step_ms is not None for trial in trials)
 
 
-def _refuted(trial: Trial, parity: Parity) -> Trial:
+def _with_parity_failure(trial: Trial, parity: Parity) -> Trial:
     return dataclasses.replace(trial, step_ms=None, error=f"not the eager model: KL {parity.kl:.2g}")
 
 
@@ -391,28 +391,28 @@ def _fastest(trials: tuple[Trial, ...], variants: dict[str, Variant]) -> Trial:
     return min(trials, key=time_of)
 
 
-def _compile_step(winner: Variant, again: CompileStats, made: dict[Variant, _Made]) -> CompileStats:
+def _total_compilation(winner: Variant, again: CompileStats, compiled: dict[Variant, _CompiledVariant]) -> CompileStats:
     """What it took to make the winner in this run, with the programs that an earlier candidate left it.
 
-    `again` is of making it once more, the last of all, when the programs of those in `made` were there.
+    `again` is of making it once more, the last of all, when the programs of those in `compiled` were there.
     """
-    before = itertools.takewhile(lambda variant: variant != winner, made)
-    shared = next((made[one].compile_step for one in before if one.shares_programs_with(winner)), CompileStats())
-    return shared + (made[winner].compile_step if winner in made else again)
+    before = itertools.takewhile(lambda variant: variant != winner, compiled)
+    shared = next((compiled[one].compilation for one in before if one.shares_programs_with(winner)), CompileStats())
+    return shared + (compiled[winner].compilation if winner in compiled else again)
 
 
-def _median_ms(put_back: Callable[[], None], step: Callable[[], StepOutput]) -> float:
-    """`put_back` restores what a step moves on, outside of the time."""
+def _median_ms(restore: Callable[[], None], step: Callable[[], StepOutput]) -> float:
+    """`restore` restores what a step moves on, outside of the time."""
     times: list[float] = []
-    for number in range(TIMED_RUNS + WARMING_RUNS):
-        put_back()
+    for number in range(TIMED_RUNS + UNTIMED_RUNS):
+        restore()
         _synchronize()
         start = time.perf_counter()
         step()
         _synchronize()
-        if number >= WARMING_RUNS:
+        if number >= UNTIMED_RUNS:
             times.append(time.perf_counter() - start)
-        if len(times) >= 3 and sum(times) > TIMED_SECONDS:
+        if len(times) >= 3 and sum(times) > MAX_TIMED_SECONDS:
             break
     return sorted(times)[len(times) // 2] * 1e3
 

@@ -83,10 +83,10 @@ class _Watched:
 
     def collect(self) -> Iterator[Metric]:
         service = self._service
-        load = service.worker.load
-        yield _gauge("num_requests_waiting", "Answers that wait for a row", load.waiting)
-        yield _gauge("num_requests_running", "Answers that run", load.running + load.prefilling)
-        yield _counter("num_preemptions", "Answers that had to wait again", {(): load.preemptions})
+        stats = service.worker.stats
+        yield _gauge("num_requests_waiting", "Answers that wait for a row", stats.waiting)
+        yield _gauge("num_requests_running", "Answers that run", stats.running + stats.prefilling)
+        yield _counter("num_preemptions", "Answers that had to wait again", {(): stats.preemptions})
         rejections = {(reason,): count for reason, count in service.admission.rejections.items()}
         yield _counter("admission_rejections", "Answers that were refused at the door", rejections, ("reason",))
         deployment = service.worker.deployment
@@ -94,13 +94,13 @@ class _Watched:
             return
         engine = deployment.engine
         yield _gauge(
-            "kv_cache_usage_perc", "Share of the KV blocks in use", load.used_blocks / engine.allocator.capacity
+            "kv_cache_usage_perc", "Share of the KV blocks in use", stats.used_blocks / engine.allocator.capacity
         )
         runner = engine.runner
-        hits = {(bucket.name,): count for bucket, count in list(runner.hits.items())}
-        yield _counter("bucket_hits", "Steps of each bucket", hits, ("bucket",))
-        padding = {(bucket.name,): count for bucket, count in list(runner.padding.items())}
-        yield _counter("bucket_padding_tokens", "Tokens computed for nobody", padding, ("bucket",))
+        step_counts = {(bucket.name,): count for bucket, count in list(runner.step_counts.items())}
+        yield _counter("bucket_hits", "Steps of each bucket", step_counts, ("bucket",))
+        padding_tokens = {(bucket.name,): count for bucket, count in list(runner.padding_tokens.items())}
+        yield _counter("bucket_padding_tokens", "Tokens computed for nobody", padding_tokens, ("bucket",))
         passes = {(): runner.uncaptured_runs}
         yield _counter("eager_fallbacks", "Passes without the graph that their bucket has: prompts scored", passes)
         missed = {(shape,): count for shape, count in service.missed.counts.items()}

@@ -50,15 +50,15 @@ def page() -> str:
 
 def status(service: Any) -> dict[str, Any]:
     worker, recent = service.worker, service.recent
-    deployment, load = worker.deployment, worker.load
+    deployment, stats = worker.deployment, worker.stats
     reason = "dead" if worker.failure else service.admission.closed_because
     latency = [("first token", recent.first_token), ("between tokens", recent.between_tokens)]
     found: dict[str, Any] = {
         "model": service.model,
         "state": reason or "ready",
         "uptime_seconds": time.time() - service.started,
-        "running": load.running + load.prefilling,
-        "waiting": load.waiting,
+        "running": stats.running + stats.prefilling,
+        "waiting": stats.waiting,
         "answers": recent.answers,
         "generation_tokens": recent.tokens,
         "tokens_per_second": recent.tokens_per_second(),
@@ -79,19 +79,19 @@ def status(service: Any) -> dict[str, Any]:
     if deployment is None:
         return found
     runner = deployment.engine.runner
-    hits = {bucket.name: count for bucket, count in list(runner.hits.items())}
-    padding = {bucket.name: count for bucket, count in list(runner.padding.items())}
+    step_counts = {bucket.name: count for bucket, count in list(runner.step_counts.items())}
+    padding_tokens = {bucket.name: count for bucket, count in list(runner.padding_tokens.items())}
     return {
         **found,
-        "kv_use": load.used_blocks / deployment.engine.allocator.capacity,
+        "kv_use": stats.used_blocks / deployment.engine.allocator.capacity,
         "recompiles": service.compiles_since_ready(),
         "stage_seconds": deployment.stage_seconds,
         "buckets": [
             {
                 "bucket": record.bucket,
                 "outcome": record.outcome,
-                "hits": hits.get(record.bucket, 0),
-                "padding": padding.get(record.bucket, 0),
+                "hits": step_counts.get(record.bucket, 0),
+                "padding": padding_tokens.get(record.bucket, 0),
                 "max_difference": record.parity.max_difference,
                 "kl": record.parity.kl,
                 "candidate": record.variant,

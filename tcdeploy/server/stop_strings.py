@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from tcdeploy.engine.detokenizer import TextStream
+from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 
 
 class AnswerText:
     """`push` gives the text that a token adds; once `stopped`, the answer ends before its stop string."""
 
     def __init__(self, tokenizer: Any, stops: tuple[str, ...], skip_special_tokens: bool = True) -> None:
-        self._stream = TextStream(tokenizer, skip_special_tokens)
+        self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stops = stops
         self._held = ""
         self.stopped = False

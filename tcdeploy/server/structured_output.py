@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from tcdeploy.engine.constraint import Verdict
+from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.server.protocol import ApiError, refusal
 
 if TYPE_CHECKING:  # numpy takes a tenth of a second, before which no socket would answer
@@ -112,14 +112,14 @@ class Masks:
         self._executor, self._fill = LLExecutor(MASKERS), fill_next_token_bitmask_par
         self._words = -(-tokenizer.vocab_size // 32)  # the model may have more tokens, or fewer
 
-    def fill(self, places: Sequence[tuple[Position, int]], masks: NDArray[numpy.int32]) -> None:
+    def fill(self, matcher_rows: Sequence[tuple[Position, int]], masks: NDArray[numpy.int32]) -> None:
         import numpy
 
         words = masks.shape[1]
         found = masks if words == self._words else numpy.zeros((len(masks), self._words), masks.dtype)
-        self._fill(self._executor, [(position.matcher, row) for position, row in places], found)
+        self._fill(self._executor, [(position.matcher, row) for position, row in matcher_rows], found)
         if found is not masks:
-            for _, row in places:
+            for _, row in matcher_rows:
                 masks[row, : self._words] = found[row, :words]
 
 
@@ -139,7 +139,7 @@ class Position:
     def __init__(self, matcher: LLMatcher, masker: Masks) -> None:
         self.matcher, self.masker = matcher, masker
 
-    def accept(self, token_id: int) -> Verdict:
+    def accept(self, token_id: int) -> MatchStatus:
         self.matcher.consume_token(token_id)
         if self.matcher.is_error():
             log.warning("a grammar could not go on: %s", self.matcher.get_error())

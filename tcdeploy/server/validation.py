@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.constraint import Constraint
-from tcdeploy.engine.sequence import ACCEPTED, SamplingParams
+from tcdeploy.engine.sequence import PARAM_CHECKS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, Request, refusal
 
@@ -131,7 +131,7 @@ def _refusal_of_one(asked: dict[str, tuple[Any, str]]) -> ApiError | None:
     for name, (value, field) in asked.items():
         try:
             if value is not None:
-                ACCEPTED[name].check(value)
+                PARAM_CHECKS[name].check(value)
         except UsageError as error:
             return refusal(error.message, field)
     return None

@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from tcdeploy.engine.scheduler import Load
+from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
 
@@ -71,7 +71,7 @@ class Worker:
     ) -> None:
         self.deployment: Deployment | None = None
         self.failure: BaseException | None = None
-        self.load = Load(0, 0, 0, 0, 0)
+        self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self._deploy, self._take_up, self._on_ready, self._on_death = deploy, take_up, on_ready, on_death
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._open: set[Answer] = set()  # the loop's: all that something may still come for
@@ -124,7 +124,7 @@ class Worker:
             if not engine.has_work:
                 continue
             tokens = engine.step()
-            self.load = engine.scheduler.load
+            self.stats = engine.scheduler.stats
             taken, self._taken = self._taken, []
             if tokens or taken:
                 told = [(self._running[token.request_id], token) for token in tokens]
@@ -165,7 +165,7 @@ class Worker:
             del self._running[answer.request_id]
             self._taken = [other for other in self._taken if other is not answer]
             self.deployment.engine.abort(answer.request_id)
-            self.load = self.deployment.engine.scheduler.load
+            self.stats = self.deployment.engine.scheduler.stats
 
     # The event loop.
 

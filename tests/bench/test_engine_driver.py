@@ -79,7 +79,7 @@ def test_a_submitted_request_is_the_one_that_is_returned(engine: Any, prompts: P
     prompt = prompts.draw(9)
     sequence = submit(engine, prompt, 3)
     drain(engine)
-    assert (sequence.token_ids[:9], sequence.generated, sequence.finish_reason) == (prompt, 3, "length")
+    assert (sequence.token_ids[:9], sequence.num_output_tokens, sequence.finish_reason) == (prompt, 3, "length")
 
 
 def test_a_first_token_gets_no_help_from_an_earlier_prompt(engine: Any, prompts: Prompts) -> None:

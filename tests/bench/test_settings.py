@@ -21,12 +21,12 @@ from tcdeploy.bench.settings import (
 )
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan, make_plan
-from tests.machines import LAPTOP, LLAMA_8B, ask
+from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
 
 @pytest.fixture
 def plan() -> Plan:
-    return make_plan(ask(context=1024), LAPTOP, LLAMA_8B)
+    return make_plan(make_recipe(context=1024), LAPTOP, LLAMA_8B)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tcdeploy.cache.manifest import (
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.plan import make_plan
 from tests.conftest import ROOT
-from tests.machines import LAPTOP, LLAMA_8B, ask
+from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
 HASH = "c6nlbwe7fajnjx2cpsoikjvqtmcdrglvmyqrfjnsgs6hjkpbvqkb"
 LONG, LONGER = "n" * 90, "m" * 200
@@ -76,7 +76,7 @@ def manifest_for(
     folder: Path, files: list[str], bucket: int = 32, outcome: str = "hit", **differences: Any
 ) -> Manifest:
     """Of the plan for that prefill bucket: another one is another plan."""
-    asked = ask(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
+    asked = make_recipe(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
     machine = as_installed()
     plan = make_plan(asked, machine, LLAMA_8B)
     origin = make_origin(asked, {"model_type": "llama", "hidden_size": 4096}, "5" * 64, {"epilogue_fusion": "True"})

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from tests.conftest import cli_environment
-from tests.fork_server import Forks
+from tests.fork_server import ForkServer
 
 
-def forecast_and_start(forks: Forks, home: Path, **question: Any) -> dict[str, Any]:
+def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> dict[str, Any]:
     """Have a process build the recipe `flags`, forecast it from the manifests of a folder, and then really start it."""
     script = f"from tests.bundle.forecast_runs import tell; tell({json.dumps(question)!r})"
-    done = forks.run(environ=cli_environment(home), script=script)
+    done = fork_server.run(environ=cli_environment(home), script=script)
     assert done.returncode == 0, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
     return answer

@@ -29,7 +29,7 @@ from tests.bundle.fake_caches import (
     manifest_for,
     path_of,
 )
-from tests.conftest import mounted
+from tests.conftest import mounted_tmpfs
 
 
 def names_in(folder: Path) -> list[str]:
@@ -249,7 +249,7 @@ def test_killed_at_random_moments_the_name_is_absent_or_whole_and_signed(
 def test_a_full_disk_is_exit_7_and_leaves_nothing(
     run_cli: Callable[..., Any], packed: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    with mounted(tmp_path / "small", "-o", "size=2m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=2m") as folder:
         result = run_cli("cache", "pack", str(packed.folder), "-o", str(folder / "x.tcb"), "--sign", str(keys.secret))
         assert names_in(folder) == []
     assert result.returncode == 7, result.stderr
@@ -277,7 +277,7 @@ def test_a_disk_that_fills_up_while_packing_is_a_space_error_and_leaves_what_was
     incompressible: tuple[Path, Manifest], small: Packed, keys: Keys, is_there: bool, tmp_path: Path
 ) -> None:
     folder, manifest = incompressible
-    with mounted(tmp_path / "full", "-o", "size=8m") as out:
+    with mounted_tmpfs(tmp_path / "full", "-o", "size=8m") as out:
         target = out / "x.tcb"
         if is_there:
             shutil.copyfile(small.bundle, target)
@@ -332,7 +332,7 @@ def test_signing_afterwards_is_the_same_as_signing_at_once(small: Packed, keys: 
 
 
 def test_a_cache_that_cannot_be_written_is_packed_all_the_same(small: Packed, tmp_path: Path) -> None:
-    with mounted(tmp_path / "read-only") as folder:
+    with mounted_tmpfs(tmp_path / "read-only") as folder:
         shutil.copytree(small.folder, folder, dirs_exist_ok=True)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         pack(folder, small.key, tmp_path / "out.tcb")

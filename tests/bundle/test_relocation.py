@@ -23,7 +23,7 @@ from tcdeploy.remote.transfer import push
 from tests.bundle.conftest import Keys
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 
-pytestmark = pytest.mark.usefixtures("as_for_users")
+pytestmark = pytest.mark.usefixtures("without_speedups")
 SMALL = ("--buckets", "16,48", "--batch-sizes", "1,3")
 PROMPT = "This module provides"
 

@@ -19,7 +19,7 @@ from tcdeploy.bundle.verify import verify_file
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import leave_free
-from tests.conftest import mounted
+from tests.conftest import mounted_tmpfs
 
 
 def head_signed_by(*secrets: Path) -> Head:
@@ -215,7 +215,7 @@ def test_what_is_no_bundle_is_not_signed_and_stays_as_it_is(keys: Keys, tmp_path
 
 def test_a_full_disk_leaves_the_bundle_as_it_was(packed: Packed, keys: Keys, tmp_path: Path) -> None:
     generate_key(tmp_path / "second")
-    with mounted(tmp_path / "full", "-o", "size=16m") as place:
+    with mounted_tmpfs(tmp_path / "full", "-o", "size=16m") as place:
         (place / "x.tcb").write_bytes(packed.bundle.read_bytes())
         leave_free(place, 1 << 20)
         with pytest.raises(SpaceError):

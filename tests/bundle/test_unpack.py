@@ -48,7 +48,7 @@ from tests.bundle.fake_caches import (
     staging_in,
 )
 from tests.bundle.forging import compressed, forge, forge_header, member, members_of, record, tar, with_document
-from tests.conftest import cli_command, cli_environment, mounted
+from tests.conftest import cli_command, cli_environment, mounted_tmpfs
 
 OLD_BUCKET = 64
 
@@ -184,7 +184,7 @@ def test_a_place_that_is_a_file_is_a_clear_error(small: Packed, keys: Keys, tmp_
 def test_a_folder_that_cannot_be_written_is_a_clear_error(
     run_cli: Callable[..., Any], small: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    with mounted(tmp_path / "read-only") as folder:
+    with mounted_tmpfs(tmp_path / "read-only") as folder:
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         result = run_cli("cache", "unpack", str(small.bundle), str(folder), TCDEPLOY_TRUSTED_KEYS=str(keys.trusted))
     assert result.returncode == 1
@@ -887,7 +887,7 @@ def test_what_a_killed_one_left_is_removed_by_the_next(small: Packed, keys: Keys
 def test_without_room_the_bytes_needed_are_said_and_nothing_is_begun(
     run_cli: Callable[..., Any], packed: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    with mounted(tmp_path / "small", "-o", "size=8m") as place:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=8m") as place:
         make_small(place / "cache", seed=9, bucket=OLD_BUCKET)
         before = listing(place / "cache")
         arguments = ("cache", "unpack", str(packed.bundle), str(place / "cache"), "--trusted-keys", str(keys.trusted))
@@ -905,7 +905,7 @@ def test_a_disk_that_fills_up_while_unpacking_leaves_the_old_state(keys: Keys, t
     manifest = manifest_for(cache, fill(cache, {f"fxgraph/{number:04}": 40 for number in range(5000)}))
     write_manifest(path_of(cache, manifest), manifest)
     pack(cache, key_of(manifest), tmp_path / "x.tcb", keys.secret)
-    with mounted(tmp_path / "full", "-o", "size=60m") as place:
+    with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as place:
         make_small(place / "folder", seed=9, bucket=OLD_BUCKET)
         before = listing(place / "folder")
         leave_free(place, (16 << 20) + 500_000)

@@ -21,8 +21,8 @@ from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT
 from tests.model_families import save_config
-from tests.fork_server import Forks
-from tests.machines import LLAMA_8B, ask
+from tests.fork_server import ForkServer
+from tests.machines import LLAMA_8B, make_recipe
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
 
@@ -84,13 +84,13 @@ CASES = [
 class Cached:
     """A filled cache, and starts from copies of it."""
 
-    def __init__(self, place: Path, forks: Forks) -> None:
-        self.place, self.forks, self.copies = place, forks, 0
+    def __init__(self, place: Path, fork_server: ForkServer) -> None:
+        self.place, self.fork_server, self.copies = place, fork_server, 0
         self.model = self.config("model")
         self.folder = place / "filled"
         self.flags = {"model": self.model, "load_format": "dummy"}
         asked = {**self.flags, "buckets": "16,48", "batch_sizes": "1,3", "cache_dir": str(self.folder)}
-        filled = forecast_and_start(self.forks, place, flags=asked, cached=str(self.folder))
+        filled = forecast_and_start(self.fork_server, place, flags=asked, cached=str(self.folder))
         assert set(filled["happened"].values()) == {"miss"}
         assert "forecast" not in filled, "there was nothing to forecast from"
 
@@ -103,12 +103,12 @@ class Cached:
         shutil.copytree(self.folder, copy)
         model = self.config(f"model{self.copies}", **case.config) if case.config else self.model
         flags = {**self.flags, **SMALL, **case.flags, "model": model, "cache_dir": str(copy)}
-        return forecast_and_start(self.forks, self.place, flags=flags, cached=str(self.folder), before=case.before)
+        return forecast_and_start(self.fork_server, self.place, flags=flags, cached=str(self.folder), before=case.before)
 
 
 @pytest.fixture(scope="module")
-def cached(tmp_path_factory: pytest.TempPathFactory, forks: Forks) -> Cached:
-    return Cached(tmp_path_factory.mktemp("why"), forks)
+def cached(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Cached:
+    return Cached(tmp_path_factory.mktemp("why"), fork_server)
 
 
 def test_there_are_enough_cases_of_every_kind() -> None:
@@ -221,7 +221,7 @@ def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
     from tests.cache.test_manifest import MANIFEST
     from tests.machines import H100
 
-    plan = make_plan(ask(context=4096, mode="max-autotune", buckets=(512,), batch_sizes=(1,)), H100, LLAMA_8B)
+    plan = make_plan(make_recipe(context=4096, mode="max-autotune", buckets=(512,), batch_sizes=(1,)), H100, LLAMA_8B)
     records = tuple(dataclasses.replace(one, variant="max-autotune") for one in MANIFEST.buckets)
     origin = dataclasses.replace(MANIFEST.origin, model_config={"rope_theta": 10000.0})
     made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), origin=origin, buckets=records)
@@ -236,14 +236,14 @@ def test_more_time_to_tune_is_a_miss_where_something_was_left_untried() -> None:
     from tests.machines import H100
 
     asked = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}
-    plan = make_plan(ask(**asked), H100, LLAMA_8B)
+    plan = make_plan(make_recipe(**asked), H100, LLAMA_8B)
     names = {bucket.name: [one.name for one in plan.variants(bucket)] for bucket in plan.buckets}
     tried = tuple(
         dataclasses.replace(one, variant=names[one.bucket][0], trials=(Trial(names[one.bucket][0], 5.0, 1.0),))
         for one in MANIFEST.buckets
     )
     made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), buckets=tried)
-    longer = make_plan(ask(**{**asked, "tune_seconds": 300.0}), H100, LLAMA_8B)
+    longer = make_plan(make_recipe(**{**asked, "tune_seconds": 300.0}), H100, LLAMA_8B)
     assert longer.key == plan.key
     assert forecast(made, plan, H100, made.origin).misses == ()
     missed = forecast(made, longer, H100, made.origin).misses

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import REMEMBERED, ROOT, cli_command, cli_environment, mounted
+from tests.conftest import COMPILER_CACHE_VARIABLE, ROOT, cli_command, cli_environment, mounted_tmpfs
 from tests.model_families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
 NUMBER_OF_BUCKETS = 3
-COMPILES = {REMEMBERED: ""}  # every kernel: what is killed, or writes beside another, is the compiler
+COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # every kernel: what is killed, or writes beside another, is the compiler
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +200,7 @@ def test_a_corrupt_manifest_is_named_and_the_programs_stay(
 @contextlib.contextmanager
 def read_only(folder: Path, filled: Path) -> Iterator[Path]:
     """A file system of its own with what is in `filled`, which nobody can write, root neither."""
-    with mounted(folder):
+    with mounted_tmpfs(folder):
         shutil.copytree(filled, folder, dirs_exist_ok=True)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
         yield folder
@@ -279,7 +279,7 @@ def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A folder for temporary files with room for some, not for the copy: Python would pass over one that has none."""
-    with read_only(tmp_path / "read-only", warmed[0]) as folder, mounted(tmp_path / "tmp", "-o", "size=512k") as small:
+    with read_only(tmp_path / "read-only", warmed[0]) as folder, mounted_tmpfs(tmp_path / "tmp", "-o", "size=512k") as small:
         result = run_cli(*warm(model, folder), TMPDIR=str(small))
         left = list(small.glob("tcdeploy-*"))
     assert result.returncode == 7, result.stderr
@@ -299,7 +299,7 @@ def test_a_cache_folder_that_is_a_file_is_a_clear_error(run_cli: Any, model: str
 
 
 def test_a_folder_without_room_for_the_buckets_is_refused_first(run_cli: Any, model: str, tmp_path: Path) -> None:
-    with mounted(tmp_path / "small", "-o", "size=2m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=2m") as folder:
         result = run_cli(*warm(model, folder))
         left = [path for path in folder.rglob("*") if path.is_file()]
     assert result.returncode == 7
@@ -311,7 +311,7 @@ def test_a_disk_that_fills_up_while_warming_keeps_what_was_cached(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A folder with a valid cache, then full but for 300 KB: a new bucket cannot be written, the old ones still hit."""
-    with mounted(tmp_path / "full", "-o", "size=60m") as folder:
+    with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as folder:
         shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
         free = shutil.disk_usage(folder).free
         (folder / "filler").write_bytes(b"x" * (free - 300_000))

@@ -22,8 +22,8 @@ from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
-from tests.conftest import mounted
-from tests.fork_server import Forks
+from tests.conftest import mounted_tmpfs
+from tests.fork_server import ForkServer
 from tests.server.conftest import serving
 
 DAY = 86400.0
@@ -131,7 +131,7 @@ def test_looking_writes_nothing_even_where_nothing_can_be_written(
     before = listing(folder)
     assert keys_in(folder) == keys and usage(folder) and not is_leased(folder, keys[0])
     assert listing(folder) == before
-    with mounted(tmp_path / "image") as image:
+    with mounted_tmpfs(tmp_path / "image") as image:
         subprocess.run(["cp", "-a", f"{folder}/.", str(image)], check=True)
         subprocess.run(["mount", "-o", "remount,ro", str(image)], check=True)
         for command in ("ls", "du"):
@@ -365,10 +365,10 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 
 
-def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path, forks: Forks) -> None:
+def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path, fork_server: ForkServer) -> None:
     """Fault 15, with the real server: all that may go is asked to go, and it still answers."""
     cache = tmp_path / "cache"
-    with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", forks=forks) as served:
+    with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", fork_server=fork_server) as served:
         [entry] = list_plans(cache)
         other = key_of(make_small(cache, bucket=32))
 

@@ -37,7 +37,7 @@ from tcdeploy.cache.manifest import (
 )
 from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.planning.plan import make_plan
-from tests.machines import H100, LLAMA_8B, ask
+from tests.machines import H100, LLAMA_8B, make_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EAGER_GREEDY_TOKENS = GreedyTokens(hashlib.sha256(b"[[1, 2]]").hexdigest(), (7, 3), (-0.25, -1.5))
@@ -64,7 +64,7 @@ RECORD = BucketRecord(
     cold_seconds=12.5,
 )
 WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
-ASKED = ask(context=4096)
+ASKED = make_recipe(context=4096)
 PLAN = make_plan(ASKED, H100, LLAMA_8B)
 ORIGIN = make_origin(
     ASKED,

@@ -21,7 +21,7 @@ from tcdeploy.cache.manifest import Manifest, read_manifest
 from tcdeploy.errors import TcdeployError
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 
-pytestmark = pytest.mark.usefixtures("as_for_users")
+pytestmark = pytest.mark.usefixtures("without_speedups")
 PROMPT = ("This module provides", "--max-new-tokens", "12")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.model_families import SERVED
+from tests.model_families import SUPPORTED
 
 MODELLING = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -38,7 +38,7 @@ class BreakingForCausalLM(LlamaForCausalLM):
 @pytest.fixture
 def breaking_model(tmp_path: Path) -> str:
     config = {
-        **SERVED["llama"],
+        **SUPPORTED["llama"],
         "model_type": "breaking",
         "architectures": ["BreakingForCausalLM"],
         "auto_map": {

@@ -17,7 +17,7 @@ from tcdeploy.models.load import load_config
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import forget_programs
+from tests.conftest import reset_programs
 from tests.model_families import save_config
 from tests.machines import LAPTOP
 
@@ -45,7 +45,7 @@ def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_e
     plan = make_plan(recipe, LAPTOP, architecture)
     step = empty_attention_metadata(plan, architecture)
     heads = [nn.Linear(64, 128).eval().requires_grad_(False) for _ in range(3)]
-    forget_programs()
+    reset_programs()
     compile_regions([], list(heads), plan, step)
     x, counts = torch.randn(4, 64), []
     wanted = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
@@ -56,4 +56,4 @@ def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_e
         for output, plain in zip(outputs, wanted, strict=True):
             torch.testing.assert_close(output, plain)
     assert counts == [0, 0, 1]
-    forget_programs()
+    reset_programs()

@@ -14,20 +14,20 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import forget_programs
-from tests.model_families import KINDS_OF_LAYERS, SERVED, WINDOW, save_config
+from tests.conftest import reset_programs
+from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
 
 BUCKET, BATCH = 48, 3
 
 
 def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
     """A dummy deployment in a process whose programs are forgotten first, so that every count starts at zero."""
-    forget_programs()
+    reset_programs()
     asked = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
     return prepare(build_recipe({**asked, "cache_dir": cache_dir}, environ={}))
 
 
-@pytest.fixture(scope="module", params=list(SERVED))
+@pytest.fixture(scope="module", params=list(SUPPORTED))
 def family(request: pytest.FixtureRequest, cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
     deployment = deploy(save_config(request.param, tmp_path_factory.mktemp(request.param)), cache_dir)
     return request.param, deployment
@@ -35,7 +35,7 @@ def family(request: pytest.FixtureRequest, cache_dir: str, tmp_path_factory: pyt
 
 def test_each_bucket_has_one_program_per_kind_of_layer(family: Any) -> None:
     name, deployment = family
-    kinds = KINDS_OF_LAYERS.get(name, 1)
+    kinds = LAYER_KINDS.get(name, 1)
     assert len(deployment.architecture.attentions) > kinds, "fewer kinds than layers, or the count proves nothing"
     assert [record.programs for record in deployment.records] == [kinds, kinds]
     assert [record.graph_breaks for record in deployment.records] == [0, 0]

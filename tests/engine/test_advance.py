@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tcdeploy.engine import advance as module
-from tcdeploy.engine.advance import advance, tiles_of
+from tcdeploy.engine.advance import advance, tiles_per_program
 
 NAN, INF = float("nan"), float("inf")
 NO_GPU = not torch.cuda.is_available()
@@ -164,7 +164,7 @@ def test_lengths_may_be_the_lengths_that_are_written(machine: Machine) -> None:
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
 def test_programs_of_several_tiles_say_the_same(machine: Machine, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "tiles_of", lambda size, vocab_size: tiles)
+    monkeypatch.setattr(module, "tiles_per_program", lambda size, vocab_size: tiles)
     logits = torch.randn(6, 9 * 2048 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[3] = -INF
     logits[4, 18000:] = NAN
@@ -175,7 +175,7 @@ def test_programs_of_several_tiles_say_the_same(machine: Machine, tiles: int, mo
 
 @pytest.mark.parametrize(("size", "tiles"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (4096, 16)])
 def test_larger_batches_read_more_tiles_a_program(size: int, tiles: int) -> None:
-    assert tiles_of(size, 128256) == tiles
+    assert tiles_per_program(size, 128256) == tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -188,7 +188,7 @@ def test_the_kernel_compiles_for_hopper(
     from tests.attention import paged as attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(module, "tiles_of", lambda size, vocab_size: tiles)
+    monkeypatch.setattr(module, "tiles_per_program", lambda size, vocab_size: tiles)
     launches = attention.record_launches(monkeypatch)
     for size in (1, 2, 3):
         state = make_state(size + 1)
@@ -212,7 +212,7 @@ def test_the_kernel_compiles_for_hopper(
                 hints[place,] = [["tt.divisibility", 16]]
         source = attention.ASTSource(kernel, signature, constants, hints)
         compiled = attention.triton_compile(source, target=attention.HOPPER, options=options)
-        if kernel is module._best_kernel:
+        if kernel is module._argmax_kernel:
             assert ".v4.b32" in compiled.asm["ptx"], "each thread should read 16 bytes at once"
 
 

@@ -13,7 +13,7 @@ from tcdeploy.engine import runner
 from tcdeploy.engine.engine import NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import UsageError
-from tests.conftest import tiny_with
+from tests.conftest import prepare_tiny
 
 PROMPT = [40, 41, 42, 7, 300]
 
@@ -91,7 +91,7 @@ def test_logprobs_of_the_prompt_are_those_of_transformers(
 
 
 def test_they_survive_pre_emption(cache_dir: str) -> None:
-    engine, source = tiny_with(cache_dir, context=400, kv_blocks=27).engine, random.Random(9)
+    engine, source = prepare_tiny(cache_dir, context=400, kv_blocks=27).engine, random.Random(9)
     prompts = [[source.randrange(3, 900) for _ in range(120)] for _ in range(3)]
     params = SamplingParams(max_new_tokens=60, prompt_logprobs=0)
     alone = [next(iter(run(engine, [prompt], params).values())) for prompt in prompts]
@@ -138,7 +138,7 @@ def test_scoring_in_pieces_runs_the_body_once_and_gives_the_same(
     try:
         found = []
         for rows in (512, 32):
-            monkeypatch.setattr(runner, "SCORED_ROWS", rows)
+            monkeypatch.setattr(runner, "PROMPT_LOGPROBS_CHUNK", rows)
             layers.clear()
             heads.clear()
             [tokens] = run(engine, [prompt], params).values()

@@ -20,23 +20,23 @@ class Allocation(RuleBasedStateMachine):
         self.owned: list[list[int]] = []
 
     @rule(data=st.data())
-    def take(self, data: st.DataObject) -> None:
+    def allocate(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.allocator.free))
-        taken = self.allocator.take(count)
+        taken = self.allocator.allocate(count)
         assert len(taken) == count
         self.owned.append(taken)
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
+    def release(self, data: st.DataObject) -> None:
         blocks = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
-        self.allocator.give_back(blocks)
+        self.allocator.release(blocks)
         assert blocks == [], "the owner must not keep what it gave back"
 
     @rule(more=st.integers(1, 5))
     def take_too_many(self, more: int) -> None:
         with pytest.raises(AssertionError):
-            self.allocator.take(self.allocator.free + more)
+            self.allocator.allocate(self.allocator.free + more)
 
     @precondition(lambda self: self.allocator.free < self.allocator.capacity)
     @rule(data=st.data())
@@ -47,7 +47,7 @@ class Allocation(RuleBasedStateMachine):
         if free:
             mixed = [data.draw(st.sampled_from(owned)), data.draw(st.sampled_from(free))]
             with pytest.raises(AssertionError):
-                self.allocator.give_back(mixed)
+                self.allocator.release(mixed)
             assert len(mixed) == 2
 
     @invariant()
@@ -67,46 +67,46 @@ TestAllocation.settings = settings(max_examples=100, stateful_step_count=40, dea
 def test_all_blocks_but_the_padding_s_can_be_taken_once() -> None:
     allocator = BlockAllocator(10, block_size=16)
     assert (allocator.capacity, allocator.free) == (9, 9)
-    assert sorted(allocator.take(9)) == list(range(1, 10))
+    assert sorted(allocator.allocate(9)) == list(range(1, 10))
     assert allocator.free == 0
     with pytest.raises(AssertionError):
-        allocator.take(1)
+        allocator.allocate(1)
 
 
 def test_an_allocator_of_one_block_has_only_the_padding_s() -> None:
     allocator = BlockAllocator(1, block_size=16)
-    assert (allocator.capacity, allocator.free, allocator.take(0)) == (0, 0, [])
+    assert (allocator.capacity, allocator.free, allocator.allocate(0)) == (0, 0, [])
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
 def test_a_started_block_is_a_needed_block(tokens: int, blocks: int) -> None:
-    assert BlockAllocator(10, block_size=16).needed(tokens) == blocks
+    assert BlockAllocator(10, block_size=16).blocks_for(tokens) == blocks
 
 
 def test_the_padding_block_cannot_be_given_back() -> None:
     allocator = BlockAllocator(10, block_size=16)
-    taken = allocator.take(2)
+    taken = allocator.allocate(2)
     with pytest.raises(AssertionError):
-        allocator.give_back([*taken, PADDING_BLOCK])
+        allocator.release([*taken, PADDING_BLOCK])
     assert allocator.free == 7
 
 
 def test_a_block_cannot_be_given_back_twice() -> None:
     allocator = BlockAllocator(10, block_size=16)
-    taken = allocator.take(3)
+    taken = allocator.allocate(3)
     again = list(taken)
-    allocator.give_back(taken)
+    allocator.release(taken)
     with pytest.raises(AssertionError):
-        allocator.give_back(again)
+        allocator.release(again)
     assert allocator.free == 9
 
 
 def test_a_block_cannot_stand_twice_in_what_is_given_back() -> None:
     """It would come to two owners: both would write their keys into it."""
     allocator = BlockAllocator(10, block_size=16)
-    [block] = allocator.take(1)
+    [block] = allocator.allocate(1)
     with pytest.raises(AssertionError):
-        allocator.give_back([block, block])
+        allocator.release([block, block])
     assert allocator.free == 8
 
 
@@ -114,9 +114,9 @@ def test_a_block_cannot_stand_twice_in_what_is_given_back() -> None:
 def test_a_block_that_the_allocator_does_not_have_cannot_be_given_back(foreign: int) -> None:
     """It would be handed out, and its owner would write outside the cache."""
     allocator = BlockAllocator(10, block_size=16)
-    allocator.take(9)
+    allocator.allocate(9)
     with pytest.raises(AssertionError):
-        allocator.give_back([foreign])
+        allocator.release([foreign])
     assert allocator.free == 0
 
 
@@ -131,27 +131,27 @@ def tokens(*blocks: int) -> list[int]:
 def registered(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
     """A sequence of these tokens has come; its blocks, still in use."""
     shared = allocator.match(token_ids)
-    blocks = shared + allocator.take(allocator.needed(len(token_ids)) - len(shared))
+    blocks = shared + allocator.allocate(allocator.blocks_for(len(token_ids)) - len(shared))
     allocator.register(token_ids, blocks, len(token_ids))
     return blocks
 
 
-def found(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
+def matched_blocks(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
     """What `match` gives for these tokens and one more, without keeping it."""
     blocks = allocator.match([*token_ids, -1])
     copy = list(blocks)
-    allocator.give_back(blocks)
+    allocator.release(blocks)
     return copy
 
 
 def test_the_longest_chain_of_full_blocks_is_found() -> None:
     allocator = BlockAllocator(20, BLOCK)
     blocks = registered(allocator, [*tokens(7, 8, 9), 1, 2])
-    assert found(allocator, tokens(7, 8, 9)) == blocks[:3]
-    assert found(allocator, tokens(7, 8, 3)) == blocks[:2]
-    assert found(allocator, tokens(7)) == blocks[:1]
-    assert found(allocator, [7] * 3) == []
-    assert found(allocator, tokens(8, 9)) == [], "the same tokens after another beginning have other keys"
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == blocks[:3]
+    assert matched_blocks(allocator, tokens(7, 8, 3)) == blocks[:2]
+    assert matched_blocks(allocator, tokens(7)) == blocks[:1]
+    assert matched_blocks(allocator, [7] * 3) == []
+    assert matched_blocks(allocator, tokens(8, 9)) == [], "the same tokens after another beginning have other keys"
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 2)])
@@ -163,11 +163,11 @@ def test_at_least_one_token_is_left_to_compute(length: int, blocks: int) -> None
 
 def test_only_the_full_blocks_of_what_is_written_are_registered() -> None:
     allocator = BlockAllocator(20, BLOCK)
-    blocks = allocator.take(3)
+    blocks = allocator.allocate(3)
     allocator.register(tokens(7, 8, 9), blocks, 2 * BLOCK - 1)
-    assert found(allocator, tokens(7, 8, 9)) == blocks[:1]
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == blocks[:1]
     allocator.register(tokens(7, 8, 9), blocks, 2 * BLOCK)
-    assert found(allocator, tokens(7, 8, 9)) == blocks[:2]
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == blocks[:2]
 
 
 def test_a_block_that_two_hold_is_free_when_both_have_let_go() -> None:
@@ -175,11 +175,11 @@ def test_a_block_that_two_hold_is_free_when_both_have_let_go() -> None:
     first = registered(allocator, tokens(7, 8))
     second = allocator.match(tokens(7, 8, 9))
     assert second == first
-    allocator.give_back(first)
+    allocator.release(first)
     assert allocator.free == 1
     with pytest.raises(AssertionError):
-        allocator.take(2)
-    allocator.give_back(second)
+        allocator.allocate(2)
+    allocator.release(second)
     assert allocator.free == 3
     allocator.check_idle()
 
@@ -188,55 +188,55 @@ def test_what_nobody_holds_is_still_found_and_can_still_be_taken() -> None:
     allocator = BlockAllocator(4, BLOCK)
     blocks = registered(allocator, tokens(7, 8))
     copy = list(blocks)
-    allocator.give_back(blocks)
+    allocator.release(blocks)
     assert allocator.free == 3
-    assert found(allocator, tokens(7, 8)) == copy
-    assert sorted(allocator.take(3)) == [1, 2, 3]
-    assert found(allocator, tokens(7, 8)) == []
+    assert matched_blocks(allocator, tokens(7, 8)) == copy
+    assert sorted(allocator.allocate(3)) == [1, 2, 3]
+    assert matched_blocks(allocator, tokens(7, 8)) == []
     allocator.assert_consistent()
 
 
 def test_blocks_that_were_never_registered_are_taken_before_any_is_evicted() -> None:
     allocator = BlockAllocator(5, BLOCK)
-    allocator.give_back(registered(allocator, tokens(7, 8)))
-    allocator.take(2)
-    assert len(found(allocator, tokens(7, 8))) == 2
+    allocator.release(registered(allocator, tokens(7, 8)))
+    allocator.allocate(2)
+    assert len(matched_blocks(allocator, tokens(7, 8))) == 2
 
 
 def test_a_chain_is_evicted_from_its_tail() -> None:
     allocator = BlockAllocator(4, BLOCK)
     first, second, third = blocks = registered(allocator, tokens(7, 8, 9))
-    allocator.give_back(blocks)
-    assert allocator.take(1) == [third]
-    assert found(allocator, tokens(7, 8, 9)) == [first, second]
-    assert allocator.take(1) == [second]
-    assert found(allocator, tokens(7, 8, 9)) == [first]
+    allocator.release(blocks)
+    assert allocator.allocate(1) == [third]
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == [first, second]
+    assert allocator.allocate(1) == [second]
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == [first]
 
 
 def test_the_least_recently_used_chain_is_evicted_first() -> None:
     allocator = BlockAllocator(5, BLOCK)
-    allocator.give_back(registered(allocator, tokens(1, 2)))
-    allocator.give_back(registered(allocator, tokens(3, 4)))
-    assert len(found(allocator, tokens(1, 2))) == 2, "used again: now the other is the older one"
-    allocator.take(2)
-    assert (len(found(allocator, tokens(1, 2))), len(found(allocator, tokens(3, 4)))) == (2, 0)
+    allocator.release(registered(allocator, tokens(1, 2)))
+    allocator.release(registered(allocator, tokens(3, 4)))
+    assert len(matched_blocks(allocator, tokens(1, 2))) == 2, "used again: now the other is the older one"
+    allocator.allocate(2)
+    assert (len(matched_blocks(allocator, tokens(1, 2))), len(matched_blocks(allocator, tokens(3, 4)))) == (2, 0)
 
 
 def test_a_block_in_use_is_never_evicted() -> None:
     allocator = BlockAllocator(4, BLOCK)
-    allocator.give_back(registered(allocator, tokens(7, 8)))
+    allocator.release(registered(allocator, tokens(7, 8)))
     held = allocator.match(tokens(7, 8, 9))
     assert allocator.free == 1
-    assert set(allocator.take(1)).isdisjoint(held)
-    assert found(allocator, tokens(7, 8)) == held
+    assert set(allocator.allocate(1)).isdisjoint(held)
+    assert matched_blocks(allocator, tokens(7, 8)) == held
 
 
 def test_registering_again_changes_nothing() -> None:
     allocator = BlockAllocator(20, BLOCK)
     blocks = registered(allocator, tokens(7, 8))
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
-    assert found(allocator, tokens(7, 8)) == blocks
-    allocator.give_back(blocks)
+    assert matched_blocks(allocator, tokens(7, 8)) == blocks
+    allocator.release(blocks)
     allocator.check_idle()
 
 
@@ -244,13 +244,13 @@ def test_a_twin_stays_unregistered_and_its_children_hang_under_the_first() -> No
     """Two with one beginning came in one step; the second goes on further than the first."""
     allocator = BlockAllocator(20, BLOCK)
     first = registered(allocator, tokens(7, 8))
-    second = allocator.take(3)
+    second = allocator.allocate(3)
     allocator.register(tokens(7, 8, 9), second, 3 * BLOCK)
-    assert found(allocator, tokens(7, 8, 9)) == [*first, second[2]]
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, second[2]]
     child = second[2]
-    allocator.give_back(second)
-    allocator.take(16)
-    assert found(allocator, tokens(7, 8, 9)) == [*first, child], "the twins were free at once, and nothing was evicted"
+    allocator.release(second)
+    allocator.allocate(16)
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, child], "the twins were free at once, and nothing was evicted"
     allocator.assert_consistent()
 
 
@@ -258,47 +258,47 @@ def orphan() -> tuple[BlockAllocator, list[int]]:
     """A child under a twin's parent, and the parent is evicted while the child is in use."""
     allocator = BlockAllocator(4, BLOCK)
     first = registered(allocator, tokens(7))
-    blocks = allocator.take(2)
+    blocks = allocator.allocate(2)
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
-    assert found(allocator, tokens(7, 8)) == [*first, blocks[1]]
-    allocator.give_back(first)
-    allocator.give_back(allocator.take(1))
+    assert matched_blocks(allocator, tokens(7, 8)) == [*first, blocks[1]]
+    allocator.release(first)
+    allocator.release(allocator.allocate(1))
     return allocator, blocks
 
 
 def test_a_child_whose_parent_was_evicted_is_not_found_and_does_not_leak() -> None:
     allocator, blocks = orphan()
-    allocator.give_back(registered(allocator, [*tokens(7)]))
-    assert len(found(allocator, tokens(7, 8))) == 1, "a new node of the same content is not its parent"
-    allocator.give_back(blocks)
+    allocator.release(registered(allocator, [*tokens(7)]))
+    assert len(matched_blocks(allocator, tokens(7, 8))) == 1, "a new node of the same content is not its parent"
+    allocator.release(blocks)
     allocator.check_idle()
-    assert sorted(allocator.take(3)) == [1, 2, 3]
+    assert sorted(allocator.allocate(3)) == [1, 2, 3]
     allocator.assert_consistent()
 
 
 def test_a_child_whose_parent_was_evicted_is_found_again_when_its_owner_registers_again() -> None:
     allocator, blocks = orphan()
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
-    assert found(allocator, tokens(7, 8)) == blocks
-    allocator.give_back(blocks)
+    assert matched_blocks(allocator, tokens(7, 8)) == blocks
+    allocator.release(blocks)
     allocator.check_idle()
 
 
 def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free() -> None:
     allocator = BlockAllocator(6, BLOCK)
-    allocator.give_back(registered(allocator, tokens(1, 2)))
+    allocator.release(registered(allocator, tokens(1, 2)))
     held = registered(allocator, tokens(3, 4))
-    allocator.reset_prefixes()
+    allocator.reset_prefix_cache()
     allocator.assert_consistent()
-    assert (found(allocator, tokens(1, 2)), found(allocator, tokens(3, 4)), allocator.free) == ([], [], 3)
-    allocator.give_back(held)
+    assert (matched_blocks(allocator, tokens(1, 2)), matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], [], 3)
+    allocator.release(held)
     allocator.check_idle()
-    assert (found(allocator, tokens(3, 4)), allocator.free) == ([], 5)
+    assert (matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], 5)
 
 
 def test_a_leak_is_found_when_idle() -> None:
     allocator = BlockAllocator(4, BLOCK)
-    allocator.take(1)
+    allocator.allocate(1)
     allocator.assert_consistent()
     with pytest.raises(AssertionError, match="nobody's"):
         allocator.check_idle()
@@ -320,16 +320,16 @@ class Prefixes(RuleBasedStateMachine):
         self.live: list[tuple[list[int], list[int]]] = []
 
     @rule(token_ids=st.lists(st.integers(0, 1), min_size=1, max_size=14), data=st.data())
-    def come(self, token_ids: list[int], data: st.DataObject) -> None:
+    def add_sequence(self, token_ids: list[int], data: st.DataObject) -> None:
         blocks = self.allocator.match(token_ids)
         assert len(blocks) * 2 < len(token_ids)
         for number, block in enumerate(blocks):
             assert self.content[block] == tuple(token_ids[: 2 * number + 2])
-        missing = self.allocator.needed(len(token_ids)) - len(blocks)
+        missing = self.allocator.blocks_for(len(token_ids)) - len(blocks)
         if missing > self.allocator.free:
-            self.allocator.give_back(blocks)
+            self.allocator.release(blocks)
             return
-        for block in self.allocator.take(missing):
+        for block in self.allocator.allocate(missing):
             blocks.append(block)
             self.content[block] = tuple(token_ids[: 2 * len(blocks)])
         self.live.append((token_ids, blocks))
@@ -345,17 +345,17 @@ class Prefixes(RuleBasedStateMachine):
         self.allocator.register(token_ids, blocks, written)
         chain = self.allocator.match([*token_ids[:written], 2])
         assert len(chain) == written // 2, "what is registered is found whole"
-        self.allocator.give_back(chain)
+        self.allocator.release(chain)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
-    def go(self, data: st.DataObject) -> None:
+    def finish_sequence(self, data: st.DataObject) -> None:
         _, blocks = self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
-        self.allocator.give_back(blocks)
+        self.allocator.release(blocks)
 
     @rule()
     def forget(self) -> None:
-        self.allocator.reset_prefixes()
+        self.allocator.reset_prefix_cache()
 
     @invariant()
     def used_is_what_the_living_hold(self) -> None:
@@ -368,7 +368,7 @@ class Prefixes(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         for _, blocks in getattr(self, "live", []):
-            self.allocator.give_back(blocks)
+            self.allocator.release(blocks)
         if hasattr(self, "allocator"):
             self.allocator.check_idle()
 

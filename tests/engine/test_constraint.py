@@ -12,8 +12,8 @@ import torch
 from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
-from tests.conftest import tiny_with
-from tests.engine.constraints import MASKER, Chain
+from tests.conftest import prepare_tiny
+from tests.engine.constraints import MASKER, SumConstraint
 
 LENGTH = 20
 VOCAB = 2000  # the model's is 2048: a tokenizer may have less than its model
@@ -36,18 +36,18 @@ def ids_of(tokens: list[NewToken]) -> list[int]:
     return [token.token_id for token in tokens]
 
 
-def idle(engine: Engine) -> None:
+def assert_idle(engine: Engine) -> None:
     engine.allocator.assert_consistent()
     assert engine.allocator.free == engine.allocator.capacity
 
 
 @pytest.fixture(scope="module")
-def obedient(reference_tiny: Any) -> Callable[[list[int]], list[int]]:
+def constrained_reference(reference_tiny: Any) -> Callable[[list[int]], list[int]]:
     """What plain transformers says, greedy, where the form forbids all else."""
 
     @torch.no_grad()
     def answer(prompt: list[int]) -> list[int]:
-        chain, tokens = Chain(LENGTH, VOCAB), []
+        chain, tokens = SumConstraint(LENGTH, VOCAB), []
         for _ in range(LENGTH):
             scores = reference_tiny(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
             allowed = torch.tensor([chain.allows(tokens, token_id) for token_id in range(len(scores))])
@@ -58,20 +58,20 @@ def obedient(reference_tiny: Any) -> Callable[[list[int]], list[int]]:
 
 
 def test_a_greedy_answer_is_the_most_likely_that_obeys(
-    tiny_deployment: Any, obedient: Callable[[list[int]], list[int]]
+    tiny_deployment: Any, constrained_reference: Callable[[list[int]], list[int]]
 ) -> None:
     """Prompts of one chunk and of several, all at once."""
     engine, found = tiny_deployment.engine, {}
-    chain = Chain(LENGTH, VOCAB)
+    chain = SumConstraint(LENGTH, VOCAB)
     with measure_compiles() as serving:
         for prompt in PROMPTS:
             submit(engine, prompt, found, constraint=chain)
         drain(engine, found)
-    assert [ids_of(tokens) for tokens in found.values()] == [obedient(prompt) for prompt in PROMPTS]
+    assert [ids_of(tokens) for tokens in found.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
     assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop"] * 3
     assert serving.counts.compiles == 0
-    assert [matcher.asked_at for matcher in chain.started] == [list(range(LENGTH))] * 3, "asked once for each token"
-    idle(engine)
+    assert [matcher.mask_positions for matcher in chain.matchers] == [list(range(LENGTH))] * 3, "asked once for each token"
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +86,13 @@ def test_it_obeys_however_it_is_sampled_alone_and_in_a_batch(tiny_deployment: An
     engine = tiny_deployment.engine
     alone, together = {}, {}
     for prompt in PROMPTS:
-        submit(engine, prompt, alone, constraint=Chain(LENGTH, VOCAB), **asked)
+        submit(engine, prompt, alone, constraint=SumConstraint(LENGTH, VOCAB), **asked)
         drain(engine, alone)
-    chain = Chain(LENGTH, VOCAB)
+    chain = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, together, constraint=chain, **asked)
     drain(engine, together)
-    for one, other, matcher in zip(alone.values(), together.values(), chain.started, strict=True):
+    for one, other, matcher in zip(alone.values(), together.values(), chain.matchers, strict=True):
         assert ids_of(one) == ids_of(other) == matcher.accepted
         assert one[-1].finish_reason == "stop" and len(one) == LENGTH
 
@@ -101,7 +101,7 @@ def test_neighbours_get_the_tokens_that_they_get_alone(tiny_deployment: Any) -> 
     """They come and go while constrained ones do, so that rows move; prompts of several chunks come in between."""
     engine, source = tiny_deployment.engine, random.Random(2)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (3, 140, 9, 40, 2, 77, 300, 6)]
-    kinds: list[dict[str, Any]] = [{}, {"constraint": Chain(LENGTH, VOCAB)}, {"temperature": 0.8, "seed": 9}]
+    kinds: list[dict[str, Any]] = [{}, {"constraint": SumConstraint(LENGTH, VOCAB)}, {"temperature": 0.8, "seed": 9}]
     asked = [{**kinds[number % 3], "max_new_tokens": 12 + 5 * number} for number in range(len(prompts))]
     alone: dict[int, list[NewToken]] = {}
     for prompt, one in zip(prompts, asked, strict=True):
@@ -114,7 +114,7 @@ def test_neighbours_get_the_tokens_that_they_get_alone(tiny_deployment: Any) -> 
             together[token.request_id].append(token)
     drain(engine, together)
     assert [ids_of(tokens) for tokens in together.values()] == [ids_of(tokens) for tokens in alone.values()]
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
@@ -126,21 +126,21 @@ def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
         run = getattr(engine, name)
         monkeypatch.setattr(engine, name, lambda *args: (order.append(name), run(*args))[1])
 
-    for name in ("_begin", "_collect", "_choose"):
+    for name in ("_launch_forward", "_collect", "_launch_sampling"):
         note(name)
     submit(engine, PROMPTS[0], found, max_new_tokens=3, temperature=1.0)
     drain(engine, found)
-    assert order[:5] == ["_begin", "_choose", "_begin", "_choose", "_collect"]
+    assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_launch_sampling", "_collect"]
     order.clear()
-    submit(engine, PROMPTS[0], found, max_new_tokens=3, constraint=Chain(3, VOCAB))
+    submit(engine, PROMPTS[0], found, max_new_tokens=3, constraint=SumConstraint(3, VOCAB))
     drain(engine, found)
-    assert order[:5] == ["_begin", "_choose", "_begin", "_collect", "_choose"], "the model is under way meanwhile"
+    assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_collect", "_launch_sampling"], "the model is under way meanwhile"
 
 
 def test_its_limit_of_tokens_cuts_it(tiny_deployment: Any) -> None:
     engine, found = tiny_deployment.engine, {}
-    submit(engine, PROMPTS[0], found, constraint=Chain(LENGTH, VOCAB), max_new_tokens=LENGTH - 1)
-    submit(engine, PROMPTS[0], found, constraint=Chain(LENGTH, VOCAB), max_new_tokens=LENGTH)
+    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH - 1)
+    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH)
     drain(engine, found)
     ends = [(len(tokens), tokens[-1].finish_reason) for tokens in found.values()]
     assert ends == [(LENGTH - 1, "length"), (LENGTH, "stop")]
@@ -148,10 +148,10 @@ def test_its_limit_of_tokens_cuts_it(tiny_deployment: Any) -> None:
 
 def test_a_stop_token_of_the_request_still_ends_it(tiny_deployment: Any) -> None:
     engine, found = tiny_deployment.engine, {}
-    submit(engine, PROMPTS[0], found, constraint=Chain(LENGTH, VOCAB))
+    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB))
     drain(engine, found)
     [whole] = found.values()
-    submit(engine, PROMPTS[0], found, constraint=Chain(LENGTH, VOCAB), stop_token_ids=(whole[4].token_id,))
+    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), stop_token_ids=(whole[4].token_id,))
     drain(engine, found)
     cut = [*found.values()][1]
     first = ids_of(whole).index(whole[4].token_id)
@@ -162,8 +162,8 @@ def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: p
     """Of one masker: each call of a library may wait for Python's lock."""
     engine, found, asked = tiny_deployment.engine, {}, []
     fill = MASKER.fill
-    monkeypatch.setattr(MASKER, "fill", lambda places, masks: (asked.append(len(places)), fill(places, masks)))
-    chain = Chain(LENGTH, VOCAB)
+    monkeypatch.setattr(MASKER, "fill", lambda matcher_rows, masks: (asked.append(len(matcher_rows)), fill(matcher_rows, masks)))
+    chain = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, found, constraint=chain)
     submit(engine, PROMPTS[0], found, constraint=Broken())
@@ -171,7 +171,7 @@ def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: p
     assert max(asked) == len(PROMPTS) and sum(asked) == len(PROMPTS) * LENGTH
     assert len(asked) < 2 * LENGTH, "one call for each row"
     assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop", "stop", "stop", "error"]
-    idle(engine)
+    assert_idle(engine)
 
 
 class Broken:
@@ -184,7 +184,7 @@ class Broken:
     def start(self) -> Broken:
         return self
 
-    def fill(self, places: Any, masks: Any) -> None:
+    def fill(self, matcher_rows: Any, masks: Any) -> None:
         pass
 
     def accept(self, token_id: int) -> Any:
@@ -200,7 +200,7 @@ def test_a_constraint_that_fails_ends_its_request_alone(tiny_deployment: Any) ->
     broken, other = found.values()
     assert [token.finish_reason for token in broken] == ["error"]
     assert ids_of(other) == plain
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_pre_emption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> None:
@@ -208,26 +208,26 @@ def test_pre_emption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> N
     asked = {"max_new_tokens": 60, "temperature": 0.8, "seed": 5}
     alone: dict[int, list[NewToken]] = {}
     for prompt in prompts:
-        submit(tiny_deployment.engine, prompt, alone, constraint=Chain(50, VOCAB), **asked)
+        submit(tiny_deployment.engine, prompt, alone, constraint=SumConstraint(50, VOCAB), **asked)
         drain(tiny_deployment.engine, alone)
-    scarce = tiny_with(cache_dir, context=400, kv_blocks=27).engine
+    scarce = prepare_tiny(cache_dir, context=400, kv_blocks=27).engine
     before, together = scarce.scheduler.preemptions, {}
     for prompt in prompts:
-        submit(scarce, prompt, together, constraint=Chain(50, VOCAB), **asked)
+        submit(scarce, prompt, together, constraint=SumConstraint(50, VOCAB), **asked)
     drain(scarce, together)
     assert scarce.scheduler.preemptions > before, "blocks were not scarce, so this shows nothing"
     assert [ids_of(tokens) for tokens in together.values()] == [ids_of(tokens) for tokens in alone.values()]
-    idle(scarce)
+    assert_idle(scarce)
 
 
 @pytest.mark.parametrize(("method", "failing_call"), [("prefill", 0), ("decode", 0), ("decode", 7), ("sample", 6)])
 def test_a_step_that_raises_loses_no_token(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch, method: str, failing_call: int,
-    obedient: Callable[[list[int]], list[int]],
+    constrained_reference: Callable[[list[int]], list[int]],
 ) -> None:  # fmt: skip
     """Before the tokens of the step before were read, and after."""
     engine, found, calls = tiny_deployment.engine, {}, []
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     run = getattr(engine.runner, method)
 
     def failing(*args: Any) -> Any:
@@ -237,34 +237,34 @@ def test_a_step_that_raises_loses_no_token(
         return run(*args)
 
     monkeypatch.setattr(engine.runner, method, failing)
-    chain = Chain(LENGTH, VOCAB)
+    chain = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, found, constraint=chain)
     with pytest.raises(RuntimeError, match="out of luck"):
         drain(engine, found)
     drain(engine, found)
-    assert [ids_of(tokens) for tokens in found.values()] == [obedient(prompt) for prompt in PROMPTS]
-    assert [matcher.accepted for matcher in chain.started] == [ids_of(tokens) for tokens in found.values()]
-    idle(engine)
+    assert [ids_of(tokens) for tokens in found.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
+    assert [matcher.accepted for matcher in chain.matchers] == [ids_of(tokens) for tokens in found.values()]
+    assert_idle(engine)
 
 
 def test_an_aborted_answer_is_told_nothing_more(tiny_deployment: Any) -> None:
-    engine, found, chain = tiny_deployment.engine, {}, Chain(LENGTH, VOCAB)
+    engine, found, chain = tiny_deployment.engine, {}, SumConstraint(LENGTH, VOCAB)
     gone = submit(engine, PROMPTS[0], found, constraint=chain)
     stays = submit(engine, PROMPTS[2], found, constraint=chain)
     for _ in range(6):
         for token in engine.step():
             found[token.request_id].append(token)
     engine.abort(gone)
-    known = list(chain.started[0].accepted)
+    known = list(chain.matchers[0].accepted)
     drain(engine, found)
-    assert chain.started[0].accepted == known == ids_of(found[gone])
+    assert chain.matchers[0].accepted == known == ids_of(found[gone])
     assert len(found[stays]) == LENGTH
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_parameters_with_a_constraint_are_equal_where_it_is_the_same() -> None:
-    chain = Chain(1, 1)
+    chain = SumConstraint(1, 1)
     one, other = (SamplingParams(constraint=chain) for _ in range(2))
     assert one == other and hash(one) == hash(other)
-    assert one != SamplingParams(constraint=Chain(1, 1)) != SamplingParams()
+    assert one != SamplingParams(constraint=SumConstraint(1, 1)) != SamplingParams()

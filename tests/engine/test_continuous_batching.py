@@ -12,7 +12,7 @@ from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
-from tests.conftest import tiny_with
+from tests.conftest import prepare_tiny
 
 TOKENS = 48
 SCARCE_BLOCKS = 25  # of 16 slots: the longest request alone takes 22 of 24, so its neighbours must go
@@ -51,9 +51,9 @@ def test_the_device_knows_every_block_of_every_row_by_one_copy_a_step(
     cache_dir: str, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With blocks that run out: rows come, move, lose what was taken ahead, and come back."""
-    engine = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     row_assignment, copies = engine.runner.row_assignment, []
-    bring, upload = row_assignment.bring_blocks, row_assignment._upload_blocks
+    bring, upload = row_assignment.upload_block_table, row_assignment._upload_blocks
 
     def checked() -> None:
         before = len(copies)
@@ -62,12 +62,12 @@ def test_the_device_knows_every_block_of_every_row_by_one_copy_a_step(
         for row, sequence in enumerate(engine.scheduler.running):
             assert row_assignment.state.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
 
-    monkeypatch.setattr(row_assignment, "bring_blocks", checked)
+    monkeypatch.setattr(row_assignment, "upload_block_table", checked)
     monkeypatch.setattr(row_assignment, "_upload_blocks", lambda grown: (copies.append(grown), upload(grown))[1])
     preempted = engine.scheduler.preemptions
     engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
     assert engine.scheduler.preemptions > preempted and len(copies) > TOKENS // 16
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_blocks_go_up_when_a_prompt_is_on_its_way(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,10 +78,10 @@ def test_blocks_go_up_when_a_prompt_is_on_its_way(tiny_deployment: Any, monkeypa
         monkeypatch.setattr(owner, name, lambda given, name=name, call=call: (done.append(name), call(given))[1])
     engine.generate([list(range(10, 30))], SamplingParams(max_new_tokens=2))
     assert done == ["_run", "_upload_blocks", "_run"]
-    idle(engine)
+    assert_idle(engine)
 
 
-def idle(engine: Engine) -> None:
+def assert_idle(engine: Engine) -> None:
     engine.allocator.assert_consistent()
     assert engine.allocator.free == engine.allocator.capacity
     assert not engine.has_work
@@ -91,7 +91,7 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
     tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
     engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     found: dict[int, list[int]] = {}
     ids = []
     with measure_compiles() as serving:
@@ -103,22 +103,22 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
         drain(engine, found)
     assert [found[request_id] for request_id in ids] == answers
     assert serving.counts.compiles == 0
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_tokens_survive_pre_emption(cache_dir: str, prompts: list[list[int]], answers: list[list[int]]) -> None:
-    engine = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     before = engine.scheduler.preemptions
     assert engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS)) == answers
     assert engine.scheduler.preemptions > before, "blocks were not scarce, so this shows nothing"
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_a_known_beginning_is_not_computed_again_and_changes_no_token(
     tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]]
 ) -> None:
     engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
-    engine.allocator.reset_prefixes()
+    engine.allocator.reset_prefix_cache()
     computed = []
     for number in (0, 0, 8):  # the prompt, the same prompt, and one that begins like it
         request_id = engine.submit(prompts[number], params)
@@ -126,7 +126,7 @@ def test_a_known_beginning_is_not_computed_again_and_changes_no_token(
         found: dict[int, list[int]] = {request_id: []}
         drain(engine, found)
         assert found[request_id] == answers[number]
-        computed.append(len(prompts[number]) - sequence.prefix_hits)
+        computed.append(len(prompts[number]) - sequence.prefix_hit_tokens)
     assert computed == [300, 300 - 18 * 16, 203 - 12 * 16]
 
 
@@ -151,7 +151,7 @@ def test_an_aborted_request_frees_its_blocks_and_disturbs_nobody(
             assert found[request_id] == answers[number][: at_abort[request_id]]
         else:
             assert found[request_id] == answers[number]
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_a_seeded_request_is_the_same_alone_in_a_batch_and_after_pre_emption(
@@ -160,7 +160,7 @@ def test_a_seeded_request_is_the_same_alone_in_a_batch_and_after_pre_emption(
     params = SamplingParams(max_new_tokens=TOKENS, temperature=0.8, top_k=40, top_p=0.95, seed=17)
     alone = [tiny_deployment.engine.generate([prompt], params)[0] for prompt in prompts]
     assert tiny_deployment.engine.generate(prompts, params) == alone
-    scarce = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    scarce = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     before = scarce.scheduler.preemptions
     assert scarce.generate(prompts, params) == alone
     assert scarce.scheduler.preemptions > before
@@ -214,7 +214,7 @@ def test_a_stop_token_is_the_last_though_the_device_ran_on(tiny_deployment: Any,
     engine.abort(beside)
     while engine.has_work:
         engine.step()
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None:
@@ -227,7 +227,7 @@ def test_two_streams_of_one_engine_share_its_steps(tiny_deployment: Any) -> None
         found[1].append(next(second).token_id)
     assert found == alone
     assert list(first) == list(second) == []
-    idle(engine)
+    assert_idle(engine)
 
 
 @pytest.mark.parametrize(
@@ -257,11 +257,11 @@ def test_what_cannot_be_served_is_a_typed_error_and_harms_nothing(
     found: dict[int, list[int]] = {beside: []}
     drain(engine, found)
     assert len(found[beside]) == 3
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_more_blocks_than_exist_are_refused_at_once(cache_dir: str) -> None:
-    engine = tiny_with(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
     longest = engine.allocator.capacity * 16
     assert longest == engine.plan.context, "KV limits the context here"
     with pytest.raises((UsageError, SpaceError), match="context"):
@@ -277,7 +277,7 @@ def test_to_abort_what_is_not_open_is_a_typed_error(tiny_deployment: Any) -> Non
     drain(engine, {request_id: []})
     with pytest.raises(UsageError, match=f"no open request {request_id}"):
         engine.abort(request_id)
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_a_step_that_raises_loses_nothing_and_leaves_no_false_prefix(
@@ -286,7 +286,7 @@ def test_a_step_that_raises_loses_nothing_and_leaves_no_false_prefix(
     """The scheduler moved on as if the step had run: whatever it believed to be in the cache must be forgotten."""
     engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
     for method, failing_call in (("prefill", 0), ("prefill", 2), ("decode", 0), ("decode", 7)):
-        engine.allocator.reset_prefixes()
+        engine.allocator.reset_prefix_cache()
         run, calls = getattr(engine.runner, method), []
 
         def failing(*args: Any, run: Any = run, calls: list[int] = calls, at: int = failing_call) -> Any:
@@ -304,7 +304,7 @@ def test_a_step_that_raises_loses_nothing_and_leaves_no_false_prefix(
         monkeypatch.undo()
         assert [found[request_id] for request_id in ids] == answers, (method, failing_call)
         assert engine.generate(prompts, params) == answers, "prefixes of before are right or gone"
-        idle(engine)
+        assert_idle(engine)
 
 
 def test_tokens_of_submitted_requests_wait_while_a_stream_drives_the_engine(tiny_deployment: Any) -> None:
@@ -315,18 +315,18 @@ def test_tokens_of_submitted_requests_wait_while_a_stream_drives_the_engine(tiny
     found: dict[int, list[int]] = {request_id: []}
     drain(engine, found)
     assert found[request_id] == alone
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_tokens_that_wait_are_gone_with_an_abort(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
     request_id = engine.submit([40, 41, 42], SamplingParams(max_new_tokens=60))
     engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=10))
-    assert engine._unclaimed, "nothing waits, so this shows nothing"
+    assert engine._buffered_tokens, "nothing waits, so this shows nothing"
     engine.abort(request_id)
     while engine.has_work:
         assert engine.step() == []
-    idle(engine)
+    assert_idle(engine)
 
 
 def test_a_request_aborted_inside_its_stream_ends_the_stream(tiny_deployment: Any) -> None:
@@ -338,4 +338,4 @@ def test_a_request_aborted_inside_its_stream_ends_the_stream(tiny_deployment: An
     assert list(stream) == []
     while engine.has_work:
         engine.step()
-    idle(engine)
+    assert_idle(engine)

@@ -12,13 +12,13 @@ import pytest
 from tcdeploy.bench.session import free_memory
 from tcdeploy.engine import rows
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.rows import RowSeating
+from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.detokenizer import TextStream, chat_prompt
+from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.planning.plan import Bucket
-from tests.conftest import forget_programs, tiny_with
+from tests.conftest import reset_programs, prepare_tiny
 
 
 def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:
@@ -77,8 +77,8 @@ def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) 
 def test_a_prompt_that_only_joins_moves_no_row(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are emptied when the engine falls idle, not when the next prompt comes."""
     engine, moves = tiny_deployment.engine, []
-    move = RowSeating._move
-    monkeypatch.setattr(RowSeating, "_move", lambda *given: moves.append(given) or move(*given))
+    move = RowAssignment._gather_rows
+    monkeypatch.setattr(RowAssignment, "_gather_rows", lambda *given: moves.append(given) or move(*given))
     for _ in range(2):
         engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8))
         engine.step()
@@ -97,7 +97,7 @@ def test_rows_are_empty_again_after_a_seating_that_failed(
 ) -> None:
     engine = tiny_deployment.engine
     state = engine.runner.state
-    monkeypatch.setattr(rows, "set_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
+    monkeypatch.setattr(rows, "set_penalty_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     harsh = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
     request = engine.submit([5, 6, 7], harsh)
     with pytest.raises(MemoryError):
@@ -107,8 +107,8 @@ def test_rows_are_empty_again_after_a_seating_that_failed(
 
 
 def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wanted_back(cache_dir: str) -> None:
-    forget_programs()
-    deployment = tiny_with(cache_dir)
+    reset_programs()
+    deployment = prepare_tiny(cache_dir)
     assert gc.get_freeze_count() > 100_000, "what torch compiled with"
     assert not any(one is deployment.engine.runner for one in gc.get_objects())
     deployment.engine.runner.itself = deployment.engine.runner  # for the collector to find
@@ -116,7 +116,7 @@ def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wa
     del deployment
     gc.collect()
     assert runner() is not None, "or nothing is shown"
-    forget_programs()
+    reset_programs()
     free_memory()
     assert runner() is None
 
@@ -124,7 +124,7 @@ def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wa
 def test_a_character_left_open_at_the_end_is_not_lost(tiny_deployment: Any) -> None:
     tokenizer = tiny_deployment.tokenizer
     ids = tokenizer("na\u00efve \u65e5", add_special_tokens=False).input_ids[:-1]
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     pieces = [stream.push(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
     assert tokenizer.decode(ids).endswith("\ufffd"), "the last character is open, or this shows nothing"
@@ -146,7 +146,7 @@ def test_the_engine_is_sealed_by_itself(tiny_deployment: Any) -> None:
 def test_streamed_text_is_the_decoded_text(tiny_deployment: Any, text: str) -> None:
     tokenizer = tiny_deployment.tokenizer
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    stream = TextStream(tokenizer)
+    stream = IncrementalDetokenizer(tokenizer)
     assert "".join(stream.push(token_id) for token_id in ids) + stream.finish() == tokenizer.decode(
         ids, skip_special_tokens=True
     )

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tcdeploy.engine.sampling import (
     COUNT_LIMIT,
-    ROWS_AT_ONCE,
+    MAX_ROWS_PER_PASS,
     Features,
     SamplingRows,
     accumulate,
@@ -25,7 +25,7 @@ from tcdeploy.engine.sampling import (
     sample,
     sampling_bytes,
     set_biases,
-    set_history,
+    set_penalty_history,
     uniforms,
 )
 
@@ -254,8 +254,8 @@ def test_the_cumulated_units_of_the_flattest_large_vocabulary_do_not_overflow() 
     for vocab_size in (1, 128256, 262144):
         cumulative = accumulate(torch.ones(1, vocab_size, dtype=torch.float64))
         assert 2**60 < cumulative.total.item() < 2**62
-        assert cumulative.first_beyond(cumulative.total - 1).item() == vocab_size - 1
-        assert cumulative.first_beyond(torch.zeros(1, 1, dtype=torch.int64)).item() == 0
+        assert cumulative.first_exceeding(cumulative.total - 1).item() == vocab_size - 1
+        assert cumulative.first_exceeding(torch.zeros(1, 1, dtype=torch.int64)).item() == 0
 
 
 @pytest.mark.parametrize("features", [PLAIN, FILTERED, EVERYTHING], ids=str)
@@ -350,7 +350,7 @@ def mixed_rows(vocab_size: int) -> SamplingRows:
     sampling = make_rows(8, vocab_size, **MIXED)
     for row in range(8):
         ids = torch.randint(vocab_size, (400,), generator=torch.Generator().manual_seed(row)).tolist()
-        set_history(sampling, row, ids[:100], ids[100:])
+        set_penalty_history(sampling, row, ids[:100], ids[100:])
     return sampling
 
 
@@ -392,7 +392,7 @@ def test_a_token_is_the_same_alone_and_in_a_batch_of_32(features: Features) -> N
 
 
 def test_batches_larger_than_one_go_are_cut_where_it_does_not_show() -> None:
-    size = 2 * ROWS_AT_ONCE + 3
+    size = 2 * MAX_ROWS_PER_PASS + 3
     logits = random_logits(size, 50)
     sampling = make_rows(size, 50, seeds=range(size), top_k=[row % 7 for row in range(size)])
     positions, backwards = torch.arange(size) * 3, torch.arange(size).flip(0)
@@ -434,11 +434,11 @@ def test_penalties_are_the_formulas(repetition: float, presence: float, frequenc
     count = len(expected)
     sampling = make_rows(count, 40, **asked)
     for row in range(count):
-        set_history(sampling, row, prompt, output)
+        set_penalty_history(sampling, row, prompt, output)
     tokens = sample(logits.expand(count, -1), sampling, torch.arange(count), PENALISED).tolist()
     assert sum(mine != theirs for mine, theirs in zip(tokens, expected, strict=True)) <= 1  # float32 at an edge
     greedy = make_rows(1, 40, temperature=0.0, **asked)
-    set_history(greedy, 0, prompt, output)
+    set_penalty_history(greedy, 0, prompt, output)
     assert sample(logits[None], greedy, torch.zeros(1).long(), PENALISED).item() == wanted.argmax()
 
 
@@ -456,7 +456,7 @@ def test_a_prompt_counts_for_repetition_alone() -> None:
     logits = torch.tensor([2.0, 1.9])
     for asked, token in (({"presence": 2.0, "frequency": 2.0}, 0), ({"repetition": 1.2}, 1)):
         sampling = make_rows(1, 2, temperature=0.0, **asked)
-        set_history(sampling, 0, [0, 0, 0], [])
+        set_penalty_history(sampling, 0, [0, 0, 0], [])
         assert sample(logits[None], sampling, torch.tensor([3]), PENALISED).item() == token
 
 
@@ -473,18 +473,18 @@ def test_counting_is_exact_and_touches_no_other_row() -> None:
 
 def test_a_count_stays_at_its_limit() -> None:
     sampling = make_rows(2, 3)
-    set_history(sampling, 0, [], [1] * (COUNT_LIMIT - 1))
+    set_penalty_history(sampling, 0, [], [1] * (COUNT_LIMIT - 1))
     for _ in range(4):
         count_tokens(sampling, torch.tensor([0]), torch.tensor([1]))
     assert sampling.output_counts.tolist() == [[0, COUNT_LIMIT, 0], [0, 0, 0]]
-    set_history(sampling, 0, [], [2] * (COUNT_LIMIT + 9))
+    set_penalty_history(sampling, 0, [], [2] * (COUNT_LIMIT + 9))
     assert sampling.output_counts.tolist() == [[0, 0, COUNT_LIMIT], [0, 0, 0]]
 
 
 def test_history_replaces_what_a_row_held_before() -> None:
     sampling = make_rows(3, 5)
-    set_history(sampling, 1, [0, 1], [2, 2, 4])
-    set_history(sampling, 1, [4, 4], [0])
+    set_penalty_history(sampling, 1, [0, 1], [2, 2, 4])
+    set_penalty_history(sampling, 1, [4, 4], [0])
     assert sampling.output_counts.tolist() == [[0] * 5, [1, 0, 0, 0, 0], [0] * 5]
     assert sampling.in_prompt.tolist() == [[False] * 5, [False] * 4 + [True], [False] * 5]
 
@@ -610,7 +610,7 @@ def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
 @pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.8}], ids=str)
 def test_masked_rows_draw_as_if_the_forbidden_logits_were_not_there(vocab_size: int, asked: dict[str, Any]) -> None:
     """More rows than are sampled at once; a mask in each second row, given back bit by bit in a plain loop."""
-    count = ROWS_AT_ONCE + 7
+    count = MAX_ROWS_PER_PASS + 7
     logits = random_logits(count, vocab_size)
     allowed = torch.rand(count, vocab_size, generator=torch.Generator().manual_seed(8)) < 0.3
     allowed[:, 0] |= ~allowed.any(dim=-1)

@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, Limits, Load, Scheduler, Step
+from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, SchedulerConfig, SchedulerStats, Scheduler, SchedulerOutput
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 
 BLOCK = 4
-ROOMY = Limits(max_rows=4, prefill_tokens=16, prefill_sequences=3)
+ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, prefill_sequences=3)
 
 
-def make(blocks: int = 100, limits: Limits = ROOMY, **changes: Any) -> Scheduler:
+def make(blocks: int = 100, limits: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
     return Scheduler(limits._replace(**changes), BlockAllocator(blocks + 1, BLOCK))
 
 
@@ -41,12 +41,12 @@ def submitted(scheduler: Scheduler, *lengths: int, new: int = 100) -> list[Seque
     return sequences
 
 
-def chunks(step: Step | None) -> list[tuple[int, int, int]]:
+def chunks(step: SchedulerOutput | None) -> list[tuple[int, int, int]]:
     assert step is not None and not step.decode
     return [(chunk.sequence.request_id, chunk.start, chunk.stop) for chunk in step.chunks]
 
 
-def rows(step: Step | None) -> list[int]:
+def rows(step: SchedulerOutput | None) -> list[int]:
     assert step is not None and not step.chunks
     return [sequence.request_id for sequence in step.decode]
 
@@ -98,10 +98,10 @@ def test_only_the_last_chunk_samples_and_brings_the_sequence_into_a_row() -> Non
     [sequence] = submitted(scheduler, 20)
     scheduler.schedule()
     assert (scheduler.prefilling, scheduler.running) == ([sequence], [])
-    assert (sequence.cached, sequence.in_flight, len(sequence.blocks)) == (16, 0, 5)
+    assert (sequence.num_computed_tokens, sequence.in_flight, len(sequence.blocks)) == (16, 0, 5)
     scheduler.schedule()
     assert (scheduler.prefilling, scheduler.running) == ([], [sequence])
-    assert (sequence.cached, sequence.in_flight) == (20, 1)
+    assert (sequence.num_computed_tokens, sequence.in_flight) == (20, 1)
 
 
 def test_a_prompt_is_registered_when_its_step_is_on_its_way() -> None:
@@ -113,7 +113,7 @@ def test_a_prompt_is_registered_when_its_step_is_on_its_way() -> None:
     assert scheduler.allocator.match(first.token_ids) == []
     scheduler.submit(second)
     assert chunks(scheduler.schedule()) == [(7, 8, 9)]
-    assert second.prefix_hits == 8 and second.blocks[:2] == first.blocks[:2]
+    assert second.prefix_hit_tokens == 8 and second.blocks[:2] == first.blocks[:2]
 
 
 def test_a_prompt_that_was_aborted_behind_its_step_is_registered_once_and_holds_nothing() -> None:
@@ -132,10 +132,10 @@ def test_a_decode_step_feeds_every_row_its_last_token_read_or_not() -> None:
     first, second = submitted(scheduler, 5, 8)
     scheduler.schedule()
     assert rows(scheduler.schedule()) == [0, 1]
-    assert [(s.cached, s.in_flight, s.length) for s in (first, second)] == [(6, 2, 7), (9, 2, 10)]
+    assert [(s.num_computed_tokens, s.in_flight, s.length) for s in (first, second)] == [(6, 2, 7), (9, 2, 10)]
     read(first, second)
     scheduler.schedule()
-    assert [(s.cached, s.in_flight, s.length) for s in (first, second)] == [(7, 1, 8), (10, 1, 11)]
+    assert [(s.num_computed_tokens, s.in_flight, s.length) for s in (first, second)] == [(7, 1, 8), (10, 1, 11)]
 
 
 def test_no_more_sequences_are_admitted_than_there_are_rows() -> None:
@@ -203,7 +203,7 @@ def test_an_exhausted_sequence_leaves_before_its_last_token_is_read() -> None:
     second.params = SamplingParams(max_new_tokens=3)
     scheduler.schedule()
     scheduler.schedule()
-    assert first.is_exhausted and first.in_flight == 2
+    assert first.has_sampled_last_token and first.in_flight == 2
     assert rows(scheduler.schedule()) == [1]
     assert (first.blocks, first.finish_reason) == ([], "")
     read(first)
@@ -291,7 +291,7 @@ def test_a_known_beginning_is_not_computed_again() -> None:
     scheduler.schedule()
     scheduler.submit(again)
     assert chunks(scheduler.schedule()) == [(0, 8, 11)]
-    assert (again.prefix_hits, again.blocks[:2]) == (8, first.blocks[:2])
+    assert (again.prefix_hit_tokens, again.blocks[:2]) == (8, first.blocks[:2])
     assert again.blocks[2] != first.blocks[2]
 
 
@@ -302,7 +302,7 @@ def test_what_a_step_writes_is_found_only_by_later_steps() -> None:
     scheduler.submit(first)
     scheduler.submit(twin)
     scheduler.schedule()
-    assert twin.prefix_hits == 0 and set(first.blocks).isdisjoint(twin.blocks)
+    assert twin.prefix_hit_tokens == 0 and set(first.blocks).isdisjoint(twin.blocks)
     scheduler.submit(later)
     scheduler.schedule()
     assert later.blocks[:2] == first.blocks[:2]
@@ -329,7 +329,7 @@ def test_an_answer_is_found_by_the_next_turn_of_its_chat(late: bool) -> None:
         read(sequence)
     if late:
         scheduler.schedule()
-    assert len(sequence.token_ids) == 13 and sequence.cached == 12 + late
+    assert len(sequence.token_ids) == 13 and sequence.num_computed_tokens == 12 + late
     scheduler.abort(sequence)
     following = Sequence(1, [*sequence.token_ids, 5, 5, 5, 5], 17, SamplingParams())
     scheduler.submit(following)
@@ -376,7 +376,7 @@ def test_unused_blocks_ahead_go_before_any_sequence_does() -> None:
         assert len(first.blocks) == 2 + LOOKAHEAD_BLOCKS
         scheduler.schedule()
         read(first, second)
-    assert len(first.blocks) == scheduler.allocator.needed(first.cached) < 2 + LOOKAHEAD_BLOCKS
+    assert len(first.blocks) == scheduler.allocator.blocks_for(first.num_computed_tokens) < 2 + LOOKAHEAD_BLOCKS
     assert scheduler.preemptions == 0
 
 
@@ -391,7 +391,7 @@ def test_a_row_that_drops_blocks_keeps_those_of_its_next_token() -> None:
     scheduler.schedule()
     read(first, second)
     assert (first.length, second.length) == (9, 9)
-    scheduler.allocator.take(scheduler.allocator.free)
+    scheduler.allocator.allocate(scheduler.allocator.free)
     before = list(first.blocks)
     assert rows(scheduler.schedule()) == [0, 1]
     assert first.blocks == before[:3] and len(second.blocks) == 3
@@ -411,7 +411,7 @@ def crowded() -> tuple[Scheduler, list[Sequence]]:
 def test_the_sequence_admitted_last_is_sent_back_when_no_block_is_left() -> None:
     scheduler, [first, second, third] = crowded()
     assert rows(scheduler.schedule()) == [0, 1]
-    assert (third.blocks, third.cached, third.preemptions, scheduler.preemptions) == ([], 0, 1, 1)
+    assert (third.blocks, third.num_computed_tokens, third.preemptions, scheduler.preemptions) == ([], 0, 1, 1)
     assert list(scheduler.waiting) == [third]
     assert (first.preemptions, second.preemptions) == (0, 0)
 
@@ -420,7 +420,7 @@ def test_admission_decides_who_came_last_not_the_row() -> None:
     scheduler, [first, second, third] = crowded()
     scheduler.abort(first)
     assert scheduler.running == [third, second]
-    scheduler.allocator.take(2)
+    scheduler.allocator.allocate(2)
     assert rows(scheduler.schedule()) == [1]
     assert list(scheduler.waiting) == [third]
 
@@ -433,7 +433,7 @@ def test_who_was_sent_back_comes_before_those_who_wait_and_finds_its_keys() -> N
     scheduler.abort(first)
     scheduler.abort(second)
     assert chunks(scheduler.schedule()) == [(2, 4, 5), (3, 0, 1)]
-    assert (third.prefix_hits, third.cached, third.in_flight) == (4, 5, 1)
+    assert (third.prefix_hit_tokens, third.num_computed_tokens, third.in_flight) == (4, 5, 1)
 
 
 def test_those_sent_back_together_keep_their_order() -> None:
@@ -478,10 +478,10 @@ def test_a_half_done_prompt_is_sent_back_before_what_runs() -> None:
     scheduler.submit(second)
     scheduler.schedule()
     assert scheduler.prefilling == [second]
-    scheduler.allocator.take(scheduler.allocator.free)
+    scheduler.allocator.allocate(scheduler.allocator.free)
     scheduler.limits = scheduler.limits._replace(max_consecutive_prefills=1)
     assert rows(scheduler.schedule()) == [0]
-    assert (scheduler.prefilling, list(scheduler.waiting), second.cached) == ([], [second], 0)
+    assert (scheduler.prefilling, list(scheduler.waiting), second.num_computed_tokens) == ([], [second], 0)
 
 
 def test_a_request_that_never_fits_is_not_the_schedulers_to_refuse() -> None:
@@ -493,10 +493,10 @@ def test_a_request_that_never_fits_is_not_the_schedulers_to_refuse() -> None:
 
 def test_the_load_is_counted() -> None:
     scheduler = make(max_rows=2)
-    assert scheduler.load == Load(0, 0, 0, 0, 0)
+    assert scheduler.stats == SchedulerStats(0, 0, 0, 0, 0)
     submitted(scheduler, 5, 20, 3)
     scheduler.schedule()
-    assert scheduler.load == Load(waiting=1, prefilling=1, running=1, used_blocks=7, preemptions=0)
+    assert scheduler.stats == SchedulerStats(waiting=1, prefilling=1, running=1, used_blocks=7, preemptions=0)
 
 
 # Random traffic
@@ -536,7 +536,7 @@ class FakeEngine:
 
     def step(self) -> bool:
         """Schedule and launch one; False where nothing can run."""
-        ran_before = {s for s in self.scheduler.running if not s.is_exhausted and not s.finish_reason}
+        ran_before = {s for s in self.scheduler.running if not s.has_sampled_last_token and not s.finish_reason}
         step = self.scheduler.schedule()
         self.check_owners()
         if step is None:
@@ -546,12 +546,12 @@ class FakeEngine:
         self.unread.append(self.prefill(step) if step.chunks else self.decode(step))
         return True
 
-    def check_turns(self, step: Step, something_ran: bool) -> None:
+    def check_turns(self, step: SchedulerOutput, something_ran: bool) -> None:
         if step.chunks and something_ran:
             assert self.prefills_in_a_row < self.scheduler.limits.max_consecutive_prefills
         self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks else 0
 
-    def prefill(self, step: Step) -> list[tuple[Sequence, int]]:
+    def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         limits = self.scheduler.limits
         assert len(step.chunks) <= limits.prefill_sequences
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= limits.prefill_tokens
@@ -565,25 +565,25 @@ class FakeEngine:
             self.check_keys(sequence, stop)
         return [(s, self.sample(s, stop)) for s, _, stop in step.chunks if stop == len(s.token_ids)]
 
-    def decode(self, step: Step) -> list[tuple[Sequence, int]]:
+    def decode(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         assert list(step.decode) == self.scheduler.running
         assert len(step.decode) <= self.scheduler.limits.max_rows
         self.check_tables(step.decode)
         for sequence in step.decode:
-            position = sequence.cached - 1
+            position = sequence.num_computed_tokens - 1
             assert self.progress[sequence] == (sequence.preemptions, position)
             assert position == sequence.length - 2, "the token sampled last, before this step's"
             self.write(sequence, position, position + 1)
         for sequence in step.decode:
-            self.check_keys(sequence, sequence.cached)
-        return [(sequence, self.sample(sequence, sequence.cached)) for sequence in step.decode]
+            self.check_keys(sequence, sequence.num_computed_tokens)
+        return [(sequence, self.sample(sequence, sequence.num_computed_tokens)) for sequence in step.decode]
 
     def check_start(self, sequence: Sequence, start: int) -> None:
         """Where the chunk before ended; after a (re)start, behind what the prefix cache gave."""
         preemptions, position = self.progress.get(sequence, (-1, 0))
         if preemptions != sequence.preemptions:
-            position = sequence.prefix_hits - self.hits[sequence]
-            self.hits[sequence] = sequence.prefix_hits
+            position = sequence.prefix_hit_tokens - self.hits[sequence]
+            self.hits[sequence] = sequence.prefix_hit_tokens
         assert start == position
         self.progress[sequence] = (sequence.preemptions, start)
 
@@ -637,13 +637,13 @@ class FakeEngine:
         allocator.assert_consistent()
         for sequence in self.living():
             longest = sequence.prompt_length + sequence.params.max_new_tokens
-            assert len(sequence.blocks) <= allocator.needed(longest)
+            assert len(sequence.blocks) <= allocator.blocks_for(longest)
             for number, block in enumerate(sequence.blocks):
                 prefix = tuple(sequence.token_ids[: (number + 1) * allocator.block_size])
                 assert places.setdefault(block, prefix if block not in places else None) == prefix
         shared = [block for block, owners in self.owners().items() if owners > 1]
         assert all(len(places[block]) % allocator.block_size == 0 for block in shared)
-        assert self.scheduler.load.used_blocks == len(places)
+        assert self.scheduler.stats.used_blocks == len(places)
         assert not any(sequence.blocks for sequence in self.sampled if sequence not in self.living())
 
 
@@ -668,7 +668,7 @@ def run(
             if arrival.aborted_at == number and sequence in engine.sampled:
                 engine.scheduler.abort(sequence)
         if number in resets:
-            engine.scheduler.allocator.reset_prefixes()
+            engine.scheduler.allocator.reset_prefix_cache()
         launched = engine.step()
         assert launched or engine.unread or not engine.scheduler.has_work, "stuck"
         engine.collect(leave=lag if launched and number not in drains else 0)
@@ -686,7 +686,7 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
         else:
             stopped = expected[-1] in arrival.params.stop_token_ids
             assert (sequence.token_ids, sequence.finish_reason) == (expected, "stop" if stopped else "length")
-            assert arrival.aborted_at is None or sequence.generated
+            assert arrival.aborted_at is None or sequence.num_output_tokens
     engine.scheduler.allocator.check_idle()
     assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
 
@@ -713,7 +713,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     block_size=st.integers(1, 4),
     spare_blocks=st.integers(0, 6) | st.sampled_from([12, 200]),
     lag=st.integers(0, 2),
-    limits=st.builds(Limits, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4)),
+    limits=st.builds(SchedulerConfig, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4)),
     drains=st.sets(st.integers(0, 60)),
     resets=st.sets(st.integers(0, 60), max_size=2),
 )
@@ -722,7 +722,7 @@ def test_random_traffic_reads_only_keys_that_were_written_and_gets_exactly_its_t
     block_size: int,
     spare_blocks: int,
     lag: int,
-    limits: Limits,
+    limits: SchedulerConfig,
     drains: set[int],
     resets: set[int],
 ) -> None:
@@ -734,7 +734,7 @@ def test_random_traffic_reads_only_keys_that_were_written_and_gets_exactly_its_t
 def test_with_far_too_few_blocks_all_requests_finish_sent_back_many_times() -> None:
     """Twenty requests, each of which needs all the blocks there are by its end."""
     arrivals = [Arrival(0, [i % 2, i, 7, i, 8, 9], SamplingParams(max_new_tokens=34), None) for i in range(20)]
-    engine = FakeEngine(Scheduler(Limits(20, 64, 20), BlockAllocator(1 + 10, BLOCK)))
+    engine = FakeEngine(Scheduler(SchedulerConfig(20, 64, 20), BlockAllocator(1 + 10, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
     assert engine.scheduler.preemptions >= 20, "or this shows nothing"
     assert max(sequence.preemptions for sequence in engine.sampled) >= 2
@@ -743,19 +743,19 @@ def test_with_far_too_few_blocks_all_requests_finish_sent_back_many_times() -> N
 def test_traffic_of_one_long_beginning_is_mostly_found() -> None:
     beginning = [i % 7 for i in range(64)]
     arrivals = [Arrival(3 * i, [*beginning, i], SamplingParams(max_new_tokens=5), None) for i in range(10)]
-    engine = FakeEngine(Scheduler(Limits(4, 32, 4), BlockAllocator(1 + 60, BLOCK)))
+    engine = FakeEngine(Scheduler(SchedulerConfig(4, 32, 4), BlockAllocator(1 + 60, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
-    assert sum(sequence.prefix_hits for sequence in engine.sampled) >= 8 * 64
+    assert sum(sequence.prefix_hit_tokens for sequence in engine.sampled) >= 8 * 64
 
 
 def test_the_same_traffic_is_scheduled_the_same_way_twice() -> None:
     def steps() -> list[Any]:
         arrivals = [Arrival(i, [i % 3, i, 7, 8, 9], SamplingParams(max_new_tokens=30), None) for i in range(12)]
-        engine = FakeEngine(Scheduler(Limits(6, 8, 3, 2), BlockAllocator(1 + 12, BLOCK)))
+        engine = FakeEngine(Scheduler(SchedulerConfig(6, 8, 3, 2), BlockAllocator(1 + 12, BLOCK)))
         launched: list[Any] = []
         schedule = engine.scheduler.schedule
 
-        def recorded() -> Step | None:
+        def recorded() -> SchedulerOutput | None:
             step = schedule()
             if step is not None:
                 launched.append([(s.request_id, start, stop) for s, start, stop in step.chunks])

@@ -156,9 +156,9 @@ def sequence(**asked: Any) -> Sequence:
 
 def test_a_sequence_counts_what_it_generated_after_its_prompt() -> None:
     found = sequence()
-    assert (found.generated, found.finish_reason) == (0, "")
+    assert (found.num_output_tokens, found.finish_reason) == (0, "")
     found.append(8)
-    assert (found.token_ids, found.generated, found.finish_reason) == ([5, 6, 7, 8], 1, "")
+    assert (found.token_ids, found.num_output_tokens, found.finish_reason) == ([5, 6, 7, 8], 1, "")
 
 
 def test_a_sequence_ends_at_its_length() -> None:
@@ -166,7 +166,7 @@ def test_a_sequence_ends_at_its_length() -> None:
     found.append(8)
     assert found.finish_reason == ""
     found.append(9)
-    assert (found.finish_reason, found.generated) == ("length", 2)
+    assert (found.finish_reason, found.num_output_tokens) == ("length", 2)
 
 
 def test_any_stop_token_ends_a_sequence_and_stays_in_it() -> None:
@@ -197,16 +197,16 @@ def test_sequences_do_not_share_their_blocks() -> None:
 def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not_generated_yet() -> None:
     found = sequence(max_new_tokens=2)
     found.in_flight = 1
-    assert (found.length, found.generated, found.is_exhausted) == (4, 0, False)
+    assert (found.length, found.num_output_tokens, found.has_sampled_last_token) == (4, 0, False)
     found.in_flight = 2
-    assert (found.length, found.generated, found.is_exhausted) == (5, 0, True)
+    assert (found.length, found.num_output_tokens, found.has_sampled_last_token) == (5, 0, True)
 
 
 def test_a_received_token_is_in_flight_no_more() -> None:
     found = sequence(max_new_tokens=2)
     found.in_flight = 2
     found.receive(8)
-    assert (found.token_ids, found.in_flight, found.length, found.is_exhausted) == ([5, 6, 7, 8], 1, 5, True)
+    assert (found.token_ids, found.in_flight, found.length, found.has_sampled_last_token) == ([5, 6, 7, 8], 1, 5, True)
     found.receive(9)
     assert (found.in_flight, found.length, found.finish_reason) == (0, 5, "length")
 

@@ -18,11 +18,11 @@ from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compil
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.warmup import _compile_step, _fastest, _Made
+from tcdeploy.engine.warmup import _total_compilation, _fastest, _CompiledVariant
 from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import TINY, forget_programs
+from tests.conftest import TINY, reset_programs
 
 
 @pytest.fixture
@@ -33,9 +33,9 @@ def auto(tmp_path: Path) -> Any:
         flags = {"model": TINY, "buckets": (32,), "batch_sizes": (2,), "mode": "auto", "tune_seconds": tune_seconds}
         return prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
 
-    forget_programs()
+    reset_programs()
     yield run
-    forget_programs()
+    reset_programs()
 
 
 def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto: Any) -> None:
@@ -51,7 +51,7 @@ def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto
     manifest = read_manifest(manifest_path(first.plan.cache_dir, first.plan.key))
     assert manifest is not None and manifest.trials() == {one.bucket: one.trials for one in first.records}
 
-    forget_programs()
+    reset_programs()
     with measure_compiles() as warm_start:
         second = auto()
     assert [record.trials for record in second.records] == [record.trials for record in first.records]
@@ -136,14 +136,14 @@ def test_a_candidate_that_failed_is_never_the_fastest() -> None:
 
 
 def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
-    def made(programs: int) -> _Made:
-        return _Made(CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None)
+    def made(programs: int) -> _CompiledVariant:
+        return _CompiledVariant(CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None)
 
     again = CompileStats(0.1, CompileCounts())
     default, early, other = DEFAULT, LAST_TOKEN_ROWS, attention_variant("flash-attn-4")
     found = {default: made(1), early: made(2), other: made(4)}
-    assert [_compile_step(one, again, found).counts.programs for one in found] == [1, 3, 4]
-    timed_before = _compile_step(default, again, {early: made(2)})
+    assert [_total_compilation(one, again, found).counts.programs for one in found] == [1, 3, 4]
+    timed_before = _total_compilation(default, again, {early: made(2)})
     assert timed_before.counts.outcome == "miss", "this run compiled, though the winner was timed in an earlier one"
 
 
@@ -156,10 +156,10 @@ def test_a_candidate_that_costs_every_start_must_bring_more_than_it_gives_away()
 
 def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any) -> None:
     assert [len(record.trials) for record in auto(tune_seconds=0.0).records] == [1, 1]
-    forget_programs()
+    reset_programs()
     later = auto(tune_seconds=300.0)
     assert [len(record.trials) for record in later.records] == [3, 2]
-    forget_programs()
+    reset_programs()
     assert [len(record.trials) for record in auto(tune_seconds=10.0).records] == [3, 2], "less time forgets nothing"
 
 
@@ -193,7 +193,7 @@ def test_a_fast_candidate_that_is_not_the_model_is_passed_over_and_shown(
         judged.append(found if judged else replace(found, passed=False, kl=0.5))
         return judged[-1]
 
-    warmup_compare = warmup.compare
+    warmup_compare = warmup.check_parity
     monkeypatch.setattr(warmup, "compare", suspicious)
     first, second = auto().records[0], auto().records[0]
     refuted = [trial for trial in first.trials if trial.error]
@@ -214,8 +214,8 @@ def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatc
 
 def test_timing_does_not_disturb_what_is_checked(tmp_path: Path) -> None:
     """KV so tight that the timed sequences share blocks with those of the check."""
-    forget_programs()
+    reset_programs()
     flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "mode": "auto", "kv_blocks": 9}
     deployment = prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
     assert all(record.parity.passed for record in deployment.records)
-    forget_programs()
+    reset_programs()

@@ -26,9 +26,9 @@ from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import forget_programs
-from tests.engine.constraints import Chain
-from tests.model_families import KINDS_OF_LAYERS, SERVED, save_config
+from tests.conftest import reset_programs
+from tests.engine.constraints import SumConstraint
+from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [
@@ -38,7 +38,7 @@ PROMPTS = [
 
 def deploy(model: str, cache_dir: str, **flags: Any) -> Deployment:
     """With few blocks, so that several of these tests may run at once on one GPU (`pytest -n 4`)."""
-    forget_programs()
+    reset_programs()
     asked = {
         "model": model,
         "buckets": (32, 128),
@@ -76,7 +76,7 @@ def test_a_constrained_answer_is_the_most_likely_that_obeys_beside_free_ones(
     """Its mask hangs on the token of the step before, which is read while the graph of the next one runs."""
     engine, length = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs).engine, 24
     free = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
-    chain, found = Chain(length, 2000), {}
+    chain, found = SumConstraint(length, 2000), {}
     with measure_compiles() as serving, fail_on_recompile():
         for prompt in PROMPTS:
             for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=chain)):
@@ -102,7 +102,7 @@ def sequences_for(deployment: Deployment, count: int) -> list[Sequence]:
     allocator = BlockAllocator(deployment.plan.kv_blocks, deployment.plan.block_size)
     made = [Sequence(row, [7] * (20 + row), 20 + row, SamplingParams()) for row in range(count)]
     for sequence in made:
-        sequence.blocks = allocator.take(3)
+        sequence.blocks = allocator.allocate(3)
     return made
 
 
@@ -183,10 +183,10 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
         assert (found - logits["default"]).norm() / logits["default"].norm() < 0.02, name
 
 
-@pytest.mark.parametrize("family", list(SERVED))
+@pytest.mark.parametrize("family", list(SUPPORTED))
 def test_every_family_is_right_in_bfloat16(family: str, cache_dir: str, tmp_path: Path) -> None:
     deployment = deploy(save_config(family, tmp_path), cache_dir, load_format="dummy")
-    kinds = KINDS_OF_LAYERS.get(family, 1)
+    kinds = LAYER_KINDS.get(family, 1)
     assert [record.programs for record in deployment.records] == [kinds] * 4
     assert all(record.parity.passed for record in deployment.records)
     with measure_compiles() as serving, fail_on_recompile():

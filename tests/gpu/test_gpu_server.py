@@ -22,7 +22,7 @@ pytestmark = [
 ]
 PROMPT = "This module provides"
 LONG = [10 + 7 * place % 900 for place in range(300)]  # of several chunks
-ASKED: dict[str, dict[str, Any]] = {
+REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "long": {"prompt": LONG},
     "sampled": {"temperature": 0.9, "seed": 7},
@@ -44,17 +44,17 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 
 
-class Both(NamedTuple):
+class CpuAndGpu(NamedTuple):
     cpu: Served
     gpu: Served
 
 
 @pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuAndGpu]:
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("cache")
     flags = ("--dtype", "float32", "--device")
     with serving(home, cache, *flags, "cpu") as cpu, serving(home, cache, *flags, "cuda", "--kv-blocks", "256") as gpu:
-        yield Both(cpu, gpu)
+        yield CpuAndGpu(cpu, gpu)
 
 
 def answers(served: Served, **asked: Any) -> list[dict[str, Any]]:
@@ -96,14 +96,14 @@ def logprobs_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, floa
     return [(token, value, top) for token, value, top in rows if value is not None]
 
 
-def words_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def texts_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
 
-@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
-def test_the_gpu_says_what_the_cpu_says(both: Both, asked: dict[str, Any]) -> None:
-    here, there = answers(both.cpu, **asked), answers(both.gpu, **asked)
-    assert words_of(there) == words_of(here)
+@pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
+def test_the_gpu_says_what_the_cpu_says(servers: CpuAndGpu, asked: dict[str, Any]) -> None:
+    here, there = answers(servers.cpu, **asked), answers(servers.gpu, **asked)
+    assert texts_of(there) == texts_of(here)
     for known, found in zip(map(logprobs_of, here), map(logprobs_of, there), strict=True):
         assert [token for token, _, _ in found] == [token for token, _, _ in known]
         assert [value for _, value, _ in found] == pytest.approx([value for _, value, _ in known], abs=1e-3)
@@ -111,13 +111,13 @@ def test_the_gpu_says_what_the_cpu_says(both: Both, asked: dict[str, Any]) -> No
             top == pytest.approx(other, abs=1e-3) for (_, _, top), (_, _, other) in zip(found, known, strict=True)
         )
         assert (len(found) > 4) == ("logprobs" in asked)
-    assert words_of(answers(both.gpu, **asked, stream=True)) == words_of(there)
+    assert texts_of(answers(servers.gpu, **asked, stream=True)) == texts_of(there)
 
 
-def test_all_at_once_get_what_each_gets_alone(both: Both) -> None:
-    alone = [words_of(answers(both.gpu, **asked)) for asked in ASKED.values()]
-    with ThreadPoolExecutor(len(ASKED)) as pool:
-        together = list(pool.map(lambda asked: words_of(answers(both.gpu, **asked)), ASKED.values()))
+def test_all_at_once_get_what_each_gets_alone(servers: CpuAndGpu) -> None:
+    alone = [texts_of(answers(servers.gpu, **asked)) for asked in REQUESTS.values()]
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        together = list(pool.map(lambda asked: texts_of(answers(servers.gpu, **asked)), REQUESTS.values()))
     assert together == alone
-    assert both.gpu.until_idle(10) < 10
-    assert both.gpu.metric("recompiles_total") == 0
+    assert servers.gpu.until_idle(10) < 10
+    assert servers.gpu.metric("recompiles_total") == 0

@@ -10,12 +10,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION, probe
-from tests.model_families import LAYERS, REFUSED, SERVED, WINDOW
+from tests.model_families import LAYERS, UNSUPPORTED, SUPPORTED, WINDOW
 
 
-@pytest.mark.parametrize("family", list(REFUSED))
+@pytest.mark.parametrize("family", list(UNSUPPORTED))
 def test_a_model_that_cannot_be_served_is_refused_by_name(family: str) -> None:
-    sizes, reason = REFUSED[family]
+    sizes, reason = UNSUPPORTED[family]
     with pytest.raises(UnsupportedModelError) as caught:
         probe(AutoConfig.for_model(family, **sizes))
     assert caught.value.message.startswith(family)
@@ -23,9 +23,9 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(family: str) -> None:
     assert caught.value.exit_code == 1 and caught.value.hint
 
 
-@pytest.mark.parametrize("family", list(SERVED))
+@pytest.mark.parametrize("family", list(SUPPORTED))
 def test_the_facts_are_those_of_the_model(family: str) -> None:
-    config = AutoConfig.for_model(family, **SERVED[family])
+    config = AutoConfig.for_model(family, **SUPPORTED[family])
     found = probe(config)
     model = AutoModelForCausalLM.from_config(config)
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -38,7 +38,7 @@ def test_the_facts_are_those_of_the_model(family: str) -> None:
 
 def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
     def facts(family: str) -> Any:
-        return probe(AutoConfig.for_model(family, **SERVED[family])).attentions
+        return probe(AutoConfig.for_model(family, **SUPPORTED[family])).attentions
 
     assert [one.window for one in facts("mistral")] == [WINDOW] * LAYERS
     assert sorted({one.window for one in facts("gemma2")}) == [0, WINDOW]
@@ -49,7 +49,7 @@ def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     """Phi-MoE builds a sliding mask and does not tell attention: it would see too far."""
-    sizes = {**SERVED["mixtral"], "sliding_window": 100}
+    sizes = {**SUPPORTED["mixtral"], "sliding_window": 100}
     with pytest.raises(UnsupportedModelError, match="has a window of 100 and does not tell attention"):
         probe(AutoConfig.for_model("phimoe", **sizes))
     assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attentions
@@ -59,9 +59,9 @@ def test_longrope_is_known_to_switch_at_its_original_length() -> None:
     factors = [1.0] * 8
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 256}  # fmt: skip
-    sizes = {**SERVED["llama"], "rope_parameters": rope, "original_max_position_embeddings": 256}
+    sizes = {**SUPPORTED["llama"], "rope_parameters": rope, "original_max_position_embeddings": 256}
     assert probe(AutoConfig.for_model("phi3", **sizes)).rope_limit == 256
-    assert probe(AutoConfig.for_model("phi3", **SERVED["phi3"])).rope_limit == 0
+    assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).rope_limit == 0
 
 
 def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(modeling_llama, "ALL_ATTENTION_FUNCTIONS", Interface())
     with pytest.raises(UnsupportedModelError, match="passes position_bias to attention"):
-        probe(AutoConfig.for_model("llama", **SERVED["llama"]))
+        probe(AutoConfig.for_model("llama", **SUPPORTED["llama"]))
 
 
 def test_a_large_model_is_probed_without_its_memory(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch._inductor.utils
 from torch import Tensor
 
 from tcdeploy.passes.post_grad import PostGradPass
-from tests.conftest import forget_programs
+from tests.conftest import reset_programs
 
 
 class CountingPass(PostGradPass):
@@ -25,7 +25,7 @@ class CountingPass(PostGradPass):
 def count_targets(function: Callable[[Tensor], Tensor], x: Tensor, **asked: bool) -> Counter[object]:
     """What the compiled function is made of; it must say what the function says, in the same dtype."""
     counting = CountingPass(**asked)
-    forget_programs()
+    reset_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=counting):
             before = x.clone()

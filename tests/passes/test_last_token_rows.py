@@ -22,7 +22,7 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import TINY, forget_programs
+from tests.conftest import TINY, reset_programs
 
 aten = torch.ops.aten
 ROWS = torch.tensor([3, 0, 63])
@@ -45,7 +45,7 @@ def rows_of_products(function: Callable[[Tensor], Tensor], tokens: int = 64, wid
     """Of `function(x)[:, ROWS]` compiled, which must be what it is uncompiled."""
     torch.manual_seed(1)
     x, seen = torch.randn(1, tokens, width), RowCountingPass()
-    forget_programs()
+    reset_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=seen):
             found = torch.compile(lambda x: function(x)[:, ROWS], fullgraph=True, dynamic=False)(x)
@@ -87,7 +87,7 @@ def test_columns_and_tables_of_rows_are_left_alone() -> None:
     weight, chosen = torch.randn(8, 8), torch.tensor([1, 5])
     for choice in ((slice(None), slice(None), chosen), (slice(None), chosen[None])):
         x, seen = torch.randn(1, 8, 8), RowCountingPass()
-        forget_programs()
+        reset_programs()
         patched = inductor_config.patch(post_grad_custom_pre_pass=seen)
         with torch.no_grad(), torch._inductor.utils.fresh_cache(), patched:
             compiled = torch.compile(
@@ -110,10 +110,10 @@ def test_what_others_read_is_computed_whole() -> None:
 @pytest.fixture
 def deployment(tmp_path: Path) -> Iterator[Deployment]:
     """With a cache of its own: a pass sees only what is compiled anew."""
-    forget_programs()
+    reset_programs()
     flags = {"model": TINY, "buckets": (64,), "batch_sizes": (2,), "context": 256, "mode": "auto", "tune_seconds": 0.0}
     yield prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
-    forget_programs()
+    reset_programs()
 
 
 def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
@@ -135,7 +135,7 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
         with measure_compiles() as made:
             runner.rerun(bucket)  # may compile: the engine may not
         assert made.counts.programs == programs
-        deployment.engine.allocator.reset_prefixes()
+        deployment.engine.allocator.reset_prefix_cache()
         found.append(deployment.engine.generate(prompts, params))
     assert found[0] == found[1] == found[2]
     assert moved == [64, 64], "the last layer's programs, and no other"

@@ -14,7 +14,7 @@ from torch._inductor.utils import run_and_get_code
 
 from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.models.packed_linears import pack_linears
-from tests.conftest import forget_programs
+from tests.conftest import reset_programs
 
 
 class Attention(nn.Module):
@@ -28,7 +28,7 @@ class Attention(nn.Module):
 
 
 def products(module: nn.Module, merge: bool) -> tuple[int, torch.Tensor]:
-    forget_programs()
+    reset_programs()
     torch.manual_seed(2)
     x = torch.randn(8, 64)
     rewrite = PostGradPass(skinny_gemm=False) if merge else None
@@ -72,7 +72,7 @@ class Projection(nn.Module):
 
 
 def streamed_calls(module: Projection, dtype: torch.dtype = torch.bfloat16) -> tuple[int, torch.Tensor, torch.Tensor]:
-    forget_programs()
+    reset_programs()
     torch.manual_seed(3)
     module = module.to(dtype).eval().requires_grad_(False)
     x = torch.randn(module.rows, 1024, dtype=dtype)
@@ -128,7 +128,7 @@ def test_a_product_that_stands_there_in_its_parts_is_merged_and_cut_in_place() -
             sums.append(targets.count(torch.ops.aten.sum.dim_IntList))
             cuts.append(targets.count(torch.ops.aten.as_strided.default))
 
-    forget_programs()
+    reset_programs()
     module, x = Rows().eval(), torch.randn(1, 1, 32).bfloat16()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=Counting(skinny_gemm=False)):
@@ -160,7 +160,7 @@ def stored_rows(module: nn.Module, x: torch.Tensor) -> int:
             super().__call__(graph)
             stored.extend(node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default)
 
-    forget_programs()
+    reset_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
         with inductor_config.patch(post_grad_custom_pre_pass=Listing(skinny_gemm=False)):
             found = torch.compile(module, fullgraph=True, dynamic=False)(x)

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from tcdeploy.attention import ops
 from tcdeploy.passes.post_grad import PostGradPass
-from tests.conftest import forget_programs
+from tests.conftest import reset_programs
 
 HEADS, KV_HEADS, DIM, BATCH, WIDTH = 4, 2, 16, 3, 48
 ENDS = (HEADS * DIM, (HEADS + KV_HEADS) * DIM, (HEADS + 2 * KV_HEADS) * DIM)
@@ -62,7 +62,7 @@ def is_rope_fused(
     cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
     wanted_caches = [cache.clone() for cache in caches]
     wanted = function(x, cos, sin, *wanted_caches)
-    forget_programs()
+    reset_programs()
     compiled = torch.compile(function, fullgraph=True, dynamic=False)
     settings = inductor_config.patch(post_grad_custom_pre_pass=looking)
     with torch.no_grad(), torch._inductor.utils.fresh_cache(), settings:

@@ -15,7 +15,7 @@ import pytest
 
 from tcdeploy.planning.environment import Difference, Environment, diff, installed_flash_packages
 from tcdeploy.planning.plan import make_plan
-from tests.machines import H100, LAPTOP, LLAMA_8B, ask
+from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
 
 ONLY_OF_A_CPU = {"compiler", "install_paths", "cpu", "cpu_threads"}
 IRRELEVANT = {"driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "user_cache_dir"}
@@ -61,7 +61,7 @@ def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_differe
 def test_another_compiler_is_another_plan_only_where_it_makes_the_programs(
     machine: Environment, is_another: bool
 ) -> None:
-    keys = {make_plan(ask(context=4096), one, LLAMA_8B).key for one in (machine, replace(machine, compiler=""))}
+    keys = {make_plan(make_recipe(context=4096), one, LLAMA_8B).key for one in (machine, replace(machine, compiler=""))}
     assert len(keys) == 1 + is_another
 
 

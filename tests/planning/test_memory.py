@@ -13,7 +13,7 @@ from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.memory import Demand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
-from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, ask
+from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, make_recipe
 
 DEMAND = Demand(context=4096, batch_sizes=(1, 32), longest_prefill=2048, prefill_buckets=3, block_size=16)
 RESERVE = 4 * GIB
@@ -30,7 +30,7 @@ def size(
     **asked: Any,
 ) -> KVSize:
     workspace = Workspace(RESERVE, 0, 0, 0, 0, 0)
-    return size_kv_cache(ask(**asked), environment, architecture, device, dtype, demand, workspace)
+    return size_kv_cache(make_recipe(**asked), environment, architecture, device, dtype, demand, workspace)
 
 
 def test_the_cache_holds_the_largest_batch_at_full_context_and_one_block_for_padding() -> None:

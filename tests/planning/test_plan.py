@@ -25,14 +25,14 @@ from tests.machines import (
     H100,
     LAPTOP,
     LLAMA_8B,
-    ask,
-    decision_on,
-    decisions_on,
+    make_recipe,
+    decision_named,
+    decisions_named,
 )
 
 
 def plan_for(environment: Environment = H100, architecture: Architecture = LLAMA_8B, **asked: Any) -> Plan:
-    return make_plan(ask(**asked), environment, architecture)
+    return make_plan(make_recipe(**asked), environment, architecture)
 
 
 def with_packages(*backends: str) -> Environment:
@@ -83,7 +83,7 @@ def test_the_plan_of_a_laptop() -> None:
 def test_a_plan_repeats_what_was_asked_about_the_model() -> None:
     plan = plan_for(model="a/b", revision="v2", load_format="dummy", trust_remote_code=True, region="model")
     assert (plan.model, plan.revision, plan.load_format, plan.trust_remote_code) == ("a/b", "v2", "dummy", True)
-    assert (plan.region, decision_on(plan, "region").value) == ("model", "model")
+    assert (plan.region, decision_named(plan, "region").value) == ("model", "model")
 
 
 def test_a_plan_is_frozen_all_the_way_down() -> None:
@@ -107,14 +107,14 @@ def test_a_plan_depends_on_its_arguments_alone(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_gpu_is_taken_when_there_is_one() -> None:
-    assert decision_on(plan_for(), "device").reason == "NVIDIA H100 80GB HBM3 is present"
-    assert decision_on(plan_for(LAPTOP), "device").reason == "torch sees no GPU"
+    assert decision_named(plan_for(), "device").reason == "NVIDIA H100 80GB HBM3 is present"
+    assert decision_named(plan_for(LAPTOP), "device").reason == "torch sees no GPU"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_that_was_asked_for_is_taken(device: str) -> None:
     plan = plan_for(device=device)
-    assert (plan.device, decision_on(plan, "device").reason) == (device, "asked for")
+    assert (plan.device, decision_named(plan, "device").reason) == (device, "asked for")
 
 
 def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
@@ -136,13 +136,13 @@ def test_the_dtype_follows_device_and_checkpoint(
     environment: Environment, checkpoint: str, dtype: str, reason: str
 ) -> None:
     plan = plan_for(environment, replace(LLAMA_8B, dtype=checkpoint))
-    assert (plan.dtype, decision_on(plan, "dtype").reason) == (dtype, reason)
+    assert (plan.dtype, decision_named(plan, "dtype").reason) == (dtype, reason)
 
 
 @pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
 def test_a_dtype_that_was_asked_for_is_taken(environment: Environment) -> None:
     plan = plan_for(environment, dtype="float16")
-    assert (plan.dtype, decision_on(plan, "dtype").reason) == ("float16", "asked for")
+    assert (plan.dtype, decision_named(plan, "dtype").reason) == ("float16", "asked for")
 
 
 # Attention
@@ -158,14 +158,14 @@ def test_a_dtype_that_was_asked_for_is_taken(environment: Environment) -> None:
 )
 def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[str, ...], chosen: str) -> None:
     plan = plan_for(with_packages(*packages))
-    decision = decision_on(plan, "prefill attention")
+    decision = decision_named(plan, "prefill attention")
     assert (plan.prefill_attention, decision.value, decision.is_fallback) == (chosen, chosen, False)
 
 
 def test_a_choice_says_why_and_what_stood_before_it() -> None:
-    first = decision_on(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
+    first = decision_named(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
     assert first == PREFERRED_ATTENTION["triton"]
-    second = decision_on(plan_for(without_triton()), "prefill attention").reason
+    second = decision_named(plan_for(without_triton()), "prefill attention").reason
     assert second == PREFERRED_ATTENTION["torch-flash"] + "; not triton: triton is not installed"
 
 
@@ -181,13 +181,13 @@ def test_flash_attention_4_is_taken_only_when_asked_for() -> None:
     machine = with_packages("flash-attn-4")
     assert plan_for(machine).prefill_attention == "triton"
     plan = plan_for(machine, attention="flash-attn-4")
-    assert (plan.prefill_attention, decision_on(plan, "prefill attention").reason) == ("flash-attn-4", "asked for")
+    assert (plan.prefill_attention, decision_named(plan, "prefill attention").reason) == ("flash-attn-4", "asked for")
 
 
 def test_a_soft_capped_model_passes_over_torchs_own_kernel() -> None:
     plan = plan_for(without_triton("flash-attn-2"), GEMMA_2_9B)
     assert plan.prefill_attention == "flash-attn-2"
-    reason = decision_on(plan, "prefill attention").reason
+    reason = decision_named(plan, "prefill attention").reason
     assert "not torch-flash: it has no logit soft-capping, which this model needs" in reason
     assert "not triton: triton is not installed" in reason
     assert plan_for(without_triton("flash-attn-2", "flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
@@ -202,7 +202,7 @@ def test_a_model_with_narrower_values_has_triton_or_the_reference() -> None:
     assert plan_for(H100, DEEPSEEK_LITE).prefill_attention == "triton"
     plan = plan_for(replace(H100, flash_packages=ALL_FLASH, triton=""), DEEPSEEK_LITE)
     assert plan.prefill_attention == "reference"
-    reason = decision_on(plan, "prefill attention").reason
+    reason = decision_named(plan, "prefill attention").reason
     for backend in ("flash-attn-3", "torch-flash", "flash-attn-2"):
         assert f"not {backend}: keys have head_dim 192 and values 128" in reason
 
@@ -211,19 +211,19 @@ def test_float32_on_a_gpu_needs_triton() -> None:
     assert plan_for(with_packages("flash-attn-3"), dtype="float32").prefill_attention == "triton"
     plan = plan_for(without_triton("flash-attn-3"), dtype="float32")
     assert plan.prefill_attention == "reference"
-    assert "bfloat16 and float16 only" in decision_on(plan, "prefill attention").reason
+    assert "bfloat16 and float16 only" in decision_named(plan, "prefill attention").reason
 
 
 def test_heads_too_wide_for_the_kernels_fall_back_in_decode_as_well() -> None:
     wide = tuple(replace(facts, head_dim=512, v_head_dim=512) for facts in LLAMA_8B.attentions)
     plan = plan_for(architecture=replace(LLAMA_8B, attentions=wide), context=2048)
     assert (plan.prefill_attention, plan.decode_attention, plan.graphs) == ("reference", "reference", "none")
-    assert decision_on(plan, "decode attention").is_fallback and decision_on(plan, "graphs").is_fallback
+    assert decision_named(plan, "decode attention").is_fallback and decision_named(plan, "graphs").is_fallback
 
 
 def test_the_reference_cannot_stand_in_a_graph() -> None:
     plan = plan_for(attention="reference")
-    assert (plan.graphs, decision_on(plan, "graphs").is_fallback) == ("none", True)
+    assert (plan.graphs, decision_named(plan, "graphs").is_fallback) == ("none", True)
     with pytest.raises(UsageError, match="reads lengths"):
         plan_for(attention="reference", graphs="step")
 
@@ -236,7 +236,7 @@ def test_a_dynamic_range_and_graphs_per_region_exclude_one_another() -> None:
 def test_longrope_is_served_up_to_where_its_factors_change() -> None:
     switching = replace(LLAMA_8B, rope_limit=4096)
     plan = plan_for(architecture=switching, context=None)
-    assert plan.context == 4096 and decision_on(plan, "context").is_fallback
+    assert plan.context == 4096 and decision_named(plan, "context").is_fallback
     assert plan_for(architecture=switching, context=4000).context == 4000
     with pytest.raises(UsageError, match="4096"):
         plan_for(architecture=switching, context=4097)
@@ -244,7 +244,7 @@ def test_longrope_is_served_up_to_where_its_factors_change() -> None:
 
 def test_without_any_kernel_the_reference_is_a_fallback_that_shows() -> None:
     plan = plan_for(replace(H100, triton="", gpu_capability=(7, 5)))
-    prefill, decode = decision_on(plan, "prefill attention"), decision_on(plan, "decode attention")
+    prefill, decode = decision_named(plan, "prefill attention"), decision_named(plan, "decode attention")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
     assert prefill.is_fallback and decode.is_fallback
     assert "not torch-flash: its kernels are not built for compute capability (7, 5)" in prefill.reason
@@ -253,15 +253,15 @@ def test_without_any_kernel_the_reference_is_a_fallback_that_shows() -> None:
 
 def test_the_reference_is_no_fallback_on_a_cpu() -> None:
     plan = plan_for(LAPTOP, context=4096)
-    assert decision_on(plan, "prefill attention").reason == "FlashAttention needs a GPU"
-    assert decision_on(plan, "decode attention").reason == "the Triton kernel needs a GPU"
+    assert decision_named(plan, "prefill attention").reason == "FlashAttention needs a GPU"
+    assert decision_named(plan, "decode attention").reason == "the Triton kernel needs a GPU"
     assert not any(decision.is_fallback for decision in plan.decisions)
 
 
 def test_the_reference_that_was_asked_for_serves_decode_as_well() -> None:
     plan = plan_for(attention="reference")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
-    assert decision_on(plan, "decode attention").reason == "asked for"
+    assert decision_named(plan, "decode attention").reason == "asked for"
 
 
 @pytest.mark.parametrize(
@@ -293,14 +293,14 @@ def test_attention_that_cannot_run_is_refused_with_its_reason(
 def test_modes_with_graphs_take_them_by_step_or_as_asked(mode: str, graphs: str | None) -> None:
     plan = plan_for(mode=mode, graphs=graphs)
     assert (plan.mode, plan.graphs) == (mode, graphs or "step")
-    assert decision_on(plan, "graphs").reason == ("asked for" if graphs else decision_on(plan_for(), "graphs").reason)
-    assert not decision_on(plan, "graphs").is_fallback
+    assert decision_named(plan, "graphs").reason == ("asked for" if graphs else decision_named(plan_for(), "graphs").reason)
+    assert not decision_named(plan, "graphs").is_fallback
 
 
 @pytest.mark.parametrize("graphs", [None, "none"])
 def test_mode_default_takes_no_graphs(graphs: str | None) -> None:
     plan = plan_for(mode="default", graphs=graphs)
-    assert (plan.graphs, decision_on(plan, "graphs").reason) == ("none", "mode default takes no CUDA graphs")
+    assert (plan.graphs, decision_named(plan, "graphs").reason) == ("none", "mode default takes no CUDA graphs")
 
 
 @pytest.mark.parametrize("graphs", ["step", "region"])
@@ -314,13 +314,13 @@ def test_mode_default_and_graphs_contradict_each_other(graphs: str) -> None:
 def test_graphs_asked_for_on_a_cpu_are_a_fallback_that_shows(graphs: str | None, is_fallback: bool) -> None:
     plan = plan_for(LAPTOP, graphs=graphs)
     assert plan.graphs == "none"
-    assert decision_on(plan, "graphs").is_fallback is is_fallback
+    assert decision_named(plan, "graphs").is_fallback is is_fallback
 
 
 def test_max_autotune_is_said_to_autotune() -> None:
-    assert decision_on(plan_for(mode="max-autotune"), "mode").reason == "autotuned kernels"
-    assert decision_on(plan_for(), "mode").reason == "Inductor's default kernels"
-    assert "120 s" in decision_on(plan_for(mode="auto", tune_seconds=120), "mode").reason
+    assert decision_named(plan_for(mode="max-autotune"), "mode").reason == "autotuned kernels"
+    assert decision_named(plan_for(), "mode").reason == "Inductor's default kernels"
+    assert "120 s" in decision_named(plan_for(mode="auto", tune_seconds=120), "mode").reason
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
@@ -360,8 +360,8 @@ def test_the_workspace_is_predicted_and_left_free() -> None:
 
 def test_the_context_is_the_model_s_own_or_what_was_asked_for() -> None:
     own, asked = plan_for(architecture=GEMMA_2_9B), plan_for(context=4096)
-    assert (own.context, decision_on(own, "context").reason) == (8192, "the model's own")
-    assert (asked.context, decision_on(asked, "context").reason) == (4096, "asked for")
+    assert (own.context, decision_named(own, "context").reason) == (8192, "the model's own")
+    assert (asked.context, decision_named(asked, "context").reason) == (4096, "asked for")
     assert plan_for(context=131072).context == 131072
 
 
@@ -406,7 +406,7 @@ def test_a_bucket_above_the_context_is_refused_by_number() -> None:
 def test_default_buckets_end_at_the_context(context: int, sizes: list[int]) -> None:
     plan = plan_for(context=context)
     assert [bucket.size for bucket in plan.prefill_buckets] == sizes
-    assert str(context) in decision_on(plan, "prefill buckets").reason
+    assert str(context) in decision_named(plan, "prefill buckets").reason
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 4), (1, 32)])
@@ -419,7 +419,7 @@ def test_dynamic_shapes_are_one_prefill_bucket_over_the_whole_range() -> None:
     assert plan.prefill_buckets == (Bucket("prefill", 512, 2),)
     assert plan.prefill_buckets[0].name == "prefill:2-512"
     assert [bucket.name for bucket in plan.decode_buckets] == ["decode:1", "decode:4"]
-    assert decision_on(plan, "prefill buckets").value == "2-512"
+    assert decision_named(plan, "prefill buckets").value == "2-512"
 
 
 @pytest.mark.parametrize("largest", [1, 2])
@@ -436,7 +436,7 @@ def test_a_block_size_that_is_no_power_of_two_from_16_is_refused(size: int) -> N
 @pytest.mark.parametrize("size", [16, 32, 256])
 def test_a_power_of_two_is_a_block_size(size: int) -> None:
     plan = plan_for(block_size=size)
-    assert (plan.block_size, decision_on(plan, "block size").reason) == (size, "asked for")
+    assert (plan.block_size, decision_named(plan, "block size").reason) == (size, "asked for")
 
 
 def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
@@ -447,7 +447,7 @@ def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
 def test_a_context_that_memory_cuts_short_is_a_fallback_that_shows() -> None:
     plan = plan_for(replace(H100, gpu_memory_bytes=24 * GIB))
     assert plan.context == (plan.kv_blocks - 1) * plan.block_size < 131072
-    *_, shown = decisions_on(plan, "context")
+    *_, shown = decisions_named(plan, "context")
     assert shown.is_fallback
     assert (shown.value, shown.reason) == (str(plan.context), "KV memory ends before the model's 131072")
 
@@ -468,7 +468,7 @@ def test_the_cache_folder_is_asked_for_or_torch_s_or_the_user_s() -> None:
         (plan_for(replace(H100, inductor_cache_dir="/torch")), "/torch", "TORCHINDUCTOR_CACHE_DIR was set already"),
     ]
     for plan, folder, reason in cases:
-        assert (plan.cache_dir, decision_on(plan, "cache folder").reason) == (folder, reason)
+        assert (plan.cache_dir, decision_named(plan, "cache folder").reason) == (folder, reason)
     assert plan_for().cache_dir == "/home/someone/.cache/tcdeploy"
 
 
@@ -651,7 +651,7 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
 
     assert tried() == [[], ["flash-attn-4"]]
     assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
-    assert "4096 tokens" in decision_on(plan_for(with_package_4, mode="auto"), "other attention").reason
+    assert "4096 tokens" in decision_named(plan_for(with_package_4, mode="auto"), "other attention").reason
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
     variants = {one.name: one for one in plan.variants(plan.buckets[0])}

@@ -17,7 +17,7 @@ import pytest
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import oci, retry as retry
 from tcdeploy.remote.transfer import find, pull, push
-from tests.conftest import mounted
+from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, Together
 from tests.remote.faulty import Answered, Cut, Drip, Fault, Proxy, Request, Stall, Wait, proxy
 
@@ -174,7 +174,7 @@ def test_a_blob_that_is_lost_is_pushed_again(place: str, registry: Registry, mak
 
 def test_a_disk_without_room_refuses_before_the_first_byte(place: str, make_bundle: Make, tmp_path: Path) -> None:
     url = push(make_bundle(2_000_000), place, PLAN).url
-    with mounted(tmp_path / "small", "-o", "size=1m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=1m") as folder:
         with pytest.raises(SpaceError, match="needs 2000000 bytes"):
             pull(url, folder / "got.tcb")
         assert list(folder.iterdir()) == []

@@ -19,7 +19,7 @@ from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import retry as retry, transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, shown
-from tests.conftest import mounted
+from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, Together
 from tests.remote.faulty import Answered, Cut, Drip, Proxy, Stall, Unsized, Wait
 
@@ -151,7 +151,7 @@ def test_a_file_system_without_hard_links_serves_too(
 
 def test_a_full_disk_at_the_destination_is_told_and_left_clean(tmp_path: Path, make_bundle: Make) -> None:
     file = make_bundle(2_000_000)
-    with mounted(tmp_path / "small", "-o", "size=1m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=1m") as folder:
         with pytest.raises(SpaceError, match="no room") as caught:
             push(file, str(folder / "stored"), PLAN)
         assert list((folder / "stored").iterdir()) == []
@@ -162,7 +162,7 @@ def test_a_disk_without_room_refuses_before_the_first_byte(
     tmp_path: Path, make_bundle: Make, web: tuple[Proxy, Path]
 ) -> None:
     url = put_on(web, make_bundle(2_000_000))
-    with mounted(tmp_path / "small", "-o", "size=1m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=1m") as folder:
         with pytest.raises(SpaceError, match=r"needs 2000000 bytes \(1.9 MiB\)"):
             pull(url, folder / "got.tcb")
         assert list(folder.iterdir()) == []
@@ -175,7 +175,7 @@ def test_a_disk_that_fills_up_on_the_way_is_left_clean(
     """The server does not say how long the bundle is, so nothing can be refused before."""
     url = put_on(web, make_bundle(size))
     web[0].fail(Unsized())
-    with mounted(tmp_path / "small", "-o", "size=1m") as folder:
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=1m") as folder:
         with pytest.raises(SpaceError, match=f"the disk of {folder} is full"):
             pull(url, folder / "got.tcb")
         assert list(folder.iterdir()) == []

@@ -20,14 +20,14 @@ import openai
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
-from tests.fork_server import Fork, Forks
+from tests.fork_server import ForkedProcess, ForkServer
 
 FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
 
 
 @dataclass
 class Served:
-    process: subprocess.Popen[str] | Fork
+    process: subprocess.Popen[str] | ForkedProcess
     address: str
     said: list[str]  # its lines on stderr
 
@@ -83,14 +83,14 @@ def post_of(path: str, body: bytes) -> bytes:
 
 @contextmanager
 def serving(
-    home: Path, cache: Path, *flags: str, forks: Forks | None = None, script: str = "", model: str = TINY
+    home: Path, cache: Path, *flags: str, fork_server: ForkServer | None = None, script: str = "", model: str = TINY
 ) -> Iterator[Served]:
     """`script` runs in the server's process before the command does."""
     asked = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
     environ = cli_environment(home)
-    process: subprocess.Popen[str] | Fork
-    if forks is not None and forks.can_have(environ):
-        process = forks.open(*asked, environ=environ, script=script)
+    process: subprocess.Popen[str] | ForkedProcess
+    if fork_server is not None and fork_server.supports(environ):
+        process = fork_server.popen(*asked, environ=environ, script=script)
     else:
         command = cli_command(*asked)
         if script:
@@ -127,6 +127,6 @@ def served(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterat
 
 
 @pytest.fixture
-def serve(tmp_path: Path, warm_cache: Path, served: Served, forks: Forks) -> Callable[..., Any]:
+def serve(tmp_path: Path, warm_cache: Path, served: Served, fork_server: ForkServer) -> Callable[..., Any]:
     """A server of one's own, from the same warm cache."""
-    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, forks=forks, **asked)
+    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **asked)

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
-from tests.fork_server import Forks
+from tests.fork_server import ForkServer
 from tests.server.conftest import FLAGS, Served, serving
 
 
@@ -51,9 +51,9 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
     assert "ready: " not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path, forks: Forks) -> None:
+def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer) -> None:
     cache, library = damaged
-    with serving(tmp_path, cache, "--on-bad-cache", "rebuild", forks=forks) as served:
+    with serving(tmp_path, cache, "--on-bad-cache", "rebuild", fork_server=fork_server) as served:
         assert any(", miss," in line for line in served.said)
         assert httpx.get(f"{served.address}/ready").status_code == 200
         assert served.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None

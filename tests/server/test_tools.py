@@ -25,7 +25,7 @@ from tcdeploy.server.stop_strings import AnswerText
 from tcdeploy.server.tools import Markup, Tools, find_markup
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
-from tests.fork_server import Forks
+from tests.fork_server import ForkServer
 from tests.server.conftest import Served, serving
 
 CHAT_TEMPLATE = """{{- bos_token }}
@@ -331,10 +331,10 @@ def test_marks_that_are_tokens_are_forced_as_those_tokens(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served, forks: Forks) -> Iterator[Served]:
+def able(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served, fork_server: ForkServer) -> Iterator[Served]:
     folder = make_model(tmp_path_factory.mktemp("able") / "model")
     home = tmp_path_factory.mktemp("home")
-    with serving(home, warm_cache, "--served-name", TINY, model=str(folder), forks=forks) as found:
+    with serving(home, warm_cache, "--served-name", TINY, model=str(folder), fork_server=fork_server) as found:
         yield found
 
 

@@ -21,7 +21,7 @@ class Engine:
     made, so a request's first gives nothing."""
 
     def __init__(self) -> None:
-        self.scheduler = SimpleNamespace(load=None)
+        self.scheduler = SimpleNamespace(stats=None)
         self.steps = threading.Semaphore(100)  # that it may make
         self._asked: dict[int, int] = {}
 
