@@ -51,9 +51,9 @@ def test_the_console_script_of_the_readme_is_declared() -> None:
 @pytest.mark.parametrize(
     ("script", "parts"),
     [
-        ("bench-serve", ("COMMON", "WHOLE")),
-        ("bench-serve", ("COMMON", "LONGER")),
-        ("bench-serve", ("COMMON", "CHUNKED")),
+        ("bench-serve", ("COMMON_FLAGS", "FULL_BUCKETS")),
+        ("bench-serve", ("COMMON_FLAGS", "BUCKETS_2048")),
+        ("bench-serve", ("COMMON_FLAGS", "BUCKETS_512")),
         ("bench-speed", ("LARGE",)),
         ("bench-speed", ("SMALL",)),
     ],

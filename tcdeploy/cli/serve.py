@@ -40,9 +40,9 @@ def serve(
     if api_key == "":
         raise UsageError("the API key is empty", "leave out --api-key and TCDEPLOY_API_KEY to serve without one")
     with display.reporting() as progress:
-        from tcdeploy.server.run import Settings, run_server
+        from tcdeploy.server.run import ServerSettings, run_server
 
-        settings = Settings(
+        settings = ServerSettings(
             host=host, port=port, api_key=api_key, model=served_name or recipe.model,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
         )  # fmt: skip

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def warm(
     recipe: Recipe,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop")] = False,
-    missed: Annotated[
+    missed_shapes: Annotated[
         str | None, typer.Option("--from", help="Add buckets for the shapes that a server missed", metavar="FILE")
     ] = None,
     require_hit: Annotated[bool, typer.Option("--require-hit", help="Exit 6 if anything had to compile")] = False,
@@ -48,10 +48,10 @@ def warm(
     with display.reporting() as progress:
         from tcdeploy import pipeline
 
-        if missed is not None:
-            from tcdeploy.server.missed_shapes import read_missed, with_missed
+        if missed_shapes is not None:
+            from tcdeploy.server.missed_shapes import read_missed_shapes, with_missed_shapes
 
-            recipe = with_missed(recipe, pipeline.decide(recipe).plan, read_missed(missed))
+            recipe = with_missed_shapes(recipe, pipeline.decide(recipe).plan, read_missed_shapes(missed_shapes))
         if cache_from is not None:
             fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned)
         if dry_run:

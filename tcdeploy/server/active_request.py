@@ -18,207 +18,207 @@ from starlette.types import Message, Receive, Scope, Send
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.response_builder import Chat, Choice, Completions, Dialect, usage_of
-from tcdeploy.server.http import abort, is_full
-from tcdeploy.server.validation import sampling_params
+from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, CompletionResponseBuilder, ResponseBuilder, total_usage
+from tcdeploy.server.http import abort, is_write_paused
+from tcdeploy.server.validation import to_sampling_params
 from tcdeploy.server.metrics import Stopwatch
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, refusal
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, bad_request
 from tcdeploy.server.service import Prompt, Service
-from tcdeploy.server.stop_strings import AnswerText
-from tcdeploy.server.worker import Answer, EngineDied, Exchange
+from tcdeploy.server.stop_strings import StopStringDetokenizer
+from tcdeploy.server.worker import PendingRequest, EngineDeadError, RequestGroup
 
 KEEP_ALIVE_SECONDS = 10.0
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 log = logging.getLogger("tcdeploy.server")
-CANNOT_BE_KEPT = "an answer cannot be kept to its schema: its grammar became too large on the way"
+GRAMMAR_ERROR_MESSAGE = "an answer cannot be kept to its schema: its grammar became too large on the way"
 _to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 
 
-class Running:
+class ActiveRequest:
     """A request that was admitted, from now to `close`: choice i * n + j is the j-th answer to prompt i."""
 
-    dialect: Dialect
+    builder: ResponseBuilder
     choices: list[Choice]
 
     def __init__(
         self,
         service: Service,
-        asked: CompletionRequest | ChatRequest,
+        request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
         constraint: Constraint | None = None,
     ) -> None:
-        self.service, self.asked, self.prompts = service, asked, prompts
+        self.service, self.request, self.prompts = service, request, prompts
         requests = [
-            (prompt.token_ids, sampling_params(asked, len(prompt.token_ids), service.limits, number, constraint))
+            (prompt.token_ids, to_sampling_params(request, len(prompt.token_ids), service.limits, number, constraint))
             for prompt in prompts
-            for number in range(asked.choices)
+            for number in range(request.choices)
         ]
         self.stopwatches = [Stopwatch(service.metrics, service.recent) for _ in requests]
-        self.exchange = Exchange(service.worker, requests)
+        self.group = RequestGroup(service.worker, requests)
 
-    async def begin(self) -> None:
+    async def submit(self) -> None:
         """To the engine with it; what only the answers and the books need is made while it works."""
-        await self.exchange.start()
-        asked, service = self.asked, self.service
-        if isinstance(asked, ChatRequest):
-            self.dialect = Chat(asked, service.model, service.vocabulary)
+        await self.group.start()
+        request, service = self.request, self.service
+        if isinstance(request, ChatRequest):
+            self.builder = ChatResponseBuilder(request, service.model, service.vocabulary)
         else:
-            self.dialect = Completions(asked, service.model, service.vocabulary)
+            self.builder = CompletionResponseBuilder(request, service.model, service.vocabulary)
         self.choices = [
-            self._choice(index, self.prompts[index // asked.choices]) for index in range(len(self.stopwatches))
+            self._choice(index, self.prompts[index // request.choices]) for index in range(len(self.stopwatches))
         ]
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
         for length in lengths:
-            service.missed.note("prefill", length)
-        service.missed.note("decode", service.admission.inside)
+            service.missed_shapes.observe_shape("prefill", length)
+        service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
         service.metrics.prompt_tokens.inc(sum(lengths))
 
     def _choice(self, index: int, prompt: Prompt) -> Choice:
-        asked = self.asked
-        echo = prompt.text if isinstance(asked, CompletionRequest) and asked.echo else None
-        reader = None
-        if isinstance(asked, ChatRequest) and asked.usable_tools:
-            reader = self.service.tools.reader(asked, prompt.text or "")
-        skips_special = asked.skip_special_tokens is not False and reader is None  # they may be the marks of a call
+        request = self.request
+        echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
+        tool_parser = None
+        if isinstance(request, ChatRequest) and request.usable_tools:
+            tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
+        skip_special_tokens = request.skip_special_tokens is not False and tool_parser is None  # they may be the marks of a call
         return Choice(
             index=index,
-            text=AnswerText(self.service.tokenizer, asked.stops, skips_special),
-            reader=reader,
+            text=StopStringDetokenizer(self.service.tokenizer, request.stops, skip_special_tokens),
+            tool_parser=tool_parser,
             prompt_tokens=len(prompt.token_ids),
-            wants_logprobs=asked.wanted_logprobs is not None,
+            wants_logprobs=request.num_logprobs is not None,
             echo=echo,
-            echoed_ids=tuple(prompt.token_ids) if echo is not None else (),
+            prompt_token_ids=tuple(prompt.token_ids) if echo is not None else (),
         )
 
-    async def pieces(self, patience: float | None = None) -> AsyncGenerator[dict[int, str], None]:
-        """What has come to each choice (by its index) since the last time; nothing, after `patience` seconds.
+    async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, str], None]:
+        """What has come to each choice (by its index) since the last time; nothing, after `timeout_s` seconds.
 
         First tokens are on their way to the client before they are booked, or anything else is done.
         """
-        async with contextlib.aclosing(self.exchange.tokens(patience)) as arrivals:
-            async for arrived in arrivals:
+        async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
+            async for tokens in batches:
                 texts: dict[int, str] = {}
-                books: list[tuple[Stopwatch, bool, float | None]] = []
+                timings: list[tuple[Stopwatch, bool, float | None]] = []
                 now = time.perf_counter()
                 try:
-                    for answer, token in arrived:
-                        if answer.is_open:
-                            texts[answer.index] = texts.get(answer.index, "") + self._read(answer, token)
-                            books.append((self.stopwatches[answer.index], not answer.is_open, token.queue_seconds))
+                    for pending, token in tokens:
+                        if pending.is_open:
+                            texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
+                            timings.append((self.stopwatches[pending.index], not pending.is_open, token.queue_seconds))
                     yield texts
-                    if any(queue_seconds is not None for _, _, queue_seconds in books):
+                    if any(queue_seconds is not None for _, _, queue_seconds in timings):
                         await asyncio.sleep(0)  # the loop writes what was sent when nothing else is left to do
                 finally:
-                    for stopwatch, is_last, queue_seconds in books:
+                    for stopwatch, is_last, queue_seconds in timings:
                         stopwatch.token(now, is_last, queue_seconds)
 
-    def _read(self, answer: Answer, token: NewToken) -> str:
+    def _append_token(self, pending: PendingRequest, token: NewToken) -> str:
         """The text that a token adds to its choice, which may end with it."""
-        choice, metrics = self.choices[answer.index], self.service.metrics
+        choice, metrics = self.choices[pending.index], self.service.metrics
         if token.finish_reason == "error":
-            raise refusal(CANNOT_BE_KEPT, self.asked.held_by)
+            raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
         text = choice.receive(token, self.service.vocabulary)
         if choice.finish_reason:
             metrics.request_success.labels(choice.finish_reason).inc()
-            metrics.broken_tool_calls.inc(choice.reader is not None and choice.reader.is_broken)
+            metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)
             if not token.finish_reason:  # by a stop string, of which the engine knows nothing
-                self.exchange.cancel(answer)
-            answer.is_open = False
+                self.group.cancel(pending)
+            pending.is_open = False
         return text
 
     def close(self) -> None:
         """What is still open ends, and the places of all answers are free."""
-        self.exchange.close()
-        self.service.admission.leave(len(self.stopwatches))
+        self.group.close()
+        self.service.admission.release(len(self.stopwatches))
 
     @property
     def usage(self) -> Any:
-        return usage_of(self.choices, len(self.prompts))
+        return total_usage(self.choices, len(self.prompts))
 
 
-async def whole(running: Running) -> dict[str, Any]:
-    texts = [""] * len(running.choices)
-    async for pieces in running.pieces():
-        for index, text in pieces.items():
+async def full_json(active: ActiveRequest) -> dict[str, Any]:
+    texts = [""] * len(active.choices)
+    async for deltas in active.deltas():
+        for index, text in deltas.items():
             texts[index] += text
-    told = [running.dialect.whole(choice, text) for choice, text in zip(running.choices, texts, strict=True)]
-    return running.dialect.chunk(told, running.usage)
+    chunks = [active.builder.full_json(choice, text) for choice, text in zip(active.choices, texts, strict=True)]
+    return active.builder.envelope(chunks, active.usage)
 
 
-async def events(running: Running) -> AsyncGenerator[bytes, None]:
+async def sse_events(active: ActiveRequest) -> AsyncGenerator[bytes, None]:
     """The whole stream. An error in it is an event too, and so is the end: a stream that just ends looks complete."""
     try:
-        async with contextlib.aclosing(_told(running)) as told:
-            async for event in told:
+        async with contextlib.aclosing(_sse_deltas(active)) as chunks:
+            async for event in chunks:
                 yield event
     except ApiError as error:
-        yield _event(error.body)
-    except EngineDied as error:
-        yield _event(ApiError(503, str(error), code=error.code).body)
+        yield _sse_event(error.body)
+    except EngineDeadError as error:
+        yield _sse_event(ApiError(503, str(error), code=error.code).body)
     except TcdeployError as error:
-        yield _event(refusal(error.message, None).body)
+        yield _sse_event(bad_request(error.message, None).body)
     except Exception as error:  # ours: the client must not take what it has for the whole
         log.exception("a stream broke off")
-        yield _event(ApiError(500, f"{type(error).__name__}: {error}").body)
+        yield _sse_event(ApiError(500, f"{type(error).__name__}: {error}").body)
     yield DONE
 
 
-async def _told(running: Running) -> AsyncGenerator[bytes, None]:
+async def _sse_deltas(active: ActiveRequest) -> AsyncGenerator[bytes, None]:
     """An event for each choice that has news. Where the client or this loop is slow, one tells of several tokens."""
-    dialect, options = running.dialect, running.asked.stream_options
+    builder, options = active.builder, active.request.stream_options
     with_usage = options is not None and options.include_usage
     always = options is not None and options.continuous_usage_stats
-    for choice in running.choices:
-        opening = dialect.opening(choice)
-        if opening is not None:
-            yield _event(dialect.chunk([opening], running.usage if always else None))
-    async with contextlib.aclosing(running.pieces(KEEP_ALIVE_SECONDS)) as arrivals:
-        async for pieces in arrivals:
-            told = [
-                _event(dialect.chunk([dialect.piece(choice, text)], running.usage if always else None))
-                for choice, text in ((running.choices[index], text) for index, text in pieces.items())
-                if text or choice.has_news
+    for choice in active.choices:
+        first_delta = builder.first_delta(choice)
+        if first_delta is not None:
+            yield _sse_event(builder.envelope([first_delta], active.usage if always else None))
+    async with contextlib.aclosing(active.deltas(KEEP_ALIVE_SECONDS)) as batches:
+        async for deltas in batches:
+            chunks = [
+                _sse_event(builder.envelope([builder.delta(choice, text)], active.usage if always else None))
+                for choice, text in ((active.choices[index], text) for index, text in deltas.items())
+                if text or choice.has_unsent_output
             ]
-            if told or not pieces:
-                yield b"".join(told) or KEEP_ALIVE
+            if chunks or not deltas:
+                yield b"".join(chunks) or KEEP_ALIVE
     if with_usage:
-        yield _event(dialect.chunk([], running.usage))
+        yield _sse_event(builder.envelope([], active.usage))
 
 
-class _Stalled(Exception):
+class _ClientStalled(Exception):
     """A client that does not read."""
 
 
 class EventStream(StreamingResponse):
     """Server-sent events to a client that reads: one that takes nothing for `stall_seconds` is let go."""
 
-    def __init__(self, running: Running, stall_seconds: float) -> None:
-        self._running, self._content, self._stall_seconds = running, events(running), stall_seconds
+    def __init__(self, active: ActiveRequest, stall_seconds: float) -> None:
+        self._active, self._content, self._stall_seconds = active, sse_events(active), stall_seconds
         super().__init__(self._content, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope = scope
         try:
             await super().__call__(scope, receive, send)
-        except _Stalled:
+        except _ClientStalled:
             log.warning("a client took nothing of its stream for %.0f s and was let go", self._stall_seconds)
             abort(scope)
         finally:
-            self._running.close()
+            self._active.close()
 
     async def stream_response(self, send: Send) -> None:
         """The server's `send` returns when its buffer has room again; the engine's tokens wait meanwhile."""
 
         async def send_in_time(message: Message) -> None:
-            if not is_full(self._scope):
+            if not is_write_paused(self._scope):
                 await send(message)
                 return
             try:
                 async with asyncio.timeout(self._stall_seconds):
                     await send(message)
             except TimeoutError:
-                raise _Stalled from None
+                raise _ClientStalled from None
 
         try:
             await super().stream_response(send_in_time)
@@ -226,10 +226,10 @@ class EventStream(StreamingResponse):
             await self._content.aclose()
 
 
-async def until_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+async def run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
     """The result of `work`, which is cancelled when the client goes away."""
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(request))
+    gone = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -240,10 +240,10 @@ async def until_gone(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
         task.cancel()
 
 
-async def _disconnect(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _event(content: dict[str, Any]) -> bytes:
+def _sse_event(content: dict[str, Any]) -> bytes:
     return b"data: " + _to_json(content).encode() + b"\n\n"

@@ -25,36 +25,36 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
-from tcdeploy.server.http import is_whole
+from tcdeploy.server.http import is_body_received
 from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    Shape,
+    RequestT,
     TokenizeRequest,
     parse,
-    refusal,
+    bad_request,
 )
-from tcdeploy.server.active_request import EventStream, Running, until_gone, whole
+from tcdeploy.server.active_request import EventStream, ActiveRequest, run_until_disconnect, full_json
 from tcdeploy.server.service import Service
-from tcdeploy.server.worker import EngineDied
+from tcdeploy.server.worker import EngineDeadError
 
-BODY_SECONDS = 60.0
-OPEN_PATHS = ("/health", "/ready")  # without a key
-REFERENCE = "#/components/schemas/{model}"
+BODY_TIMEOUT_S = 60.0
+UNAUTHENTICATED_PATHS = ("/health", "/ready")  # without a key
+SCHEMA_REF_TEMPLATE = "#/components/schemas/{model}"
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-BODIES = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+REQUEST_MODELS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 log = logging.getLogger("tcdeploy.server")
 
 
 def make_app(service: Service) -> ASGIApp:
     app = FastAPI(title="tcdeploy", version=__version__)
-    app.add_exception_handler(ApiError, lambda _, error: _answer(error))  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, lambda _, error: _answer(_named(error)))  # type: ignore[arg-type]
-    app.add_exception_handler(ClientDisconnect, _to_nobody)
-    app.add_exception_handler(Exception, lambda _, error: _answer(_ours(error)))
+    app.add_exception_handler(ApiError, lambda _, error: _error_response(error))  # type: ignore[arg-type]
+    app.add_exception_handler(HTTPException, lambda _, error: _error_response(_from_http_exception(error)))  # type: ignore[arg-type]
+    app.add_exception_handler(ClientDisconnect, _client_closed_response)
+    app.add_exception_handler(Exception, lambda _, error: _error_response(_internal_error(error)))
 
     @app.get("/health")
     async def health() -> Response:
@@ -64,7 +64,7 @@ def make_app(service: Service) -> ASGIApp:
     @app.get("/ready")
     async def ready() -> Response:
         """The weights are loaded, and every bucket is warm and checked."""
-        reason = "the engine died" if service.worker.failure else service.admission.closed_because
+        reason = "the engine died" if service.worker.failure else service.admission.closed_reason
         return PlainTextResponse(reason or "ready", 503 if reason else 200)
 
     @app.get("/version")
@@ -72,11 +72,11 @@ def make_app(service: Service) -> ASGIApp:
         return {"version": __version__}
 
     @app.get("/", response_class=HTMLResponse)
-    async def look() -> str:
-        return status.page()
+    async def index_page() -> str:
+        return status.status_page()
 
     @app.get("/status")
-    async def figures() -> dict[str, Any]:
+    async def get_status() -> dict[str, Any]:
         """What the page at / shows."""
         return status.status(service)
 
@@ -95,18 +95,18 @@ def make_app(service: Service) -> ASGIApp:
         service.check_model(name)
         return service.model_card()
 
-    @app.post("/tokenize", openapi_extra=_takes(TokenizeRequest))
-    async def tokenize(request: Request) -> dict[str, Any]:
-        asked = await _read(service, request, TokenizeRequest)
+    @app.post("/tokenize", openapi_extra=_request_body_schema(TokenizeRequest))
+    async def tokenize(raw_request: Request) -> dict[str, Any]:
+        request = await _parse_body(service, raw_request, TokenizeRequest)
         service.require_ready()
-        ids = await service.tokenize(asked)
+        ids = await service.tokenize(request)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.limits.context}
 
-    @app.post("/detokenize", openapi_extra=_takes(DetokenizeRequest))
-    async def detokenize(request: Request) -> dict[str, str]:
-        asked = await _read(service, request, DetokenizeRequest)
+    @app.post("/detokenize", openapi_extra=_request_body_schema(DetokenizeRequest))
+    async def detokenize(raw_request: Request) -> dict[str, str]:
+        request = await _parse_body(service, raw_request, DetokenizeRequest)
         service.require_ready()
-        return {"prompt": await service.detokenize(asked.tokens)}
+        return {"prompt": await service.detokenize(request.tokens)}
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> dict[str, Any]:
@@ -114,155 +114,155 @@ def make_app(service: Service) -> ASGIApp:
         service.require_ready()
         return service.tokenizer_info()
 
-    @app.post("/v1/completions", openapi_extra=_takes(CompletionRequest))
-    async def completions(request: Request) -> Response:
-        return await _complete(service, request, await _read(service, request, CompletionRequest))
+    @app.post("/v1/completions", openapi_extra=_request_body_schema(CompletionRequest))
+    async def completions(raw_request: Request) -> Response:
+        return await _complete(service, raw_request, await _parse_body(service, raw_request, CompletionRequest))
 
-    @app.post("/v1/chat/completions", openapi_extra=_takes(ChatRequest))
-    async def chat(request: Request) -> Response:
-        return await _complete(service, request, await _read(service, request, ChatRequest))
+    @app.post("/v1/chat/completions", openapi_extra=_request_body_schema(ChatRequest))
+    async def chat(raw_request: Request) -> Response:
+        return await _complete(service, raw_request, await _parse_body(service, raw_request, ChatRequest))
 
-    app.openapi = lambda: _described(app)  # type: ignore[method-assign]
-    return _Guard(app, service, {"/v1/completions": completions, "/v1/chat/completions": chat})
+    app.openapi = lambda: _openapi_schema(app)  # type: ignore[method-assign]
+    return _AuthMiddleware(app, service, {"/v1/completions": completions, "/v1/chat/completions": chat})
 
 
-async def _complete(service: Service, request: Request, asked: CompletionRequest | ChatRequest) -> Response:
-    check(asked)
-    service.note_unknown(asked)
-    service.check_model(asked.model)
-    answers = asked.choices * (len(asked.prompts) if isinstance(asked, CompletionRequest) else 1)
+async def _complete(service: Service, raw_request: Request, request: CompletionRequest | ChatRequest) -> Response:
+    check(request)
+    service.count_unknown_fields(request)
+    service.check_model(request.model)
+    answers = request.choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
     if not answers:
-        raise refusal("there is no prompt", "prompt")
-    service.admission.enter(answers)
-    running, stream = None, None
+        raise bad_request("there is no prompt", "prompt")
+    service.admission.acquire(answers)
+    active, stream = None, None
     try:
-        prompts = await service.prompts(asked)
-        running = Running(service, asked, prompts, await service.constraint(asked, prompts))
-        await running.begin()
-        if asked.stream:
-            stream = EventStream(running, service.stall_timeout)
+        prompts = await service.prompts(request)
+        active = ActiveRequest(service, request, prompts, await service.constraint(request, prompts))
+        await active.submit()
+        if request.stream:
+            stream = EventStream(active, service.stall_timeout)
             return stream
-        return JSONResponse(await until_gone(request, whole(running)))
-    except EngineDied as error:
+        return JSONResponse(await run_until_disconnect(raw_request, full_json(active)))
+    except EngineDeadError as error:
         raise ApiError(503, str(error), code=error.code) from None
     except TcdeployError as error:
-        raise refusal(error.message, None) from None
+        raise bad_request(error.message, None) from None
     finally:
-        if running is None:
-            service.admission.leave(answers)
+        if active is None:
+            service.admission.release(answers)
         elif stream is None:
-            running.close()  # a stream does so when it ends
+            active.close()  # a stream does so when it ends
 
 
-async def _read(service: Service, request: Request, kind: type[Shape]) -> Shape:
+async def _parse_body(service: Service, raw_request: Request, kind: type[RequestT]) -> RequestT:
     """The body, no more of it than is allowed and for no longer. Raises ApiError 408, 413, 415 or 400."""
-    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    content_type = raw_request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the body is {content_type[:80]}, and must be application/json")
-    if is_whole(request.scope):  # a timer costs 0.05 ms where nothing else has run for some milliseconds
-        return parse(kind, await _body(request, service.max_body_bytes))
+    if is_body_received(raw_request.scope):  # a timer costs 0.05 ms where nothing else has run for some milliseconds
+        return parse(kind, await _read_body(raw_request, service.max_body_bytes))
     try:
-        async with asyncio.timeout(BODY_SECONDS):
-            body = await _body(request, service.max_body_bytes)
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read_body(raw_request, service.max_body_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body took more than {BODY_SECONDS:.0f} s") from None
+        raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:.0f} s") from None
     return parse(kind, body)
 
 
-async def _body(request: Request, most_bytes: int) -> bytes:
-    """As `request.stream()` reads it, without a generator: 0.012 ms instead of 0.028, after a rest."""
+async def _read_body(raw_request: Request, max_bytes: int) -> bytes:
+    """As `raw_request.stream()` reads it, without a generator: 0.012 ms instead of 0.028, after a rest."""
     body, is_more = bytearray(), True
     while is_more:
-        message = await request.receive()
+        message = await raw_request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
         body += message.get("body", b"")
-        if len(body) > most_bytes:
-            raise ApiError(413, f"the body is larger than {most_bytes} bytes")
+        if len(body) > max_bytes:
+            raise ApiError(413, f"the body is larger than {max_bytes} bytes")
         is_more = message.get("more_body", False)
     return bytes(body)
 
 
-class _Guard:
+class _AuthMiddleware:
     """The key, and a request id on the answer. Bare ASGI: the framework's kind wakes a task for each event.
 
-    `shortcuts` are endpoints that ask the framework for nothing: its routes describe them, and are passed by.
+    `direct_routes` are endpoints that ask the framework for nothing: its routes describe them, and are passed by.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, shortcuts: dict[str, Endpoint]) -> None:
+    def __init__(self, app: ASGIApp, service: Service, direct_routes: dict[str, Endpoint]) -> None:
         self._app, self._service = app, service
-        self._shortcuts: dict[str, ASGIApp] = {path: _direct(endpoint) for path, endpoint in shortcuts.items()}
+        self._direct_routes: dict[str, ASGIApp] = {path: _as_asgi_app(endpoint) for path, endpoint in direct_routes.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
+        raw_request = Request(scope)
 
-        async def send_named(message: Message) -> None:
+        async def send_with_request_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
+                request_id = raw_request.headers.get("x-request-id") or uuid.uuid4().hex
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         key, app = self._service.api_key, self._app
         if scope["method"] == "POST":
-            app = self._shortcuts.get(scope["path"], app)
-        if key and scope["path"] not in OPEN_PATHS and not _has_key(request, key):
-            app = _answer(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
-        await app(scope, receive, send_named)
+            app = self._direct_routes.get(scope["path"], app)
+        if key and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(raw_request, key):
+            app = _error_response(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
+        await app(scope, receive, send_with_request_id)
 
 
-def _direct(endpoint: Endpoint) -> ASGIApp:
+def _as_asgi_app(endpoint: Endpoint) -> ASGIApp:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         try:
             response = await endpoint(Request(scope, receive, send))
         except ApiError as error:
-            response = _answer(error)
+            response = _error_response(error)
         except ClientDisconnect:
-            response = _to_nobody()
+            response = _client_closed_response()
         except Exception as error:
             log.exception("a request failed")
-            response = _answer(_ours(error))
+            response = _error_response(_internal_error(error))
         await response(scope, receive, send)
 
     return app
 
 
-def _to_nobody(*_: object) -> Response:
+def _client_closed_response(*_: object) -> Response:
     return Response(status_code=499)
 
 
-def _has_key(request: Request, key: str) -> bool:
-    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
+def _has_key(raw_request: Request, key: str) -> bool:
+    return hmac.compare_digest(raw_request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
 
 
-def _answer(error: ApiError) -> JSONResponse:
+def _error_response(error: ApiError) -> JSONResponse:
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return JSONResponse(error.body, error.status, headers)
 
 
-def _ours(error: Exception) -> ApiError:
+def _internal_error(error: Exception) -> ApiError:
     """What nobody expected."""
     return ApiError(500, f"{type(error).__name__}: {error}")
 
 
-def _named(error: HTTPException) -> ApiError:
+def _from_http_exception(error: HTTPException) -> ApiError:
     """404 and 405 of the framework, in OpenAI's words."""
     return ApiError(error.status_code, str(error.detail))
 
 
-def _takes(kind: type[Any]) -> dict[str, Any]:
+def _request_body_schema(kind: type[Any]) -> dict[str, Any]:
     """What /openapi.json says of a body that we read ourselves."""
-    schema = {"$ref": REFERENCE.format(model=kind.__name__)}
+    schema = {"$ref": SCHEMA_REF_TEMPLATE.format(model=kind.__name__)}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
-def _described(app: FastAPI) -> dict[str, Any]:
+def _openapi_schema(app: FastAPI) -> dict[str, Any]:
     """The framework's description, and the shapes of those bodies."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, shapes = models_json_schema([(kind, "validation") for kind in BODIES], ref_template=REFERENCE)
+        _, shapes = models_json_schema([(kind, "validation") for kind in REQUEST_MODELS], ref_template=SCHEMA_REF_TEMPLATE)
         found.setdefault("components", {}).setdefault("schemas", {}).update(shapes["$defs"])
         app.openapi_schema = found
     return app.openapi_schema

@@ -13,11 +13,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tcdeploy.server.status import Recent
+from tcdeploy.server.status import RecentStats
 
 PREFIX = "tcdeploy:"
-FIRST_TOKEN = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 30, 60)
-BETWEEN_TOKENS = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
+LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 30, 60)
+INTER_TOKEN_BUCKETS_S = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 5)
 
 
 class Metrics:
@@ -30,19 +30,19 @@ class Metrics:
             self.request_success.labels(reason)
         self.unknown_fields = self._counter("unknown_fields", "Fields of requests that nobody knows")
         self.broken_tool_calls = self._counter("broken_tool_calls", "Answers with a tool call that could not be read")
-        self.first_token = self._histogram("time_to_first_token_seconds", "From request to first token", FIRST_TOKEN)
-        self.between_tokens = self._histogram("inter_token_latency_seconds", "Between two tokens", BETWEEN_TOKENS)
-        self.queue_time = self._histogram("request_queue_time_seconds", "From request to its first step", FIRST_TOKEN)
-        self.request_time = self._histogram("e2e_request_latency_seconds", "From request to last token", FIRST_TOKEN)
+        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS_S)
+        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", INTER_TOKEN_BUCKETS_S)
+        self.queue_time = self._histogram("request_queue_time_seconds", "From request to its first step", LATENCY_BUCKETS_S)
+        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From request to last token", LATENCY_BUCKETS_S)
 
-    def _counter(self, name: str, what: str, labels: list[str] | None = None) -> Counter:
-        return Counter(PREFIX + name, what, labels or [], registry=self.registry)
+    def _counter(self, name: str, documentation: str, labels: list[str] | None = None) -> Counter:
+        return Counter(PREFIX + name, documentation, labels or [], registry=self.registry)
 
-    def _histogram(self, name: str, what: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(PREFIX + name, what, buckets=buckets, registry=self.registry)
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)
 
-    def watch(self, service: Any) -> None:
-        self.registry.register(_Watched(service))
+    def register_service(self, service: Any) -> None:
+        self.registry.register(_ServiceCollector(service))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
@@ -51,7 +51,7 @@ class Metrics:
 class Stopwatch:
     """The times of one answer."""
 
-    def __init__(self, metrics: Metrics, recent: Recent) -> None:
+    def __init__(self, metrics: Metrics, recent: RecentStats) -> None:
         self._metrics, self._recent, self._start, self._last = metrics, recent, time.perf_counter(), 0.0
 
     def token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
@@ -59,20 +59,20 @@ class Stopwatch:
         if queue_seconds is not None:
             self._metrics.queue_time.observe(queue_seconds)
         if self._last:
-            self._metrics.between_tokens.observe(now - self._last)
-            self._recent.between_tokens.append(now - self._last)
+            self._metrics.inter_token_latency.observe(now - self._last)
+            self._recent.inter_token_latency.append(now - self._last)
         else:
-            self._metrics.first_token.observe(now - self._start)
-            self._recent.first_token.append(now - self._start)
+            self._metrics.time_to_first_token.observe(now - self._start)
+            self._recent.time_to_first_token.append(now - self._start)
         self._last = now
         self._recent.token()
         self._metrics.generation_tokens.inc()
         if is_last:
-            self._metrics.request_time.observe(now - self._start)
-            self._recent.answers += 1
+            self._metrics.e2e_latency.observe(now - self._start)
+            self._recent.finished += 1
 
 
-class _Watched:
+class _ServiceCollector:
     """What is read, not counted: queue, cache, buckets, start-up."""
 
     def __init__(self, service: Any) -> None:
@@ -103,9 +103,9 @@ class _Watched:
         yield _counter("bucket_padding_tokens", "Tokens computed for nobody", padding_tokens, ("bucket",))
         passes = {(): runner.uncaptured_runs}
         yield _counter("eager_fallbacks", "Passes without the graph that their bucket has: prompts scored", passes)
-        missed = {(shape,): count for shape, count in service.missed.counts.items()}
+        missed_shapes = {(shape,): count for shape, count in service.missed_shapes.counts.items()}
         yield _counter(
-            "missed_shapes", "Requests that no bucket holds whole, by the one that would", missed, ("bucket",)
+            "missed_shapes", "Requests that no bucket holds whole, by the one that would", missed_shapes, ("bucket",)
         )
         yield _counter("recompiles", "Compiles since the server was ready", {(): service.compiles_since_ready()})
         stages = {(name,): seconds for name, seconds in deployment.stage_seconds.items()}
@@ -116,15 +116,15 @@ class _Watched:
         yield info
 
 
-def _gauge(name: str, what: str, value: Any, labels: tuple[str, ...] = ()) -> Metric:
-    family = GaugeMetricFamily(PREFIX + name, what, labels=labels)
+def _gauge(name: str, documentation: str, value: Any, labels: tuple[str, ...] = ()) -> Metric:
+    family = GaugeMetricFamily(PREFIX + name, documentation, labels=labels)
     for key, one in (value if isinstance(value, dict) else {(): value}).items():
         family.add_metric(key, one)
     return family
 
 
-def _counter(name: str, what: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
-    family = CounterMetricFamily(PREFIX + name, what, labels=labels)
+def _counter(name: str, documentation: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
+    family = CounterMetricFamily(PREFIX + name, documentation, labels=labels)
     for key, one in values.items():
         family.add_metric(key, one)
     return family

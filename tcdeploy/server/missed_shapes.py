@@ -18,9 +18,9 @@ from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
-NAME = "missed_shapes.jsonl"
-LARGEST = {"prefill": 16384, "decode": 512}  # a bucket is worth its memory up to here
-Kind = Literal["prefill", "decode"]
+FILE_NAME = "missed_shapes.jsonl"
+MAX_BUCKET_SIZE = {"prefill": 16384, "decode": 512}  # a bucket is worth its memory up to here
+Phase = Literal["prefill", "decode"]
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -29,30 +29,30 @@ class MissedShapes:
 
     def __init__(self, plan: Plan) -> None:
         self.counts: Counter[str] = Counter()
-        self._path = Path(plan.cache_dir) / NAME
+        self._path = Path(plan.cache_dir) / FILE_NAME
         self._largest = {"prefill": plan.prefill_buckets[-1].size, "decode": plan.decode_buckets[-1].size}
-        self._written: set[str] = set()
+        self._written_shapes: set[str] = set()
 
-    def note(self, kind: Kind, size: int) -> None:
-        if size <= self._largest[kind]:
+    def observe_shape(self, phase: Phase, size: int) -> None:
+        if size <= self._largest[phase]:
             return
-        shape = f"{kind}:{bucket_for(kind, size)}"
+        shape = f"{phase}:{bucket_size_for(phase, size)}"
         self.counts[shape] += 1
-        if shape in self._written:
+        if shape in self._written_shapes:
             return
-        self._written.add(shape)
+        self._written_shapes.add(shape)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": kind, "size": bucket_for(kind, size)}) + "\n")
+                file.write(json.dumps({"kind": phase, "size": bucket_size_for(phase, size)}) + "\n")
         except OSError as error:
             log.warning("a missed shape could not be written to %s: %s", self._path, error.strerror)
 
 
-def bucket_for(kind: Kind, size: int) -> int:
-    return min(1 << (size - 1).bit_length(), LARGEST[kind])
+def bucket_size_for(phase: Phase, size: int) -> int:
+    return min(1 << (size - 1).bit_length(), MAX_BUCKET_SIZE[phase])
 
 
-def read_missed(path: str) -> dict[str, set[int]]:
+def read_missed_shapes(path: str) -> dict[str, set[int]]:
     """Raises UsageError for a file that is not there, or not ours."""
     found: dict[str, set[int]] = {"prefill": set(), "decode": set()}
     try:
@@ -61,17 +61,17 @@ def read_missed(path: str) -> dict[str, set[int]]:
             found[entry["kind"]].add(int(entry["size"]))
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror}", f"a server writes {NAME} into its cache folder"
+            f"{path} cannot be read: {error.strerror}", f"a server writes {FILE_NAME} into its cache folder"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no file of missed shapes", f"a server writes {NAME} into its cache folder"
+            f"{path} is no file of missed shapes", f"a server writes {FILE_NAME} into its cache folder"
         ) from error
     return found
 
 
-def with_missed(recipe: Recipe, plan: Plan, missed: dict[str, set[int]]) -> Recipe:
+def with_missed_shapes(recipe: Recipe, plan: Plan, missed_shapes: dict[str, set[int]]) -> Recipe:
     """The recipe with a bucket more for each missed shape that the context allows; what memory allows is the plan's."""
-    prefill = {bucket.size for bucket in plan.prefill_buckets} | {min(size, plan.context) for size in missed["prefill"]}
-    decode = {bucket.size for bucket in plan.decode_buckets} | missed["decode"]
+    prefill = {bucket.size for bucket in plan.prefill_buckets} | {min(size, plan.context) for size in missed_shapes["prefill"]}
+    decode = {bucket.size for bucket in plan.decode_buckets} | missed_shapes["decode"]
     return dataclasses.replace(recipe, buckets=tuple(sorted(prefill)), batch_sizes=tuple(sorted(decode)))

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, Stri
 from pydantic_core import from_json
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's own, of /v1/completions
-MOST_PROMPTS = 1024
-MOST_MESSAGES = 8192
+MAX_PROMPTS = 1024
+MAX_MESSAGES = 8192
 
 
 class ApiError(Exception):
@@ -43,15 +43,15 @@ class ApiError(Exception):
         return kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
 
 
-def refusal(message: str, param: str | None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
 
 
 Number = Annotated[StrictInt | StrictFloat, Field()]
-Ids: TypeAlias = Annotated[list[StrictInt], Field(fail_fast=True, max_length=1 << 20)]
-Texts: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MOST_PROMPTS)]
-Lists: TypeAlias = Annotated[list[Ids], Field(fail_fast=True, max_length=MOST_PROMPTS)]
-Shape = TypeVar("Shape", bound=BaseModel)
+TokenIds: TypeAlias = Annotated[list[StrictInt], Field(fail_fast=True, max_length=1 << 20)]
+StringList: TypeAlias = Annotated[list[StrictStr], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+TokenIdLists: TypeAlias = Annotated[list[TokenIds], Field(fail_fast=True, max_length=MAX_PROMPTS)]
+RequestT = TypeVar("RequestT", bound=BaseModel)
 
 
 class StreamOptions(BaseModel):
@@ -73,7 +73,7 @@ class JsonSchema(BaseModel):
     name: StrictStr | None = None
     description: StrictStr | None = None
     strict: StrictBool | None = None
-    of: dict[str, Any] = Field(alias="schema")
+    json_schema: dict[str, Any] = Field(alias="schema")
 
 
 class JsonSchemaFormat(BaseModel):
@@ -84,7 +84,7 @@ class JsonSchemaFormat(BaseModel):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class Request(BaseModel):
+class GenerationRequest(BaseModel):
     """What both kinds of completion take."""
 
     model_config = ConfigDict(extra="allow")
@@ -95,8 +95,8 @@ class Request(BaseModel):
     top_k: StrictInt | None = None
     min_p: Number | None = None
     n: StrictInt | None = None
-    stop: StrictStr | Texts | None = None
-    stop_token_ids: Ids | None = None
+    stop: StrictStr | StringList | None = None
+    stop_token_ids: TokenIds | None = None
     seed: StrictInt | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
@@ -121,39 +121,39 @@ class Request(BaseModel):
         return tuple(given)
 
     @property
-    def schema_of_answer(self) -> dict[str, Any] | None:
+    def output_schema(self) -> dict[str, Any] | None:
         """The JSON schema that an answer must satisfy; None: any text will do."""
         if isinstance(self.response_format, JsonSchemaFormat):
-            return self.response_format.json_schema.of
+            return self.response_format.json_schema.json_schema
         return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
 
     @property
-    def held_by(self) -> str:
+    def constraint_field(self) -> str:
         """The field that demands a form of the answer; "": none does."""
-        return "response_format" if self.schema_of_answer is not None else ""
+        return "response_format" if self.output_schema is not None else ""
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         """How many alternatives beside the chosen token; None: no log-probabilities at all."""
         raise NotImplementedError
 
     @property
-    def longest(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens
 
 
-class CompletionRequest(Request):
+class CompletionRequest(GenerationRequest):
     # What fits first is taken: else a long prompt is tried as everything, token by token.
-    prompt: StrictStr | Ids | Texts | Lists = Field(union_mode="left_to_right")
+    prompt: StrictStr | TokenIds | StringList | TokenIdLists = Field(union_mode="left_to_right")
     logprobs: StrictInt | None = None
     echo: StrictBool | None = None
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def longest(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -190,7 +190,7 @@ class ToolCall(BaseModel):
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
-            raise refusal(f"the arguments of a call of {self.function.name:.80} are no JSON object", "messages")
+            raise bad_request(f"the arguments of a call of {self.function.name:.80} are no JSON object", "messages")
         named = {} if self.id is None else {"id": self.id}
         return {**named, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -209,13 +209,13 @@ class Tool(BaseModel):
     function: Function
 
 
-class ChosenFunction(BaseModel):
+class NamedFunction(BaseModel):
     name: StrictStr
 
 
-class ChosenTool(BaseModel):
+class NamedToolChoice(BaseModel):
     type: Literal["function"]
-    function: ChosenFunction
+    function: NamedFunction
 
 
 class Message(BaseModel):
@@ -237,10 +237,10 @@ class Message(BaseModel):
 
 
 Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)]
-Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, max_length=MOST_MESSAGES)]
+Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(Request):
+class ChatRequest(GenerationRequest):
     messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
@@ -248,36 +248,36 @@ class ChatRequest(Request):
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: StrictBool | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # false: of several calls, the first is told
 
     @property
     def usable_tools(self) -> list[dict[str, Any]]:
         """As they were sent."""
-        return [] if self.tool_choice == "none" else tools_as_sent(self.tools)
+        return [] if self.tool_choice == "none" else dump_tools(self.tools)
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
         """One of these must be called; empty: none need be."""
-        if isinstance(self.tool_choice, ChosenTool):
+        if isinstance(self.tool_choice, NamedToolChoice):
             name = self.tool_choice.function.name
             return [tool for tool in self.usable_tools if tool["function"]["name"] == name]
         return self.usable_tools if self.tool_choice == "required" else []
 
     @property
-    def may_call_several(self) -> bool:
+    def allows_multiple_calls(self) -> bool:
         return self.tool_choice == "required" and self.parallel_tool_calls is not False
 
     @property
-    def held_by(self) -> str:
-        return super().held_by or ("tool_choice" if self.forced_tools else "")
+    def constraint_field(self) -> str:
+        return super().constraint_field or ("tool_choice" if self.forced_tools else "")
 
     @property
-    def wanted_logprobs(self) -> int | None:
+    def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def longest(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
@@ -294,14 +294,14 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
-    tokens: Ids
+    tokens: TokenIds
 
 
-def tools_as_sent(tools: list[Tool] | None) -> list[dict[str, Any]]:
+def dump_tools(tools: list[Tool] | None) -> list[dict[str, Any]]:
     return [tool.model_dump(exclude_unset=True) for tool in tools or []]
 
 
-def parse(kind: type[Shape], body: bytes) -> Shape:
+def parse(kind: type[RequestT], body: bytes) -> RequestT:
     """A request from JSON. Raises ApiError for what is no JSON, or not of this shape.
 
     In two steps: in one, pydantic makes its input anew for every error, and a million lists take 1.0 s instead of 0.3.
@@ -311,8 +311,8 @@ def parse(kind: type[Shape], body: bytes) -> Shape:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise refusal(
+        raise bad_request(
             f"{where or 'the body'}: {first['msg']}", str(first["loc"][0]) if first["loc"] else None
         ) from None
     except ValueError as error:
-        raise refusal(f"the body is no JSON: {error}", None, "invalid_json") from None
+        raise bad_request(f"the body is no JSON: {error}", None, "invalid_json") from None

@@ -28,21 +28,21 @@ from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import BoundedProtocol
-from tcdeploy.server.warmup_requests import rehearse
+from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.service import Service
-from tcdeploy.server.worker import EngineDied, Worker
+from tcdeploy.server.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
     from tcdeploy.pipeline import Deployment
 
-POLL_SECONDS = 0.05
-TOLD_SECONDS = 1.0  # for a client to be told of an end
-SHUTDOWN_SECONDS = 3  # for connections to close by themselves
+DRAIN_POLL_S = 0.05
+ERROR_DELIVERY_S = 1.0  # for a client to be told of an end
+GRACEFUL_SHUTDOWN_S = 3  # for connections to close by themselves
 OnReady: TypeAlias = "Callable[[Deployment, str], None]"
 
 
 @dataclass(frozen=True)
-class Settings:
+class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
@@ -52,7 +52,7 @@ class Settings:
     stall_timeout: float = 30.0
 
 
-def run_server(settings: Settings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
+def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
     """Serve until a signal or the engine's death; gives the exit code.
 
     Raises what `deploy` raised where it never came to be ready, and UsageError where it cannot listen.
@@ -76,14 +76,14 @@ def _listen(host: str, port: int) -> socket.socket:
 
 class _Server:
     def __init__(
-        self, settings: Settings, listener: socket.socket, deploy: Callable[[], Deployment], on_ready: OnReady
+        self, settings: ServerSettings, listener: socket.socket, deploy: Callable[[], Deployment], on_ready: OnReady
     ) -> None:
         self.settings, self._listener, self._on_ready = settings, listener, on_ready
-        self.worker = Worker(deploy, self._take_up, self._ready, self._died)
+        self.worker = Worker(deploy, self._attach, self._on_engine_ready, self._on_engine_death)
         self.admission = Admission(settings.max_queued)
         self.service = Service(self.worker, self.admission, settings.model, settings.api_key)
         self.service.stall_timeout = settings.stall_timeout
-        self._ended = asyncio.Event()
+        self._exit_event = asyncio.Event()
         self._is_draining = False
         self._error: BaseException | None = None
 
@@ -91,17 +91,17 @@ class _Server:
         config = uvicorn.Config(
             make_app(self.service), interface="asgi3", http=BoundedProtocol, ws="none", lifespan="off",
             log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
         )  # fmt: skip
         http = uvicorn.Server(config)
         http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
         http.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._signalled)
+            loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.create_task(http.serve(sockets=[self._listener]))
         self.worker.start()
-        await asyncio.wait({listening, asyncio.create_task(self._ended.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED)
         http.should_exit = True
         await listening
         self.worker.stop()
@@ -109,17 +109,17 @@ class _Server:
             raise self._error
         return 1 if self._error is not None else 0
 
-    def _take_up(self, deployment: Deployment) -> None:
-        self.service.take_up(deployment)
+    def _attach(self, deployment: Deployment) -> None:
+        self.service.attach(deployment)
 
-    def _ready(self) -> None:
-        self._opening = asyncio.create_task(self._open())
+    def _on_engine_ready(self) -> None:
+        self._warm_up_task = asyncio.create_task(self._warm_up_and_open())
 
-    async def _open(self) -> None:
+    async def _warm_up_and_open(self) -> None:
         deployment, start = self.worker.deployment, time.perf_counter()
         assert deployment is not None
-        await rehearse(self.service)
-        deployment.stage_seconds["rehearse"] = time.perf_counter() - start
+        await send_warmup_requests(self.service)
+        deployment.stage_seconds["warmup_requests"] = time.perf_counter() - start
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment, self.address)
 
@@ -130,12 +130,12 @@ class _Server:
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
-    def _died(self, error: BaseException) -> None:
+    def _on_engine_death(self, error: BaseException) -> None:
         self._error = error
         self.admission.close("dead")
-        asyncio.get_running_loop().call_later(TOLD_SECONDS, self._ended.set)  # the streams tell their clients first
+        asyncio.get_running_loop().call_later(ERROR_DELIVERY_S, self._exit_event.set)  # the streams tell their clients first
 
-    def _signalled(self) -> None:
+    def _on_signal(self) -> None:
         if self._is_draining:
             os._exit(1)
         self._is_draining = True
@@ -144,9 +144,9 @@ class _Server:
 
     async def _drain(self) -> None:
         deadline = asyncio.get_running_loop().time() + self.settings.drain_timeout
-        while self.admission.inside and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(POLL_SECONDS)
-        self.worker.abandon(EngineDied("the server is shutting down", "shutting_down"))
-        while self.admission.inside and asyncio.get_running_loop().time() < deadline + 2 * TOLD_SECONDS:
-            await asyncio.sleep(POLL_SECONDS)
-        self._ended.set()
+        while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self.worker.fail_all(EngineDeadError("the server is shutting down", "shutting_down"))
+        while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline + 2 * ERROR_DELIVERY_S:
+            await asyncio.sleep(DRAIN_POLL_S)
+        self._exit_event.set()

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import PARAM_CHECKS, SamplingParams
 from tcdeploy.errors import UsageError
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, Request, refusal
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
 
-MOST_CHOICES = 128  # n
-MOST_STOPS = 16
-MOST_STOP_IDS = 128
-MOST_TOOLS = 128  # OpenAI's own
+MAX_CHOICES = 128  # n
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 128
+MAX_TOOLS = 128  # OpenAI's own
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that mean nothing
     "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "echo": (None, False), "bad_words": (None, []),
     "chat_template": (None,), "continue_final_message": (None, False), "truncate_prompt_tokens": (None,),
@@ -27,7 +27,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that mean not
 }  # fmt: skip
 
 
-class Limits(NamedTuple):
+class ModelLimits(NamedTuple):
     """What a request can ask of this deployment."""
 
     context: int
@@ -35,55 +35,55 @@ class Limits(NamedTuple):
     stop_token_ids: tuple[int, ...]  # the model's own
 
 
-def check(request: Request) -> None:
+def check(request: GenerationRequest) -> None:
     """Refuse by name what would change the meaning and is not supported, and what is out of range."""
     extra = request.model_extra or {}
     for name, value in extra.items():
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise refusal(f"{name} is not supported", name, "unsupported_parameter")
-    if not 1 <= request.choices <= MOST_CHOICES:
-        raise refusal(f"n is {request.choices}, and must be from 1 to {MOST_CHOICES}", "n")
-    if len(request.stops) > MOST_STOPS or not all(request.stops):
-        raise refusal(f"stop takes up to {MOST_STOPS} strings that are not empty", "stop")
-    if len(request.stop_token_ids or ()) > MOST_STOP_IDS:
-        raise refusal(f"stop_token_ids are {MOST_STOP_IDS} at most", "stop_token_ids")
+            raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+    if not 1 <= request.choices <= MAX_CHOICES:
+        raise bad_request(f"n is {request.choices}, and must be from 1 to {MAX_CHOICES}", "n")
+    if len(request.stops) > MAX_STOP_STRINGS or not all(request.stops):
+        raise bad_request(f"stop takes up to {MAX_STOP_STRINGS} strings that are not empty", "stop")
+    if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
+        raise bad_request(f"stop_token_ids are {MAX_STOP_TOKEN_IDS} at most", "stop_token_ids")
     if isinstance(request, ChatRequest):
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
-            raise refusal("top_logprobs goes with logprobs", "top_logprobs")
+            raise bad_request("top_logprobs goes with logprobs", "top_logprobs")
     for name in ("ignore_eos", "min_tokens"):
-        if request.held_by and getattr(request, name):
-            raise refusal(f"{name} does not go with {request.held_by}: its answer ends where the JSON does", name)
+        if request.constraint_field and getattr(request, name):
+            raise bad_request(f"{name} does not go with {request.constraint_field}: its answer ends where the JSON does", name)
     if request.stream_options is not None and not request.stream:
-        raise refusal("stream_options goes with stream", "stream_options")
+        raise bad_request("stream_options goes with stream", "stream_options")
 
 
 def _check_tools(request: ChatRequest) -> None:
     names = [tool.function.name for tool in request.tools or []]
-    if len(names) > MOST_TOOLS or len(set(names)) < len(names):
-        raise refusal(f"tools are {MOST_TOOLS} at most, each with a name of its own", "tools")
+    if len(names) > MAX_TOOLS or len(set(names)) < len(names):
+        raise bad_request(f"tools are {MAX_TOOLS} at most, each with a name of its own", "tools")
     if request.tool_choice not in (None, "none", "auto") and not request.forced_tools:
-        raise refusal("tool_choice asks for a call of what is not in tools", "tool_choice")
-    if request.usable_tools and request.schema_of_answer is not None:
-        raise refusal("response_format does not go with tools, unless tool_choice is none", "response_format")
+        raise bad_request("tool_choice asks for a call of what is not in tools", "tool_choice")
+    if request.usable_tools and request.output_schema is not None:
+        raise bad_request("response_format does not go with tools, unless tool_choice is none", "response_format")
 
 
-def sampling_params(
-    request: Request, prompt_length: int, limits: Limits, choice: int = 0, constraint: Constraint | None = None
+def to_sampling_params(
+    request: GenerationRequest, prompt_length: int, limits: ModelLimits, choice: int = 0, constraint: Constraint | None = None
 ) -> SamplingParams:
     """How the engine is to sample choice number `choice` of a request. Raises ApiError that names the field."""
     room = limits.context - prompt_length
     if room < 1:
-        raise refusal(
+        raise bad_request(
             f"the prompt has {prompt_length} tokens, and this model's context is {limits.context}",
             "messages" if isinstance(request, ChatRequest) else "prompt", "context_length_exceeded",
         )  # fmt: skip
     length_field = "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         length_field = "max_completion_tokens"
-    longest = room if request.longest is None else request.longest
-    asked = {
-        "max_new_tokens": (longest, length_field),
+    max_new_tokens = room if request.max_new_tokens is None else request.max_new_tokens
+    field_values = {
+        "max_new_tokens": (max_new_tokens, length_field),
         "temperature": (request.temperature if request.temperature is not None else 1.0, "temperature"),
         "top_k": (max(request.top_k or 0, 0) if request.top_k == -1 else request.top_k or 0, "top_k"),
         "top_p": (request.top_p if request.top_p is not None else 1.0, "top_p"),
@@ -95,52 +95,52 @@ def sampling_params(
         "frequency_penalty": (request.frequency_penalty or 0.0, "frequency_penalty"),
         "min_new_tokens": (request.min_tokens or 0, "min_tokens"),
         "seed": (request.seed, "seed"),
-        "logprobs": (request.wanted_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
+        "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
     }  # fmt: skip
-    values = {name: value for name, (value, _) in asked.items()}
+    values = {name: value for name, (value, _) in field_values.items()}
     if request.seed is not None and choice:
         values["seed"] = (request.seed + choice) % 2**63
     stops = () if request.ignore_eos else limits.stop_token_ids
     own = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in own):
-        raise refusal(f"stop_token_ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids")
+        raise bad_request(f"stop_token_ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids")
     echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     try:
         params = SamplingParams(
             **values,  # type: ignore[arg-type]
             stop_token_ids=tuple(dict.fromkeys((*stops, *own))),
-            logit_bias=_biases(request, limits.vocab_size),
-            prompt_logprobs=request.wanted_logprobs if echoed else None,
+            logit_bias=_parse_logit_bias(request, limits.vocab_size),
+            prompt_logprobs=request.num_logprobs if echoed else None,
             constraint=constraint,
         )
     except UsageError as error:  # the ids of stops count as biases where min_tokens forbids them
         biased = "logit_bias" if request.logit_bias else "stop_token_ids"
-        raise _refusal_of_one(asked) or refusal(error.message, biased) from None
-    if longest > room:
-        raise refusal(
-            f"the prompt has {prompt_length} tokens, {length_field} is {longest}, and this model's context is "
+        raise _first_invalid_field(field_values) or bad_request(error.message, biased) from None
+    if max_new_tokens > room:
+        raise bad_request(
+            f"the prompt has {prompt_length} tokens, {length_field} is {max_new_tokens}, and this model's context is "
             f"{limits.context}", length_field, "context_length_exceeded",
         )  # fmt: skip
-    if (request.min_tokens or 0) > longest:
-        raise refusal(f"min_tokens is more than {length_field}", "min_tokens")
+    if (request.min_tokens or 0) > max_new_tokens:
+        raise bad_request(f"min_tokens is more than {length_field}", "min_tokens")
     return params
 
 
-def _refusal_of_one(asked: dict[str, tuple[Any, str]]) -> ApiError | None:
-    """By the name of its field, the first value that the engine does not take; `asked`: parameter -> (value, field)."""
-    for name, (value, field) in asked.items():
+def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError | None:
+    """By the name of its field, the first value that the engine does not take; `field_values`: parameter -> (value, field)."""
+    for name, (value, field) in field_values.items():
         try:
             if value is not None:
                 PARAM_CHECKS[name].check(value)
         except UsageError as error:
-            return refusal(error.message, field)
+            return bad_request(error.message, field)
     return None
 
 
-def _biases(request: Request, vocab_size: int) -> tuple[tuple[int, float], ...]:
+def _parse_logit_bias(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
     made = []
     for key, value in (request.logit_bias or {}).items():
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
-            raise refusal(f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias")
+            raise bad_request(f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias")
         made.append((int(key), value))
     return tuple(made)

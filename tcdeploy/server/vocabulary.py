@@ -30,14 +30,14 @@ class Vocabulary:
         fallback = BYTE_FALLBACK.fullmatch(token)
         if fallback:
             return bytes([int(fallback[1], 16)])
-        table = _byte_of_character()
+        table = _byte_decoder()
         if self._is_byte_level and token_id not in self._special and all(c in table for c in token):
             return bytes(table[character] for character in token)
         return self.text(token_id).encode()
 
 
 @functools.cache
-def _byte_of_character() -> dict[str, int]:
+def _byte_decoder() -> dict[str, int]:
     """The printable stand-ins of byte-level BPE (GPT-2): those that print are themselves, the others follow 255."""
     printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printing]

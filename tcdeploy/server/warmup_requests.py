@@ -19,33 +19,33 @@ from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.service import Service
-from tcdeploy.server.status import Recent
+from tcdeploy.server.status import RecentStats
 
 log = logging.getLogger("tcdeploy.server")
-TOKENS = 4
-COMPLETION = {"prompt": [0], "max_tokens": TOKENS, "ignore_eos": True}
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": TOKENS}
+MAX_TOKENS = 4
+COMPLETION = {"prompt": [0], "max_tokens": MAX_TOKENS, "ignore_eos": True}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": MAX_TOKENS}
 SAMPLED = {  # whatever a step may have to do beside its program
     **COMPLETION, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.1, "logit_bias": {"0": 1}, "logprobs": 1
 }  # fmt: skip
-JSON = {"prompt": [0], "max_tokens": TOKENS, "response_format": {"type": "json_object"}}
-SCOPE = {
+JSON_OBJECT = {"prompt": [0], "max_tokens": MAX_TOKENS, "response_format": {"type": "json_object"}}
+ASGI_SCOPE = {
     "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
     "scheme": "http", "root_path": "", "query_string": b"", "client": None, "server": None,
     "headers": [(b"content-type", b"application/json")],
 }  # fmt: skip
 
 
-async def rehearse(service: Service) -> None:
+async def send_warmup_requests(service: Service) -> None:
     """Ask once of each kind. What fails is logged: the model may refuse what we ask."""
-    app = make_app(_with_own_books(service))
-    asked = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
+    app = make_app(_with_separate_metrics(service))
+    requests = [("/v1/completions", COMPLETION, stream) for stream in (True, False)]
     if service.tokenizer.chat_template:
-        asked += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
-    asked.append(("/v1/completions", SAMPLED, False))
-    if service.structured.is_available:
-        asked.append(("/v1/completions", JSON, False))
-    for path, body, stream in asked:
+        requests += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
+    requests.append(("/v1/completions", SAMPLED, False))
+    if service.structured_output.is_available:
+        requests.append(("/v1/completions", JSON_OBJECT, False))
+    for path, body, stream in requests:
         try:
             status = await _post(app, path, {**body, "stream": stream})
         except Exception as error:  # the framework answers 500, and raises it too
@@ -54,10 +54,10 @@ async def rehearse(service: Service) -> None:
             log.log(logging.DEBUG if status == 200 else logging.WARNING, "rehearsed %s: %d", path, status)
 
 
-def _with_own_books(service: Service) -> Service:
+def _with_separate_metrics(service: Service) -> Service:
     stand_in = copy.copy(service)
-    stand_in.api_key, stand_in.metrics, stand_in.recent, stand_in.admission = None, Metrics(), Recent(), Admission(0)
-    stand_in.admission.open(running=1)
+    stand_in.api_key, stand_in.metrics, stand_in.recent, stand_in.admission = None, Metrics(), RecentStats(), Admission(0)
+    stand_in.admission.open(max_running=1)
     return stand_in
 
 
@@ -75,5 +75,5 @@ async def _post(app: ASGIApp, path: str, body: dict[str, Any]) -> int:
         if message["type"] == "http.response.start":
             statuses.append(message["status"])
 
-    await app({**SCOPE, "path": path, "raw_path": path.encode()}, receive, send)
+    await app({**ASGI_SCOPE, "path": path, "raw_path": path.encode()}, receive, send)
     return statuses[0]

@@ -13,8 +13,8 @@ import httpx
 import pytest
 
 from tests.conftest import TINY
-from tests.server.conftest import Served, serving
-from tests.server.test_structured_output import PERSON, QUESTION, json_of
+from tests.server.conftest import ServerProcess, serving
+from tests.server.test_structured_output import PERSON, QUESTION, json_schema_format
 
 pytestmark = [
     pytest.mark.gpu,
@@ -39,14 +39,14 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "chat": {"messages": QUESTION, "logprobs": True, "top_logprobs": 3},
     "chat, any object": {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200},
     "echo of a long prompt": {"prompt": LONG, "echo": True, "logprobs": 0, "max_tokens": 1},
-    "schema": {"response_format": json_of(PERSON), "max_tokens": 200},
-    "schema, sampled": {"response_format": json_of(PERSON), "max_tokens": 200, "temperature": 1, "seed": 9, "n": 2},
+    "schema": {"response_format": json_schema_format(PERSON), "max_tokens": 200},
+    "schema, sampled": {"response_format": json_schema_format(PERSON), "max_tokens": 200, "temperature": 1, "seed": 9, "n": 2},
 }
 
 
 class CpuAndGpu(NamedTuple):
-    cpu: Served
-    gpu: Served
+    cpu: ServerProcess
+    gpu: ServerProcess
 
 
 @pytest.fixture(scope="module")
@@ -57,9 +57,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuAndGpu]:
         yield CpuAndGpu(cpu, gpu)
 
 
-def answers(served: Served, **asked: Any) -> list[dict[str, Any]]:
+def answers(server: ServerProcess, **asked: Any) -> list[dict[str, Any]]:
     is_chat = "messages" in asked
-    url = f"{served.address}/v1/{'chat/' if is_chat else ''}completions"
+    url = f"{server.address}/v1/{'chat/' if is_chat else ''}completions"
     body = {"model": TINY, "max_tokens": 40, "temperature": 0, **({} if is_chat else {"prompt": PROMPT}), **asked}
     if body.get("stream"):
         return streamed(url, body)
@@ -119,5 +119,5 @@ def test_all_at_once_get_what_each_gets_alone(servers: CpuAndGpu) -> None:
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         together = list(pool.map(lambda asked: texts_of(answers(servers.gpu, **asked)), REQUESTS.values()))
     assert together == alone
-    assert servers.gpu.until_idle(10) < 10
+    assert servers.gpu.wait_until_idle(10) < 10
     assert servers.gpu.metric("recompiles_total") == 0

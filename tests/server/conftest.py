@@ -26,10 +26,10 @@ FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
 
 
 @dataclass
-class Served:
+class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
     address: str
-    said: list[str]  # its lines on stderr
+    stderr: list[str]  # its lines on stderr
 
     @property
     def client(self) -> openai.OpenAI:
@@ -63,7 +63,7 @@ class Served:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
 
-    def until_idle(self, seconds: float) -> float:
+    def wait_until_idle(self, seconds: float) -> float:
         """Wait until nothing runs and no block is in use; the seconds that took, at most `seconds`."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
@@ -75,7 +75,7 @@ class Served:
         return time.monotonic() - start
 
 
-def post_of(path: str, body: bytes) -> bytes:
+def raw_post(path: str, body: bytes) -> bytes:
     """A request as it goes over the wire."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return f"{head}\r\n\r\n".encode() + body
@@ -84,7 +84,7 @@ def post_of(path: str, body: bytes) -> bytes:
 @contextmanager
 def serving(
     home: Path, cache: Path, *flags: str, fork_server: ForkServer | None = None, script: str = "", model: str = TINY
-) -> Iterator[Served]:
+) -> Iterator[ServerProcess]:
     """`script` runs in the server's process before the command does."""
     asked = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
     environ = cli_environment(home)
@@ -100,13 +100,13 @@ def serving(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
         )
     assert process.stdout is not None and process.stderr is not None
-    said: list[str] = []
-    listener = threading.Thread(target=lambda: said.extend(process.stderr or ()), daemon=True)
+    stderr: list[str] = []
+    listener = threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True)
     listener.start()
     try:
         ready = next((line for line in process.stdout if line.startswith("ready: ")), None)
-        assert ready is not None, "".join(said)
-        yield Served(process, ready.split()[1], said)
+        assert ready is not None, "".join(stderr)
+        yield ServerProcess(process, ready.split()[1], stderr)
     finally:
         with contextlib.suppress(ProcessLookupError):
             if process.poll() is None:
@@ -120,13 +120,13 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[Served]:
+def server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[ServerProcess]:
     """One server for all tests that leave it as it was; a new process, as for users."""
     with serving(tmp_path_factory.mktemp("home"), warm_cache) as found:
         yield found
 
 
 @pytest.fixture
-def serve(tmp_path: Path, warm_cache: Path, served: Served, fork_server: ForkServer) -> Callable[..., Any]:
+def serve(tmp_path: Path, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Callable[..., Any]:
     """A server of one's own, from the same warm cache."""
     return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **asked)

@@ -17,7 +17,7 @@ import aiohttp
 import httpx
 import pytest
 
-from tests.server.conftest import Served, post_of
+from tests.server.conftest import ServerProcess, raw_post
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 REQUESTS, CONNECTIONS = 10_000, 8
@@ -68,56 +68,56 @@ def test_ten_thousand_mutilated_requests_meet_no_server_error(serve: Callable[..
         async with aiohttp.ClientSession() as session:
             await asyncio.gather(*(client(session, address) for _ in range(CONNECTIONS)))
 
-    with serve() as served:
-        assert httpx.post(served.address + CHAT, json=BODIES[0][1]).status_code == 200
-        before = served.resident_bytes
-        asyncio.run(all_clients(served.address))
+    with serve() as server:
+        assert httpx.post(server.address + CHAT, json=BODIES[0][1]).status_code == 200
+        before = server.resident_bytes
+        asyncio.run(all_clients(server.address))
         assert sum(statuses.values()) == REQUESTS and statuses[200] > 100 and statuses[400] > 1000, statuses
-        assert served.until_idle(5) < 5
-        assert served.resident_bytes - before < GROWTH_BYTES, f"{served.resident_bytes - before >> 20} MiB"
-        assert httpx.post(served.address + CHAT, json=BODIES[0][1]).status_code == 200
-        assert served.metric("recompiles_total") == 0
+        assert server.wait_until_idle(5) < 5
+        assert server.resident_bytes - before < GROWTH_BYTES, f"{server.resident_bytes - before >> 20} MiB"
+        assert httpx.post(server.address + CHAT, json=BODIES[0][1]).status_code == 200
+        assert server.metric("recompiles_total") == 0
 
 
-def test_bytes_that_are_no_http(served: Served) -> None:
+def test_bytes_that_are_no_http(server: ServerProcess) -> None:
     source = random.Random(9)
     whole = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n" + b'{"prompt": "a"}'
     for _ in range(300):
         sent = bytearray(whole if source.random() < 0.7 else source.randbytes(200))
         for _ in range(source.randint(1, 5)):
             sent[source.randrange(len(sent))] = source.randrange(256)
-        with served.connect() as connection:
+        with server.connect() as connection:
             connection.sendall(sent[: source.randint(1, len(sent))])
             connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):
                 status = connection.recv(4096).split(b" ")[1:2]
                 assert not status or int(status[0]) < 500, bytes(sent)
-    assert httpx.get(f"{served.address}/health").status_code == 200
+    assert httpx.get(f"{server.address}/health").status_code == 200
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "], ids=["path", "header"])
-def test_a_head_without_end_is_cut(served: Served, begin: bytes) -> None:
-    before, sent = served.resident_bytes, 0
-    with served.connect() as connection, pytest.raises(ConnectionError):
+def test_a_head_without_end_is_cut(server: ServerProcess, begin: bytes) -> None:
+    before, sent = server.resident_bytes, 0
+    with server.connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(begin)
         while sent < 100 << 20:
             sent += connection.send(b"a" * 65536)
     assert sent < 32 << 20, "what the kernel holds, and no more"
-    assert served.resident_bytes - before < GROWTH_BYTES
+    assert server.resident_bytes - before < GROWTH_BYTES
 
 
-def test_a_body_of_100_megabytes_is_cut(served: Served) -> None:
-    before = served.resident_bytes
-    with served.connect() as connection:
+def test_a_body_of_100_megabytes_is_cut(server: ServerProcess) -> None:
+    before = server.resident_bytes
+    with server.connect() as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(1600):
                 connection.sendall(b"a" * 65536)
         assert b" 413 " in connection.recv(4096)
-    assert served.resident_bytes - before < GROWTH_BYTES
+    assert server.resident_bytes - before < GROWTH_BYTES
 
 
-SHORT = "from tcdeploy.server import api, http; http.REQUEST_SECONDS = api.BODY_SECONDS = 1.0"
+SHORT_TIMEOUTS = "from tcdeploy.server import api, http; http.REQUEST_TIMEOUT_S = api.BODY_TIMEOUT_S = 1.0"
 
 
 @pytest.mark.parametrize("is_one_packet", [True, False])
@@ -126,7 +126,7 @@ SHORT = "from tcdeploy.server import api, http; http.REQUEST_SECONDS = api.BODY_
 )
 def test_so_are_those_behind_a_whole_request(serve: Callable[..., Any], begun: bytes, is_one_packet: bool) -> None:
     whole = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
-    with serve(script=SHORT) as served, served.connect() as connection:
+    with serve(script=SHORT_TIMEOUTS) as server, server.connect() as connection:
         connection.sendall(whole + begun if is_one_packet else whole)
         told = connection.recv(4096)
         if not is_one_packet:
@@ -138,15 +138,15 @@ def test_so_are_those_behind_a_whole_request(serve: Callable[..., Any], begun: b
 
 
 def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callable[..., Any]) -> None:
-    with serve(script=SHORT) as served:
-        slow = [served.connect() for _ in range(100)]
+    with serve(script=SHORT_TIMEOUTS) as server:
+        slow = [server.connect() for _ in range(100)]
         for number, connection in enumerate(slow):
             if number % 2:
                 connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost")
             else:
                 connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 50\r\n\r\n{")
         start = time.monotonic()
-        assert httpx.post(f"{served.address}/tokenize", json={"prompt": "a"}).status_code == 200
+        assert httpx.post(f"{server.address}/tokenize", json={"prompt": "a"}).status_code == 200
         for number, connection in enumerate(slow):
             told = connection.recv(4096)
             while not told.endswith(b"}"):  # the body may come in a packet of its own
@@ -160,7 +160,7 @@ def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callabl
 
 def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Callable[..., Any]) -> None:
     """The first is answered before its body came; the second has a line too many behind it, and a stream to end."""
-    with serve(script=SHORT) as served, served.connect() as unwanted, served.connect() as streaming:
+    with serve(script=SHORT_TIMEOUTS) as server, server.connect() as unwanted, server.connect() as streaming:
         unwanted.sendall(
             b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 99\r\n\r\n"
         )
@@ -173,7 +173,7 @@ def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Ca
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        streaming.sendall(post_of(COMPLETIONS, json.dumps(body).encode()) + b"\r\n")
+        streaming.sendall(raw_post(COMPLETIONS, json.dumps(body).encode()) + b"\r\n")
         told = b""
         while not told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             part = streaming.recv(1 << 16)
@@ -195,19 +195,19 @@ def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Ca
     ],
     ids=["messages", "texts", "prompts"],
 )  # fmt: skip
-def test_a_large_body_that_is_wrong_is_refused_and_nobody_waits(served: Served, body: bytes) -> None:
-    before, longest, answers = served.resident_bytes, 0.0, []
+def test_a_large_body_that_is_wrong_is_refused_and_nobody_waits(server: ServerProcess, body: bytes) -> None:
+    before, longest, answers = server.resident_bytes, 0.0, []
 
     def ask() -> None:
         headers = {"content-type": "application/json"}
         path = CHAT if b"messages" in body[:20] else COMPLETIONS
-        answers.append(httpx.post(served.address + path, content=body, headers=headers, timeout=60).status_code)
+        answers.append(httpx.post(server.address + path, content=body, headers=headers, timeout=60).status_code)
 
     asking = threading.Thread(target=ask)
     asking.start()
     while asking.is_alive():
         start = time.monotonic()
-        assert httpx.get(f"{served.address}/health").status_code == 200
+        assert httpx.get(f"{server.address}/health").status_code == 200
         longest = max(longest, time.monotonic() - start)
     assert answers == [400] and longest < 1.0, (answers, longest)
-    assert served.resident_bytes - before < 2 * GROWTH_BYTES
+    assert server.resident_bytes - before < 2 * GROWTH_BYTES

@@ -9,25 +9,25 @@ from tcdeploy.server.protocol import ApiError
 
 
 def test_as_many_as_run_and_wait_come_in() -> None:
-    admission = Admission(queued=2)
+    admission = Admission(max_queued=2)
     with pytest.raises(ApiError) as refused:
-        admission.enter(1)
+        admission.acquire(1)
     assert (refused.value.status, refused.value.code) == (503, "loading")
-    admission.open(running=4)
-    admission.enter(5)
+    admission.open(max_running=4)
+    admission.acquire(5)
     with pytest.raises(ApiError) as refused:
-        admission.enter(2)
+        admission.acquire(2)
     assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "queue_full", 1)
-    admission.leave(1)
-    admission.enter(2)
-    assert admission.inside == 6
+    admission.release(1)
+    admission.acquire(2)
+    assert admission.num_admitted == 6
     assert (admission.rejections["loading"], admission.rejections["queue_full"]) == (1, 1)
 
 
 def test_what_never_fits_is_not_told_to_come_back() -> None:
-    admission = Admission(queued=2)
-    admission.open(running=4)
+    admission = Admission(max_queued=2)
+    admission.open(max_running=4)
     with pytest.raises(ApiError) as refused:
-        admission.enter(7)
+        admission.acquire(7)
     assert (refused.value.status, refused.value.param) == (400, "n")
-    assert admission.inside == 0 and not sum(admission.rejections.values())
+    assert admission.num_admitted == 0 and not sum(admission.rejections.values())

@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
-from tcdeploy.server.validation import Limits, sampling_params
+from tcdeploy.server.validation import ModelLimits, to_sampling_params
 from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
 from tcdeploy.server.service import Prompt, Service
 
@@ -53,7 +53,7 @@ def test_what_nobody_expected_is_500_is_logged_and_leaves_nobody_inside(
     with caplog.at_level(logging.ERROR, "tcdeploy.server"):
         answer = ask(service, *asked, authorization="Bearer secret")
     assert (answer.status_code, answer.json()["error"]["message"]) == (500, "RuntimeError: out of order")
-    assert service.admission.inside == 0
+    assert service.admission.num_admitted == 0
     assert asked is MODELS or "a request failed" in caplog.text  # the framework's routes raise it on to uvicorn
 
 
@@ -79,11 +79,11 @@ def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
         return [Prompt([1], None)]
 
     def fail(*_: object) -> None:
-        assert service.admission.inside == len(given) == 1, "the engine has it"
+        assert service.admission.num_admitted == len(given) == 1, "the engine has it"
         raise end
 
     monkeypatch.setattr(service, "prompts", prompts)
-    service.limits = Limits(64, 100, ())
+    service.limits = ModelLimits(64, 100, ())
     service.worker = SimpleNamespace(failure=None, submit=given.append, cancel=taken_back.append)  # type: ignore[assignment]
     service.vocabulary, service.tokenizer = None, None  # type: ignore[assignment]
     monkeypatch.setattr("tcdeploy.server.active_request.Completions", fail)
@@ -93,7 +93,7 @@ def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
             ask(service, "POST", "/v1/completions", body, authorization="Bearer secret")
     else:
         assert ask(service, "POST", "/v1/completions", body, authorization="Bearer secret").status_code == 500
-    assert service.admission.inside == 0 and taken_back == given
+    assert service.admission.num_admitted == 0 and taken_back == given
 
 
 @pytest.mark.parametrize(
@@ -110,12 +110,12 @@ def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
 def test_of_two_wrong_fields_one_is_named(asked: dict[str, Any], named: str) -> None:
     request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **asked}).content)
     with pytest.raises(ApiError) as refused:
-        sampling_params(request, 1, Limits(64, 100, ()))
+        to_sampling_params(request, 1, ModelLimits(64, 100, ()))
     assert refused.value.body["error"]["param"] == named
 
 
 def test_uvicorn_s_send_waits_for_the_client_alone() -> None:
-    """Where this fails, `is_full` tells too little, and an event may wait without a time-out."""
+    """Where this fails, `is_write_paused` tells too little, and an event may wait without a time-out."""
     source = inspect.getsource(RequestResponseCycle.send)
     assert source.count("await ") == source.count("await self.flow.drain()") == 1
     assert source.index("if self.flow.write_paused") < source.index("await ")

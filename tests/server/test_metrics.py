@@ -8,19 +8,19 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import Served
+from tests.server.conftest import ServerProcess
 
 
 def test_every_series_of_a_known_label_is_there_before_its_first_event(serve: Callable[..., Any]) -> None:
-    def samples(served: Served) -> dict[tuple[str, ...], float]:
-        families = text_string_to_metric_families(httpx.get(f"{served.address}/metrics").text)
+    def samples(server: ServerProcess) -> dict[tuple[str, ...], float]:
+        families = text_string_to_metric_families(httpx.get(f"{server.address}/metrics").text)
         found = [sample for family in families if family.type == "counter" for sample in family.samples]
         return {(one.name, *one.labels.values()): one.value for one in found if one.name.endswith("_total")}
 
-    with serve() as served:
-        before = samples(served)
-        served.client.completions.create(model="builtin:tiny", prompt="A list is a", max_tokens=3)
-        after = samples(served)
+    with serve() as server:
+        before = samples(server)
+        server.client.completions.create(model="builtin:tiny", prompt="A list is a", max_tokens=3)
+        after = samples(server)
     assert set(before) == set(after)
     assert before["tcdeploy:eager_fallbacks_total",] == 0
     for reason in ("loading", "queue_full", "draining", "dead"):

@@ -12,43 +12,43 @@ import jinja2
 import openai
 import pytest
 
-from tests.server.conftest import Served
+from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
 QUESTION = [{"role": "user", "content": "What is a list?"}]
 
 
-def test_the_model_is_listed_with_its_context(served: Served) -> None:
-    [model] = served.client.models.list().data
+def test_the_model_is_listed_with_its_context(server: ServerProcess) -> None:
+    [model] = server.client.models.list().data
     assert (model.id, model.model_extra["max_model_len"]) == (MODEL, 1024)
-    assert served.client.models.retrieve(MODEL).id == MODEL
+    assert server.client.models.retrieve(MODEL).id == MODEL
     with pytest.raises(openai.NotFoundError) as refused:
-        served.client.models.retrieve("another")
+        server.client.models.retrieve("another")
     assert refused.value.code == "model_not_found"
 
 
-def test_a_client_can_do_without_a_tokenizer_of_its_own(served: Served) -> None:
+def test_a_client_can_do_without_a_tokenizer_of_its_own(server: ServerProcess) -> None:
     """As lm-eval's remote backend does: ids of special tokens, prompts of ids, the template rendered over there."""
 
     def tokenize(**asked: Any) -> list[int]:
-        answer = httpx.post(f"{served.address}/tokenize", json=asked).raise_for_status().json()
+        answer = httpx.post(f"{server.address}/tokenize", json=asked).raise_for_status().json()
         assert answer["count"] == len(answer["tokens"])
         return list(answer["tokens"])
 
-    info = httpx.get(f"{served.address}/tokenizer_info").raise_for_status().json()
+    info = httpx.get(f"{server.address}/tokenizer_info").raise_for_status().json()
     assert all(len(tokenize(prompt=info[name], add_special_tokens=False)) == 1 for name in ("bos_token", "eos_token"))
     rendered = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(info["chat_template"])
     text = rendered.render(messages=QUESTION, add_generation_prompt=True, **info)
     ids = tokenize(prompt=text, add_special_tokens=False)
     assert ids == tokenize(messages=QUESTION)
-    found = httpx.post(f"{served.address}/detokenize", json={"tokens": ids}).json()
+    found = httpx.post(f"{server.address}/detokenize", json={"tokens": ids}).json()
     assert found["prompt"] == text
 
 
-def test_a_chat_streamed_is_the_chat_not_streamed(served: Served) -> None:
+def test_a_chat_streamed_is_the_chat_not_streamed(server: ServerProcess) -> None:
     asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 60}
-    whole = served.client.chat.completions.create(**asked)
-    chunks = list(served.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    whole = server.client.chat.completions.create(**asked)
+    chunks = list(server.client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices) == (
         whole.choices[0].message.content
@@ -75,13 +75,13 @@ def test_a_chat_streamed_is_the_chat_not_streamed(served: Served) -> None:
     ],
     ids=["emoji", "cjk", "combining", *map(str, range(8))],
 )
-def test_text_streamed_is_the_text_not_streamed_byte_for_byte(served: Served, asked: dict[str, Any]) -> None:
+def test_text_streamed_is_the_text_not_streamed_byte_for_byte(server: ServerProcess, asked: dict[str, Any]) -> None:
     body = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 120, **asked}
-    whole = httpx.post(f"{served.address}/v1/chat/completions", json=body, timeout=60).json()
+    whole = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
     told: dict[int, str] = {}
     usage = None
     options = {"stream": True, "stream_options": {"include_usage": True}}
-    with httpx.stream("POST", f"{served.address}/v1/chat/completions", json={**body, **options}, timeout=60) as stream:
+    with httpx.stream("POST", f"{server.address}/v1/chat/completions", json={**body, **options}, timeout=60) as stream:
         for line in stream.iter_lines():
             if not line.startswith("data: {"):
                 continue
@@ -98,11 +98,11 @@ def test_text_streamed_is_the_text_not_streamed_byte_for_byte(served: Served, as
         assert json.loads(told[0]) == text
 
 
-def test_several_prompts_and_choices_come_in_order(served: Served) -> None:
+def test_several_prompts_and_choices_come_in_order(server: ServerProcess) -> None:
     asked: dict[str, Any] = {"model": MODEL, "max_tokens": 8, "temperature": 0.9, "seed": 5}
-    both = served.client.completions.create(prompt=["This module", "A list"], n=2, **asked)
+    both = server.client.completions.create(prompt=["This module", "A list"], n=2, **asked)
     assert [choice.index for choice in both.choices] == [0, 1, 2, 3]
-    alone = [served.client.completions.create(prompt=prompt, n=2, **asked) for prompt in ("This module", "A list")]
+    alone = [server.client.completions.create(prompt=prompt, n=2, **asked) for prompt in ("This module", "A list")]
     assert [choice.text for choice in both.choices] == [choice.text for one in alone for choice in one.choices]
     assert both.choices[0].text != both.choices[1].text
     assert both.usage is not None and both.usage.completion_tokens == sum(
@@ -112,22 +112,22 @@ def test_several_prompts_and_choices_come_in_order(served: Served) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_answer_ends_before_its_stop_string(served: Served, stream: bool) -> None:
+def test_an_answer_ends_before_its_stop_string(server: ServerProcess, stream: bool) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "This module provides", "max_tokens": 60, "temperature": 0}
-    plain = served.client.completions.create(**asked).choices[0].text
+    plain = server.client.completions.create(**asked).choices[0].text
     stop = plain[10:15]
     if stream:
-        chunks = list(served.client.completions.create(**asked, stop=[stop, "never"], stream=True))
+        chunks = list(server.client.completions.create(**asked, stop=[stop, "never"], stream=True))
         text = "".join(chunk.choices[0].text for chunk in chunks)
         reason = chunks[-1].choices[0].finish_reason
     else:
-        [choice] = served.client.completions.create(**asked, stop=[stop, "never"]).choices
+        [choice] = server.client.completions.create(**asked, stop=[stop, "never"]).choices
         text, reason = choice.text, choice.finish_reason
     assert (text, reason) == (plain[: plain.index(stop)], "stop")
 
 
-def test_logprobs_of_a_chat_and_of_an_echoed_prompt(served: Served) -> None:
-    chat = served.client.chat.completions.create(
+def test_logprobs_of_a_chat_and_of_an_echoed_prompt(server: ServerProcess) -> None:
+    chat = server.client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=5, logprobs=True, top_logprobs=3
     )
     content = chat.choices[0].logprobs and chat.choices[0].logprobs.content
@@ -136,7 +136,7 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(served: Served) -> None:
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].token == entry.token and entry.logprob == entry.top_logprobs[0].logprob < 0
     assert b"".join(bytes(entry.bytes or ()) for entry in content).decode() == chat.choices[0].message.content
-    echoed = served.client.completions.create(
+    echoed = server.client.completions.create(
         model=MODEL, prompt="A list is a", max_tokens=2, temperature=0, logprobs=1, echo=True
     ).choices[0]
     found = echoed.logprobs
@@ -148,27 +148,27 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(served: Served) -> None:
         assert echoed.text[start:].startswith(token)
 
 
-def test_a_stream_that_is_left_early_frees_its_blocks(served: Served) -> None:
-    stream = served.client.chat.completions.create(
+def test_a_stream_that_is_left_early_frees_its_blocks(server: ServerProcess) -> None:
+    stream = server.client.chat.completions.create(
         model=MODEL, messages=QUESTION, stream=True, max_tokens=900, temperature=0, extra_body={"ignore_eos": True}
     )
     for number, _ in enumerate(stream):
         if number == 5:
             break
-    assert served.metric("num_requests_running") == 1
+    assert server.metric("num_requests_running") == 1
     stream.close()
     deadline = time.monotonic() + 2
-    while served.metric("num_requests_running") and time.monotonic() < deadline:
+    while server.metric("num_requests_running") and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert served.metric("num_requests_running") == 0
-    assert served.metric("kv_cache_usage_perc") == 0
+    assert server.metric("num_requests_running") == 0
+    assert server.metric("kv_cache_usage_perc") == 0
 
 
-def test_32_at_once_get_what_each_gets_alone(served: Served) -> None:
+def test_32_at_once_get_what_each_gets_alone(server: ServerProcess) -> None:
     def ask(number: int) -> str:
         prompt = f"The module number {number} " + "provides functions " * (number % 7)
         return (
-            served.client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0).choices[0].text
+            server.client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0).choices[0].text
         )
 
     alone = [ask(number) for number in range(32)]
@@ -183,7 +183,7 @@ def test_32_at_once_get_what_each_gets_alone(served: Served) -> None:
     for thread in threads:
         thread.join()
     assert together == alone
-    assert served.metric("recompiles_total") == 0
+    assert server.metric("recompiles_total") == 0
 
 
 @pytest.mark.parametrize(
@@ -203,14 +203,14 @@ def test_32_at_once_get_what_each_gets_alone(served: Served) -> None:
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages"), ({"min_tokens": 999}, "min_tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_the_name_of_the_field(served: Served, asked: dict[str, Any], param: str) -> None:
-    served.until_idle(10)
-    before = served.steps
+def test_what_cannot_be_is_refused_by_the_name_of_the_field(server: ServerProcess, asked: dict[str, Any], param: str) -> None:
+    server.wait_until_idle(10)
+    before = server.steps
     known = {name: asked[name] for name in ("messages", "model") if name in asked}
     extra = {name: value for name, value in asked.items() if name not in known}
     with pytest.raises((openai.BadRequestError, openai.NotFoundError)) as refused:
-        served.client.chat.completions.create(
+        server.client.chat.completions.create(
             **{"model": MODEL, "messages": QUESTION, "max_tokens": 5, **known}, extra_body=extra
         )
     assert refused.value.param == param
-    assert served.steps == before, "the engine was asked"
+    assert server.steps == before, "the engine was asked"

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import httpx
 
-from tests.server.conftest import Served
+from tests.server.conftest import ServerProcess
 
 CASES = 2_000  # at least
 EXAMPLES = "300"  # of each operation, in the phase that is not exhaustive
 
 
-def test_generated_requests_meet_no_server_error(served: Served, tmp_path: Path) -> None:
+def test_generated_requests_meet_no_server_error(server: ServerProcess, tmp_path: Path) -> None:
     st = Path(sys.executable).parent / "st"
     done = subprocess.run(
         [
-            st, "run", f"{served.address}/openapi.json", "--phases", "coverage,fuzzing",
+            st, "run", f"{server.address}/openapi.json", "--phases", "coverage,fuzzing",
             "--checks", "not_a_server_error", "--max-examples", EXAMPLES, "--generation-deterministic",
             "--no-color", "--workers", "1", "--request-timeout", "60",
             "--report", "json", "--report-json-path", str(tmp_path / "report.json"),
@@ -29,5 +29,5 @@ def test_generated_requests_meet_no_server_error(served: Served, tmp_path: Path)
     assert done.returncode == 0, done.stdout[-4000:]
     cases = json.loads((tmp_path / "report.json").read_text())["test_cases"]
     assert cases["generated"] >= CASES and not cases["with_failures"] and not cases["errored"], cases
-    assert httpx.get(f"{served.address}/health").status_code == 200
-    assert served.metric("recompiles_total") == 0
+    assert httpx.get(f"{server.address}/health").status_code == 200
+    assert server.metric("recompiles_total") == 0

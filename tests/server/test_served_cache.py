@@ -12,11 +12,11 @@ import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
 from tests.fork_server import ForkServer
-from tests.server.conftest import FLAGS, Served, serving
+from tests.server.conftest import FLAGS, ServerProcess, serving
 
 
 @pytest.fixture(scope="module")
-def plan_key(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served) -> str:
+def plan_key(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess) -> str:
     """Of what these tests serve: other tests leave plans of theirs in the same cache."""
     asked = cli_command("warm", TINY, *FLAGS[:4], "--cache-dir", str(warm_cache), "--dry-run", "--json")
     home = cli_environment(tmp_path_factory.mktemp("asking"))
@@ -53,10 +53,10 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
 
 def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer) -> None:
     cache, library = damaged
-    with serving(tmp_path, cache, "--on-bad-cache", "rebuild", fork_server=fork_server) as served:
-        assert any(", miss," in line for line in served.said)
-        assert httpx.get(f"{served.address}/ready").status_code == 200
-        assert served.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
+    with serving(tmp_path, cache, "--on-bad-cache", "rebuild", fork_server=fork_server) as server:
+        assert any(", miss," in line for line in server.stderr)
+        assert httpx.get(f"{server.address}/ready").status_code == 200
+        assert server.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
     assert library.exists(), "made again, under the same name"
 
 
@@ -81,6 +81,6 @@ def test_a_server_starts_from_a_bundle_and_refuses_one_that_nobody_signed(
     sign = cli_command("cache", "sign", str(bundle), "--key", str(tmp_path / "ci.key"))
     subprocess.run(sign, check=True, env=cli_environment(tmp_path), capture_output=True)
     with serving(tmp_path, cache, *flags) as started:
-        assert any("signed by ci" in line for line in started.said)
-        assert sum(", hit," in line for line in started.said) == 4
+        assert any("signed by ci" in line for line in started.stderr)
+        assert sum(", hit," in line for line in started.stderr) == 4
         assert started.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None

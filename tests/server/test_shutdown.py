@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 
 from tests.conftest import TINY, cli_command, cli_environment
-from tests.server.conftest import FLAGS, post_of
+from tests.server.conftest import FLAGS, raw_post
 from tests.server.test_faults import CHAT, LONG, QUESTION, events, open_streams
 
 SLOW_DEATH = """
@@ -39,42 +39,42 @@ pipeline.prepare = lambda *given: (time.sleep(4), prepare(*given))[1]
 
 
 def test_who_asks_while_the_engine_dies_is_told_too(serve: Callable[..., Any]) -> None:
-    with serve(script=SLOW_DEATH) as served:
-        [running] = open_streams(served, 1)
+    with serve(script=SLOW_DEATH) as server:
+        [running] = open_streams(server, 1)
         time.sleep(1)  # in the step that dies
         late: list[httpx.Response] = []
         asking = threading.Thread(
             target=lambda: late.append(
-                httpx.post(served.address + CHAT, json={"messages": QUESTION, "max_tokens": 3}, timeout=20)
+                httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 3}, timeout=20)
             )
         )
         asking.start()
         assert "the device is gone" in events(running)[-2]["error"]["message"]
         asking.join()
         assert (late[0].status_code, late[0].json()["error"]["code"]) == (503, "engine_died")
-        assert served.process.wait(timeout=15) == 1
+        assert server.process.wait(timeout=15) == 1
 
 
 def test_a_client_that_reads_nothing_does_not_hold_up_the_end(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "60", "--drain-timeout", "1") as served, socket.socket() as deaf:
+    with serve("--stall-timeout", "60", "--drain-timeout", "1") as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = served.address.removeprefix("http://").split(":")
+        host, port = server.address.removeprefix("http://").split(":")
         deaf.connect((host, int(port)))
-        deaf.sendall(post_of(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        deaf.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
         deaf.recv(1)
         time.sleep(3)
-        served.process.send_signal(signal.SIGTERM)
-        assert served.process.wait(timeout=15) == 0
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=15) == 0
 
 
 def test_a_client_that_reads_nothing_loses_its_connection(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "1") as served, socket.socket() as deaf:
+    with serve("--stall-timeout", "1") as server, socket.socket() as deaf:
         deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        host, port = served.address.removeprefix("http://").split(":")
+        host, port = server.address.removeprefix("http://").split(":")
         deaf.connect((host, int(port)))
-        deaf.sendall(post_of(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        deaf.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
         deadline = time.monotonic() + 60
-        while not any("was let go" in line for line in served.said) and time.monotonic() < deadline:
+        while not any("was let go" in line for line in server.stderr) and time.monotonic() < deadline:
             time.sleep(0.1)
         told, part = b"", b"x"
         with contextlib.suppress(ConnectionError):
@@ -82,11 +82,11 @@ def test_a_client_that_reads_nothing_loses_its_connection(serve: Callable[..., A
                 part = deaf.recv(1 << 20)
                 told += part
         assert not told.endswith(b"0\r\n\r\n"), "cut, not ended"
-        assert served.until_idle(5) < 5
-        assert not any("Traceback" in line for line in served.said)
+        assert server.wait_until_idle(5) < 5
+        assert not any("Traceback" in line for line in server.stderr)
 
 
-def started(home: Path, *flags: str, script: str = "") -> subprocess.Popen[str]:
+def start_server(home: Path, *flags: str, script: str = "") -> subprocess.Popen[str]:
     command = cli_command("serve", *flags)
     if script:
         run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
@@ -99,7 +99,7 @@ def started(home: Path, *flags: str, script: str = "") -> subprocess.Popen[str]:
 def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = started(
+    process = start_server(
         tmp_path, TINY, *FLAGS[:4], "--port", str(port), "--cache-dir", str(warm_cache), script=SLOW_START
     )
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
@@ -119,25 +119,25 @@ def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> Non
 
 
 def test_what_keeps_it_from_starting_is_said(tmp_path: Path, warm_cache: Path) -> None:
-    missing = started(tmp_path, str(tmp_path / "nothing"), "--port", "0")
-    _, said = missing.communicate(timeout=60)
-    assert missing.returncode == 1 and "nothing does not exist" in said and "Traceback" not in said
+    missing = start_server(tmp_path, str(tmp_path / "nothing"), "--port", "0")
+    _, stderr = missing.communicate(timeout=60)
+    assert missing.returncode == 1 and "nothing does not exist" in stderr and "Traceback" not in stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        busy = started(tmp_path, TINY, *FLAGS[:4], "--port", port, "--cache-dir", str(warm_cache))
-        _, said = busy.communicate(timeout=60)
-    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in said and "Traceback" not in said
+        busy = start_server(tmp_path, TINY, *FLAGS[:4], "--port", port, "--cache-dir", str(warm_cache))
+        _, stderr = busy.communicate(timeout=60)
+    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in stderr and "Traceback" not in stderr
 
 
-BREAKS = """
+ATTACH_FAILS = """
 from tcdeploy.server import service
-def take_up(self, deployment):
+def attach(self, deployment):
     raise RuntimeError("a tokenizer of another kind")
-service.Service.take_up = take_up
+service.Service.attach = attach
 """
 
 
 def test_a_server_that_cannot_use_its_model_ends(tmp_path: Path, warm_cache: Path) -> None:
-    broken = started(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=BREAKS)
-    _, said = broken.communicate(timeout=60)
-    assert broken.returncode == 1 and "a tokenizer of another kind" in said
+    broken = start_server(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=ATTACH_FAILS)
+    _, stderr = broken.communicate(timeout=60)
+    assert broken.returncode == 1 and "a tokenizer of another kind" in stderr

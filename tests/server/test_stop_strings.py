@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from tcdeploy.server.stop_strings import AnswerText
+from tcdeploy.server.stop_strings import StopStringDetokenizer
 
 TEXTS = (
     "plain words, and some more", "日本語のテキストと中文", "naïve café Ångström", "👩‍👩‍👧‍👦 family 🏳️‍🌈 flag",
@@ -28,8 +28,8 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(resolve_model_path("builtin:tiny"))
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], stops: tuple[str, ...] = ()) -> list[str]:
-    text = AnswerText(tokenizer, stops)
+def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: tuple[str, ...] = ()) -> list[str]:
+    text = StopStringDetokenizer(tokenizer, stop_strings)
     found = []
     for token_id in ids:
         found.append(text.push(token_id))
@@ -58,10 +58,10 @@ def test_whatever_the_stop_string_the_text_ends_before_it(
 ) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
     stop = text[start : start + data.draw(st.integers(1, 6))]
-    stops = (stop, data.draw(st.text(min_size=1, max_size=3)))
+    stop_strings = (stop, data.draw(st.text(min_size=1, max_size=3)))
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    ends = [(found + len(one), found) for one in stops if (found := text.find(one)) >= 0]
-    assert "".join(pieces(tokenizer, ids, stops)) == text[: min(ends)[1]], "the one that is complete first"
+    ends = [(found + len(one), found) for one in stop_strings if (found := text.find(one)) >= 0]
+    assert "".join(pieces(tokenizer, ids, stop_strings)) == text[: min(ends)[1]], "the one that is complete first"
 
 
 def test_random_tokens_in_pieces_are_random_tokens_at_once(tokenizer: PreTrainedTokenizerBase) -> None:

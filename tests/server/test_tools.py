@@ -17,16 +17,16 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server.response_builder import Chat, Choice
+from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
 from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import ApiError, ChatRequest, parse
-from tcdeploy.server.structured_output import Structured
-from tcdeploy.server.stop_strings import AnswerText
-from tcdeploy.server.tools import Markup, Tools, find_markup
+from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.stop_strings import StopStringDetokenizer
+from tcdeploy.server.tools import Markup, ToolSupport, find_markup
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
-from tests.server.conftest import Served, serving
+from tests.server.conftest import ServerProcess, serving
 
 CHAT_TEMPLATE = """{{- bos_token }}
 {%- if tools %}{{- '<|system|>You can call' }}
@@ -107,8 +107,8 @@ LLAMA = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
 
 
 @pytest.fixture(scope="module")
-def tools(tokenizer: Any) -> Tools:
-    return Tools(tokenizer, LLAMA)
+def tools(tokenizer: Any) -> ToolSupport:
+    return ToolSupport(tokenizer, LLAMA)
 
 
 def request(**asked: Any) -> ChatRequest:
@@ -119,26 +119,26 @@ def request(**asked: Any) -> ChatRequest:
 
 
 def answer(
-    tools: Tools,
+    tools: ToolSupport,
     tokenizer: Any,
     text: str,
     reason: str = "stop",
     stream: bool = False,
-    stops: tuple[str, ...] = (),
+    stop_strings: tuple[str, ...] = (),
     **asked: Any,
 ) -> dict[str, Any]:
     """What a client gets of a model that says `text`; of a stream, put together again."""
     made = request(stream=stream, **asked)
     vocabulary = Vocabulary(tokenizer)
-    choice = Choice(0, AnswerText(tokenizer, stops, False), 5, False, reader=tools.reader(made, PROMPT))
-    dialect = Chat(made, "tiny", vocabulary)
+    choice = Choice(0, StopStringDetokenizer(tokenizer, stop_strings, False), 5, False, tool_parser=tools.tool_parser(made, PROMPT))
+    builder = ChatResponseBuilder(made, "tiny", vocabulary)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     content, message = "", {"content": "", "reasoning_content": "", "tool_calls": []}
     for number, token_id in enumerate(ids):
-        piece = choice.receive(NewToken(1, token_id, reason if number == len(ids) - 1 else ""), vocabulary)
-        content += piece
+        delta = choice.receive(NewToken(1, token_id, reason if number == len(ids) - 1 else ""), vocabulary)
+        content += delta
         if stream:
-            delta = dialect.piece(choice, piece)["delta"]
+            delta = builder.delta(choice, delta)["delta"]
             assert [call["index"] for call in delta.get("tool_calls", [])] == list(
                 range(len(message["tool_calls"]), len(message["tool_calls"]) + len(delta.get("tool_calls", [])))
             )
@@ -147,7 +147,7 @@ def answer(
         if choice.finish_reason:
             break
     if not stream:
-        message = dialect.whole(choice, content)["message"]
+        message = builder.full_json(choice, content)["message"]
     calls = message.get("tool_calls", [])
     assert len({call["id"] for call in calls}) == len(calls)
     return {
@@ -180,7 +180,7 @@ CLOCK_CALL, WEATHER_CALL = ("clock", {"utc": True}), ("get_weather", {"city": "O
     ],
 )  # fmt: skip
 def test_an_answer_is_read_whole_and_in_pieces(
-    tools: Tools, tokenizer: Any, text: str, content: str, reasoning: str, calls: list[Any], stream: bool
+    tools: ToolSupport, tokenizer: Any, text: str, content: str, reasoning: str, calls: list[Any], stream: bool
 ) -> None:
     found = answer(tools, tokenizer, text, stream=stream)
     assert found == {
@@ -198,7 +198,7 @@ def test_an_answer_is_read_whole_and_in_pieces(
     ],
 )  # fmt: skip
 def test_half_a_call_and_what_is_none_is_told_to_nobody(
-    tools: Tools, tokenizer: Any, text: str, reason: str, stream: bool, caplog: pytest.LogCaptureFixture
+    tools: ToolSupport, tokenizer: Any, text: str, reason: str, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = answer(tools, tokenizer, text, reason, stream)
     assert (found["calls"], found["content"]) == ([CLOCK_CALL], "")
@@ -206,24 +206,24 @@ def test_half_a_call_and_what_is_none_is_told_to_nobody(
     assert "a tool call could not be read" in caplog.text
 
 
-def test_a_stop_string_within_a_call_cuts_it(tools: Tools, tokenizer: Any) -> None:
-    found = answer(tools, tokenizer, f"I look.{ONE}{TWO}", stops=("days",))
+def test_a_stop_string_within_a_call_cuts_it(tools: ToolSupport, tokenizer: Any) -> None:
+    found = answer(tools, tokenizer, f"I look.{ONE}{TWO}", stop_strings=("days",))
     assert (found["calls"], found["content"], found["reason"]) == ([CLOCK_CALL], "I look.", "tool_calls")
 
 
-def test_of_several_calls_the_first_is_told_where_one_is_wanted(tools: Tools, tokenizer: Any) -> None:
+def test_of_several_calls_the_first_is_told_where_one_is_wanted(tools: ToolSupport, tokenizer: Any) -> None:
     assert answer(tools, tokenizer, ONE + TWO, parallel_tool_calls=False)["calls"] == [CLOCK_CALL]
 
 
 def test_families_of_transformers_own_table_are_read_too(tmp_path: Path) -> None:
     """Qwen's tokenizers bring no response template; an internal of transformers knows their markup."""
     tokenizer = load(make_model(tmp_path / "model", None))
-    qwen = Tools(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
-    assert qwen.missing == ""
-    said = qwen.reader(request(), "<|im_start|>assistant\n").push(
+    qwen = ToolSupport(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
+    assert qwen.unsupported_reason == ""
+    parsed = qwen.tool_parser(request(), "<|im_start|>assistant\n").push(
         '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>'
     )
-    assert [(call.name, call.arguments) for call in said.calls] == [("clock", '{"utc": true}')]
+    assert [(call.name, call.arguments) for call in parsed.calls] == [("clock", '{"utc": true}')]
     assert '"<tool_call>"' in qwen.grammar(request(tool_choice="required"), "<|im_start|>assistant\n")
 
 
@@ -240,7 +240,7 @@ def test_a_model_that_cannot_use_tools_says_why(tmp_path: Path) -> None:
         ),
         (load(make_model(tmp_path / "bad", {**RESPONSE_TEMPLATE, "version": 9})), "cannot be used: Unsupported"),
     ):
-        unable = Tools(tokenizer, LLAMA)
+        unable = ToolSupport(tokenizer, LLAMA)
         unable.check([])
         with pytest.raises(ApiError, match=why) as refused:
             unable.check([CLOCK])
@@ -304,7 +304,7 @@ def test_a_call_can_be_forced_where_it_is_json_between_fixed_marks(changed: dict
     assert find_markup({}) is None
 
 
-def test_a_prompt_behind_which_no_call_would_be_read_refuses_to_force_one(tools: Tools) -> None:
+def test_a_prompt_behind_which_no_call_would_be_read_refuses_to_force_one(tools: ToolSupport) -> None:
     """The template wrote the beginning of the reasoning, in which a mark means nothing."""
     asked = request(tool_choice="required")
     assert "start: call" in tools.grammar(asked, PROMPT)
@@ -318,9 +318,9 @@ def test_marks_that_are_tokens_are_forced_as_those_tokens(tmp_path: Path) -> Non
     field = {**{key: value for key, value in FIELD.items() if key != "open_pattern"}, "open": "<|user|>"}
     template = {**RESPONSE_TEMPLATE, "fields": {"tool_calls": {**field, "close": "<|system|>"}, "content": {}}}
     tokenizer = load(make_model(tmp_path / "model", template))
-    structured, tools = Structured(tokenizer, (2,)), Tools(tokenizer, LLAMA)
+    structured_output, tools = StructuredOutputBackend(tokenizer, (2,)), ToolSupport(tokenizer, LLAMA)
     asked = request(tool_choice={"type": "function", "function": {"name": "clock"}})
-    position = asyncio.run(structured.of_lark(tools.grammar(asked, "<|assistant|>"), "tools")).start()
+    position = asyncio.run(structured_output.compile_lark(tools.grammar(asked, "<|assistant|>"), "tools")).start()
     text = '<|user|>{"name": "clock", "arguments": {"utc": false}}<|system|>'
     *first, last = tokenizer(text, add_special_tokens=False).input_ids
     assert [position.accept(token_id) for token_id in first] == [""] * len(first)
@@ -331,15 +331,15 @@ def test_marks_that_are_tokens_are_forced_as_those_tokens(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def able(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, served: Served, fork_server: ForkServer) -> Iterator[Served]:
+def tool_server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Iterator[ServerProcess]:
     folder = make_model(tmp_path_factory.mktemp("able") / "model")
     home = tmp_path_factory.mktemp("home")
     with serving(home, warm_cache, "--served-name", TINY, model=str(folder), fork_server=fork_server) as found:
         yield found
 
 
-def chat(served: Served, **asked: Any) -> Any:
-    return served.client.chat.completions.create(
+def chat(server: ServerProcess, **asked: Any) -> Any:
+    return server.client.chat.completions.create(
         **{
             "model": TINY,
             "messages": [QUESTION],
@@ -360,98 +360,98 @@ def calls_of(choice: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_a_required_call_comes_whatever_the_model_would_rather_say(able: Served, temperature: float) -> None:
+def test_a_required_call_comes_whatever_the_model_would_rather_say(tool_server: ServerProcess, temperature: float) -> None:
     for seed in range(1 if temperature == 0 else 6):
         asked = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": temperature, "seed": seed}
-        [choice] = chat(able, **asked).choices
+        [choice] = chat(tool_server, **asked).choices
         assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
         assert len(calls_of(choice)) == 1
         assert choice.message.tool_calls[0].id.startswith("call_")
-    assert able.metric("recompiles_total") == 0
+    assert tool_server.metric("recompiles_total") == 0
 
 
-def test_a_named_function_is_the_one_that_is_called(able: Served) -> None:
+def test_a_named_function_is_the_one_that_is_called(tool_server: ServerProcess) -> None:
     for name in SCHEMAS:
         chosen = {"type": "function", "function": {"name": name}}
-        choices = chat(able, tool_choice=chosen, temperature=1, seed=4, n=3).choices
+        choices = chat(tool_server, tool_choice=chosen, temperature=1, seed=4, n=3).choices
         assert [one for choice in choices for one, _ in calls_of(choice)] == [name] * 3
 
 
-def test_a_streamed_call_is_the_call_not_streamed(able: Served) -> None:
+def test_a_streamed_call_is_the_call_not_streamed(tool_server: ServerProcess) -> None:
     asked = {"tool_choice": "required", "temperature": 1.1, "seed": 2}
-    [whole] = chat(able, **asked).choices
-    chunks = [chunk.choices[0] for chunk in chat(able, **asked, stream=True)]
+    [full_json] = chat(tool_server, **asked).choices
+    chunks = [chunk.choices[0] for chunk in chat(tool_server, **asked, stream=True)]
     assert chunks[0].delta.role == "assistant"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
     told = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
     assert [call.index for call in told] == list(range(len(told)))
     assert [(call.function.name, call.function.arguments) for call in told] == [
-        (call.function.name, call.function.arguments) for call in whole.message.tool_calls
+        (call.function.name, call.function.arguments) for call in full_json.message.tool_calls
     ]
-    assert chunks[-1].finish_reason == whole.finish_reason
+    assert chunks[-1].finish_reason == full_json.finish_reason
 
 
-def test_a_call_that_is_cut_is_told_to_nobody(able: Served) -> None:
-    [choice] = chat(able, tool_choice="required", max_tokens=12).choices
+def test_a_call_that_is_cut_is_told_to_nobody(tool_server: ServerProcess) -> None:
+    [choice] = chat(tool_server, tool_choice="required", max_tokens=12).choices
     assert (choice.finish_reason, choice.message.tool_calls, choice.message.content) == ("length", None, "")
-    assert able.metric("broken_tool_calls_total") == 1
+    assert tool_server.metric("broken_tool_calls_total") == 1
 
 
-def test_a_model_that_may_call_and_does_not_says_what_it_says(able: Served) -> None:
-    [choice] = chat(able, max_tokens=30).choices
-    chunks = list(chat(able, max_tokens=30, stream=True))
+def test_a_model_that_may_call_and_does_not_says_what_it_says(tool_server: ServerProcess) -> None:
+    [choice] = chat(tool_server, max_tokens=30).choices
+    chunks = list(chat(tool_server, max_tokens=30, stream=True))
     assert choice.message.content and choice.message.tool_calls is None
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
     assert "<|end|>" not in choice.message.content
 
 
-def test_tools_are_in_the_prompt_unless_none_may_be_called(able: Served) -> None:
+def test_tools_are_in_the_prompt_unless_none_may_be_called(tool_server: ServerProcess) -> None:
     lengths = {
-        choice: chat(able, tool_choice=choice, max_tokens=1).usage.prompt_tokens
+        choice: chat(tool_server, tool_choice=choice, max_tokens=1).usage.prompt_tokens
         for choice in ("auto", "required", "none")
     }
-    plain = chat(able, tools=openai.NOT_GIVEN, max_tokens=1).usage.prompt_tokens
+    plain = chat(tool_server, tools=openai.NOT_GIVEN, max_tokens=1).usage.prompt_tokens
     assert lengths["auto"] == lengths["required"] > lengths["none"] == plain
     asked = {"messages": [QUESTION], "tools": [WEATHER, CLOCK]}
-    assert httpx.post(f"{able.address}/tokenize", json=asked).json()["count"] == lengths["auto"]
+    assert httpx.post(f"{tool_server.address}/tokenize", json=asked).json()["count"] == lengths["auto"]
 
 
-def test_a_chat_goes_on_after_a_call(able: Served) -> None:
+def test_a_chat_goes_on_after_a_call(tool_server: ServerProcess) -> None:
     """The message as it came goes back with the tool's answer; the template sees arguments as an object."""
-    [choice] = chat(able, tool_choice={"type": "function", "function": {"name": "clock"}}).choices
+    [choice] = chat(tool_server, tool_choice={"type": "function", "function": {"name": "clock"}}).choices
     [call] = choice.message.tool_calls
     history = [QUESTION, choice.message, {"role": "tool", "tool_call_id": call.id, "content": "It is noon."}]
-    [last] = chat(able, messages=history, max_tokens=10).choices
+    [last] = chat(tool_server, messages=history, max_tokens=10).choices
     assert last.message.content
     with pytest.raises(openai.BadRequestError) as refused:
         chat(
-            able,
+            tool_server,
             messages=[QUESTION, {"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "x"}}]}],
         )
     assert refused.value.param == "messages"
 
 
-def test_parameters_that_are_no_schema_are_refused_where_they_must_hold(able: Served) -> None:
+def test_parameters_that_are_no_schema_are_refused_where_they_must_hold(tool_server: ServerProcess) -> None:
     bad = {"type": "function", "function": {"name": "bad", "parameters": {"type": "strange"}}}
     with pytest.raises(openai.BadRequestError) as refused:
-        chat(able, tools=[bad], tool_choice="required")
+        chat(tool_server, tools=[bad], tool_choice="required")
     assert refused.value.param == "tools"
-    assert chat(able, tools=[bad], max_tokens=2).choices
+    assert chat(tool_server, tools=[bad], max_tokens=2).choices
 
 
-def test_the_description_of_the_api_knows_the_new_fields(able: Served) -> None:
-    shapes = httpx.get(f"{able.address}/openapi.json").json()["components"]["schemas"]
+def test_the_description_of_the_api_knows_the_new_fields(tool_server: ServerProcess) -> None:
+    shapes = httpx.get(f"{tool_server.address}/openapi.json").json()["components"]["schemas"]
     assert {"tools", "tool_choice", "parallel_tool_calls", "response_format"} <= set(
         shapes["ChatRequest"]["properties"]
     )
     assert "schema" in shapes["JsonSchema"]["properties"] and "tool_calls" in shapes["Message"]["properties"]
 
 
-def test_a_model_without_tools_refuses_them_and_serves_on(served: Served) -> None:
+def test_a_model_without_tools_refuses_them_and_serves_on(server: ServerProcess) -> None:
     with pytest.raises(openai.BadRequestError, match="chat template does not take tools") as refused:
-        chat(served)
+        chat(server)
     assert refused.value.param == "tools"
-    assert chat(served, tool_choice="none", max_tokens=2).choices[0].message.content
+    assert chat(server, tool_choice="none", max_tokens=2).choices[0].message.content
 
 
 def test_without_the_grammar_library_a_call_cannot_be_forced_but_read(
@@ -459,8 +459,8 @@ def test_without_the_grammar_library_a_call_cannot_be_forced_but_read(
 ) -> None:
     folder = make_model(tmp_path / "model")
     script = "import sys; sys.modules['llguidance'] = None"
-    with serve("--served-name", TINY, model=str(folder), script=script) as served:
+    with serve("--served-name", TINY, model=str(folder), script=script) as server:
         with pytest.raises(openai.BadRequestError, match=r"tcdeploy\[structured\]") as refused:
-            chat(served, tool_choice="required")
+            chat(server, tool_choice="required")
         assert refused.value.param == "tool_choice"
-        assert chat(served, max_tokens=5).choices[0].message.content
+        assert chat(server, max_tokens=5).choices[0].message.content

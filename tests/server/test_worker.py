@@ -13,7 +13,7 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server import worker
-from tcdeploy.server.worker import Exchange, Worker
+from tcdeploy.server.worker import RequestGroup, Worker
 
 
 class Engine:
@@ -53,7 +53,7 @@ class Engine:
 
 
 @contextlib.asynccontextmanager
-async def working(engine: Engine) -> AsyncIterator[Exchange]:
+async def started_group(engine: Engine) -> AsyncIterator[RequestGroup]:
     """A request to a worker of this engine, not yet started; at the end the worker stops as it should."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deployment: Any = SimpleNamespace(engine=engine)
@@ -61,7 +61,7 @@ async def working(engine: Engine) -> AsyncIterator[Exchange]:
     one.start()
     await ready
     try:
-        yield Exchange(one, [([7], SamplingParams(max_new_tokens=3))])
+        yield RequestGroup(one, [([7], SamplingParams(max_new_tokens=3))])
     finally:
         engine.steps.release(100)
         one.stop()
@@ -69,9 +69,9 @@ async def working(engine: Engine) -> AsyncIterator[Exchange]:
     assert one.failure is None and not one._thread.is_alive()
 
 
-async def all_of(exchange: Exchange) -> list[int]:
+async def collect_tokens(group: RequestGroup) -> list[int]:
     said = []
-    async for arrived in exchange.tokens():
+    async for arrived in group.tokens():
         assert arrived, "else a stream takes it for time to say that it lives"
         for answer, token in arrived:
             said.append(token.token_id)
@@ -84,27 +84,27 @@ def test_it_rests_after_first_tokens_and_after_no_other(monkeypatch: pytest.Monk
     monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=rests.append))
 
     async def run() -> list[int]:
-        async with working(Engine()) as exchange:
-            await exchange.start()
-            return await all_of(exchange)
+        async with started_group(Engine()) as group:
+            await group.start()
+            return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
-    assert rests == [worker.FIRST_TOKEN_REST]
+    assert rests == [worker.FIRST_TOKEN_SLEEP_S]
 
 
 def test_a_start_keeps_out_of_the_way_until_a_step_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MOST_HEAD_START", 60.0)
+    monkeypatch.setattr(worker, "MAX_LAUNCH_WAIT_S", 60.0)
 
     async def run() -> list[int]:
         engine = Engine()
         engine.steps = threading.Semaphore(0)
-        async with working(engine) as exchange:
-            starting = asyncio.create_task(exchange.start())
+        async with started_group(engine) as group:
+            starting = asyncio.create_task(group.start())
             await asyncio.sleep(0.05)
             assert not starting.done()
             engine.steps.release(4)
             await asyncio.wait_for(starting, 30)  # far from the 60 s
-            return await all_of(exchange)
+            return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
 
@@ -113,9 +113,9 @@ def test_a_start_waits_for_no_engine_for_long() -> None:
     async def run() -> list[int]:
         engine = Engine()
         engine.steps = threading.Semaphore(0)
-        async with working(engine) as exchange:
-            await asyncio.wait_for(exchange.start(), 30)
-            reading = asyncio.create_task(all_of(exchange))
+        async with started_group(engine) as group:
+            await asyncio.wait_for(group.start(), 30)
+            reading = asyncio.create_task(collect_tokens(group))
             engine.steps.release()  # launched, too late for `start`
             await asyncio.sleep(0.05)
             assert not reading.done()
