@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tcdeploy.bundle.header import PLACES
+from tcdeploy.bundle.header import PATH_FIELDS
 from tcdeploy.cache.manifest import Manifest
 from tcdeploy.planning.environment import Difference, differing
 
@@ -15,17 +15,17 @@ from tcdeploy.planning.environment import Difference, differing
 class Comparison:
     """What differs of all that both were made from, and files by where they are: paths."""
 
-    factors: tuple[Difference, ...]
+    differences: tuple[Difference, ...]
     only_first: tuple[str, ...]
     only_second: tuple[str, ...]
-    other_bytes: tuple[str, ...]
+    changed: tuple[str, ...]
     same: int
 
 
 def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
-    factors = [
-        *differing(_comparable(first.environment), _comparable(second.environment), "environment."),
-        *differing(_comparable(first.plan), _comparable(second.plan), "plan."),
+    differences = [
+        *differing(_without_paths(first.environment), _without_paths(second.environment), "environment."),
+        *differing(_without_paths(first.plan), _without_paths(second.plan), "plan."),
         *differing(first.origin.model_config, second.origin.model_config, "config."),
         *differing(first.origin.torch_settings, second.origin.torch_settings, "torch."),
         *differing({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
@@ -34,7 +34,7 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     shared = mine.keys() & theirs.keys()
     other = tuple(sorted(path for path in shared if mine[path] != theirs[path]))
     return Comparison(
-        tuple(factors),
+        tuple(differences),
         tuple(sorted(mine.keys() - theirs.keys())),
         tuple(sorted(theirs.keys() - mine.keys())),
         other,
@@ -42,5 +42,5 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     )
 
 
-def _comparable(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in record.items() if name not in (*PLACES, "decisions")}
+def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in record.items() if name not in (*PATH_FIELDS, "decisions")}

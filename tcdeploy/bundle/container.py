@@ -33,13 +33,13 @@ from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_cache_file
 from tcdeploy.errors import IntegrityError
 
 HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # of zstd's skippable frames
-HEADER_START = b"tcdeploy bundle 1\n"
-MOST_HEADER_BYTES, MOST_SIGNATURES_BYTES = 64 << 20, 1 << 20
-MOST_FILES, MOST_FILE_BYTES = 100_000, 8 << 30
-LEVEL = 9  # of zstd
-WINDOW_BYTES = 1 << 27  # the most that decompressing may hold
+HEADER_PREFIX = b"tcdeploy bundle 1\n"
+MAX_HEADER_BYTES, MAX_SIGNATURES_BYTES = 64 << 20, 1 << 20
+MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
+ZSTD_LEVEL = 9  # of zstd
+MAX_WINDOW_BYTES = 1 << 27  # the most that decompressing may hold
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
-RUN_LENGTH = 1  # the kind of a zstd block that is one byte, repeated
+RLE_BLOCK = 1  # the kind of a zstd block that is one byte, repeated
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Signature:
 
 
 @dataclass(frozen=True)
-class Head:
+class SignedHeader:
     """The first two blocks of a bundle, not believed yet: `header` is bytes until its signature was judged."""
 
     header: bytes
@@ -66,7 +66,7 @@ class Payload:
 
 
 def write_bundle(
-    target: Path, folder: Path, files: tuple[FileRecord, ...], head_of: Callable[[Payload], bytes]
+    target: Path, folder: Path, files: tuple[FileRecord, ...], make_signed_header: Callable[[Payload], bytes]
 ) -> Payload:
     """Pack `files` of `folder`; the same files and head make the same bytes. The target appears whole or not at all.
 
@@ -75,25 +75,25 @@ def write_bundle(
     packed = target.with_name(f".{target.name}-{os.getpid()}.payload.tmp")
     try:
         with open(packed, "wb") as payload:
-            _compress(folder, files, payload)
-        found = Payload(packed.stat().st_size, _digest_of(packed, 0))
-        _write_whole(target, head_of(found), packed, 0)
+            _write_payload(folder, files, payload)
+        found = Payload(packed.stat().st_size, _sha256_from(packed, 0))
+        _write_atomically(target, make_signed_header(found), packed, 0)
     finally:
         packed.unlink(missing_ok=True)
     return found
 
 
-def replace_head(path: Path, head: Head, signatures: tuple[Signature, ...]) -> None:
+def replace_signatures(path: Path, signed_header: SignedHeader, signatures: tuple[Signature, ...]) -> None:
     """The same bundle with other signatures; it is replaced whole."""
-    _write_whole(path, head_bytes(head.header, signatures), path, head.payload_offset)
+    _write_atomically(path, signed_header_bytes(signed_header.header, signatures), path, signed_header.payload_offset)
 
 
-def _write_whole(target: Path, head: bytes, payload: Path, offset: int) -> None:
+def _write_atomically(target: Path, signed_header: bytes, payload: Path, offset: int) -> None:
     """The head, and what stands in `payload` from `offset` on; under the final name when it is on the disk."""
     whole = target.with_name(f".{target.name}-{os.getpid()}.whole.tmp")
     try:
         with open(whole, "wb") as out, open(payload, "rb") as rest:
-            out.write(head)
+            out.write(signed_header)
             rest.seek(offset)
             shutil.copyfileobj(rest, out, CHUNK_BYTES)
             out.flush()
@@ -103,12 +103,12 @@ def _write_whole(target: Path, head: bytes, payload: Path, offset: int) -> None:
         whole.unlink(missing_ok=True)
 
 
-def head_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
+def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
     """What a bundle begins with; alone, it is the record that stays in a folder that the bundle was unpacked into."""
     signed = [asdict(one) for one in signatures]
-    digest = hashlib.sha256(header + _canonical(signed)).hexdigest()  # over all, whoever may have signed it
-    content = HEADER_START + header
-    document = _canonical({"sha256": digest, "signatures": signed})
+    digest = hashlib.sha256(header + _canonical_json(signed)).hexdigest()  # over all, whoever may have signed it
+    content = HEADER_PREFIX + header
+    document = _canonical_json({"sha256": digest, "signatures": signed})
     return (
         struct.pack("<II", HEADER_MAGIC, len(content))
         + content
@@ -117,61 +117,61 @@ def head_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
     )
 
 
-def read_head(file: IO[bytes], name: str) -> Head:
+def read_signed_header(file: IO[bytes], name: str) -> SignedHeader:
     """The first two blocks, and no byte behind them. Raises IntegrityError."""
-    content = _frame(file, HEADER_MAGIC, MOST_HEADER_BYTES, name)
-    if not content.startswith(HEADER_START):
+    content = _read_skippable_frame(file, HEADER_MAGIC, MAX_HEADER_BYTES, name)
+    if not content.startswith(HEADER_PREFIX):
         raise IntegrityError(f"{name} is no bundle of this version of tcdeploy", "tcdeploy cache pack makes one")
-    header = content[len(HEADER_START) :]
-    document = _frame(file, SIGNATURES_MAGIC, MOST_SIGNATURES_BYTES, name)
+    header = content[len(HEADER_PREFIX) :]
+    document = _read_skippable_frame(file, SIGNATURES_MAGIC, MAX_SIGNATURES_BYTES, name)
     try:
         told = json.loads(document)
         signatures = tuple(Signature(**one) for one in told["signatures"])
-        written = head_bytes(header, signatures)
-        is_as_written = written.endswith(document) and all(map(_is_plain, signatures))
+        written = signed_header_bytes(header, signatures)
+        is_as_written = written.endswith(document) and all(map(_is_canonical_hex, signatures))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _broken(name, "its signatures cannot be read") from error
+        raise _damaged_error(name, "its signatures cannot be read") from error
     if not is_as_written:
-        raise _broken(name, "its header or its signatures are not as they were written")
-    return Head(header, signatures, len(written))
+        raise _damaged_error(name, "its header or its signatures are not as they were written")
+    return SignedHeader(header, signatures, len(written))
 
 
-def _is_plain(one: Signature) -> bool:
+def _is_canonical_hex(one: Signature) -> bool:
     return all(isinstance(text, str) and bytes.fromhex(text).hex() == text for text in (one.key, one.signature))
 
 
-def _frame(file: IO[bytes], magic: int, most: int, name: str) -> bytes:
-    head = file.read(8)
-    if len(head) < 8 or struct.unpack("<I", head[:4])[0] != magic:
-        raise _broken(
+def _read_skippable_frame(file: IO[bytes], magic: int, most: int, name: str) -> bytes:
+    signed_header = file.read(8)
+    if len(signed_header) < 8 or struct.unpack("<I", signed_header[:4])[0] != magic:
+        raise _damaged_error(
             name, "it does not begin as a bundle does" if magic == HEADER_MAGIC else "its signatures are gone"
         )
-    (length,) = struct.unpack("<I", head[4:])
+    (length,) = struct.unpack("<I", signed_header[4:])
     if length > most:
-        raise _broken(name, f"a block of {length} bytes, and {most} is the most")
+        raise _damaged_error(name, f"a block of {length} bytes, and {most} is the most")
     content = file.read(length)
     if len(content) < length:
-        raise _broken(name, "it was cut")
+        raise _damaged_error(name, "it was cut")
     return content
 
 
 def check_files(files: tuple[FileRecord, ...], name: str) -> None:
     """What a header may name: plain relative paths, each once, sizes within bounds. Raises IntegrityError."""
-    if len(files) > MOST_FILES:
-        raise _broken(name, f"it names {len(files)} files, and {MOST_FILES} is the most")
+    if len(files) > MAX_FILES:
+        raise _damaged_error(name, f"it names {len(files)} files, and {MAX_FILES} is the most")
     seen: set[str] = set()
     for file in files:
-        if not _is_allowed(file) or file.path in seen:
-            raise _broken(name, f"it names a file that no cache has: {file.path!r:.200}")
+        if not _is_safe_file(file) or file.path in seen:
+            raise _damaged_error(name, f"it names a file that no cache has: {file.path!r:.200}")
         seen.add(file.path)
     folders = {str(parent) for path in seen for parent in PurePosixPath(path).parents}
     if folders & seen:
-        raise _broken(name, "it names a file and a folder alike")
-    if sum(file.bytes for file in files) > MOST_FILE_BYTES:
-        raise _broken(name, f"its files are more than {MOST_FILE_BYTES} bytes")
+        raise _damaged_error(name, "it names a file and a folder alike")
+    if sum(file.bytes for file in files) > MAX_TOTAL_FILE_BYTES:
+        raise _damaged_error(name, f"its files are more than {MAX_TOTAL_FILE_BYTES} bytes")
 
 
-def _is_allowed(file: FileRecord) -> bool:
+def _is_safe_file(file: FileRecord) -> bool:
     path = file.path
     if not isinstance(path, str) or not isinstance(file.bytes, int) or isinstance(file.bytes, bool):
         return False
@@ -183,16 +183,16 @@ def _is_allowed(file: FileRecord) -> bool:
     return is_named and file.bytes > 0 and is_hash
 
 
-def check_payload(path: Path, head: Head, payload: Payload) -> None:
+def check_payload(path: Path, signed_header: SignedHeader, payload: Payload) -> None:
     """The bytes behind the head, all of them and as they are: nothing is decompressed. Raises IntegrityError."""
-    length = path.stat().st_size - head.payload_offset
+    length = path.stat().st_size - signed_header.payload_offset
     if length != payload.bytes:
-        raise _broken(str(path), f"{length} bytes behind its head instead of {payload.bytes}")
-    if _digest_of(path, head.payload_offset) != payload.sha256:
-        raise _broken(str(path), "its files have other bytes")
+        raise _damaged_error(str(path), f"{length} bytes behind its head instead of {payload.bytes}")
+    if _sha256_from(path, signed_header.payload_offset) != payload.sha256:
+        raise _damaged_error(str(path), "its files have other bytes")
 
 
-def read_files(path: Path, head: Head, files: tuple[FileRecord, ...]) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
+def read_files(path: Path, signed_header: SignedHeader, files: tuple[FileRecord, ...]) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
     """Each file with its bytes in chunks, which must be taken before the next one is.
 
     Raises IntegrityError where the payload is not exactly these files; a file's own bytes are checked as they go by.
@@ -200,72 +200,72 @@ def read_files(path: Path, head: Head, files: tuple[FileRecord, ...]) -> Iterato
     import zstandard
 
     name = str(path)
-    with open(path, "rb") as file, _zstd_errors_of(name):
-        file.seek(head.payload_offset)
-        _insist_on_one_frame(file, name)
-        file.seek(head.payload_offset)
-        decompressor = zstandard.ZstdDecompressor(max_window_size=WINDOW_BYTES)
+    with open(path, "rb") as file, _translate_zstd_errors(name):
+        file.seek(signed_header.payload_offset)
+        _check_single_frame(file, name)
+        file.seek(signed_header.payload_offset)
+        decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         with decompressor.stream_reader(file) as stream:
             for one in files:
-                expected = _tar_head(one)
-                if _exactly(stream, len(expected)) != expected:
-                    raise _broken(name, f"what should be the file {one.path} is something else")
-                yield one, _file_bytes(stream, one, name)
-            if _exactly(stream, len(TAR_END) + 1) != TAR_END:
-                raise _broken(name, "it holds more than its header names")
+                expected = _tar_header(one)
+                if _read_up_to(stream, len(expected)) != expected:
+                    raise _damaged_error(name, f"what should be the file {one.path} is something else")
+                yield one, _read_tar_member(stream, one, name)
+            if _read_up_to(stream, len(TAR_END) + 1) != TAR_END:
+                raise _damaged_error(name, "it holds more than its header names")
 
 
 @contextlib.contextmanager
-def _zstd_errors_of(name: str) -> Iterator[None]:
+def _translate_zstd_errors(name: str) -> Iterator[None]:
     import zstandard
 
     try:
         yield
     except zstandard.ZstdError as error:
-        raise _broken(name, f"it cannot be decompressed: {error}") from error
+        raise _damaged_error(name, f"it cannot be decompressed: {error}") from error
 
 
-def _insist_on_one_frame(file: IO[bytes], name: str) -> None:
+def _check_single_frame(file: IO[bytes], name: str) -> None:
     """From block to block by their lengths: zstd itself would read on behind the first frame, and skip what it may."""
     import zstandard
 
     start = file.tell()
     begin = file.read(18)  # the longest head of a frame
     if not begin.startswith(zstandard.FRAME_HEADER):
-        raise _broken(name, "what stands behind its head is not compressed")
+        raise _damaged_error(name, "what stands behind its head is not compressed")
     file.seek(start + zstandard.frame_header_size(begin))
     is_last = False
     while not is_last:
-        block = _exactly(file, 3)
+        block = _read_up_to(file, 3)
         if len(block) < 3:
-            raise _broken(name, "it was cut")
+            raise _damaged_error(name, "it was cut")
         bits = int.from_bytes(block, "little")
         is_last, kind, length = bool(bits & 1), bits >> 1 & 3, bits >> 3
-        file.seek(1 if kind == RUN_LENGTH else length, os.SEEK_CUR)
+        file.seek(1 if kind == RLE_BLOCK else length, os.SEEK_CUR)
     end = file.tell() + 4 * zstandard.get_frame_parameters(begin).has_checksum
     if end != file.seek(0, os.SEEK_END):
-        raise _broken(name, "it was cut, or something stands behind its files")
+        raise _damaged_error(name, "it was cut, or something stands behind its files")
 
 
-def _file_bytes(stream: IO[bytes], file: FileRecord, name: str) -> Iterator[bytes]:
+def _read_tar_member(stream: IO[bytes], file: FileRecord, name: str) -> Iterator[bytes]:
     digest, left = hashlib.sha256(), file.bytes
     while left:
-        with _zstd_errors_of(name):  # here: read_files stands still while these are taken
+        with _translate_zstd_errors(name):  # here: read_files stands still while these are taken
             chunk = stream.read(min(left, CHUNK_BYTES))
         if not chunk:
-            raise _broken(name, f"it was cut in {file.path}")
+            raise _damaged_error(name, f"it was cut in {file.path}")
         digest.update(chunk)
         left -= len(chunk)
         yield chunk
     if digest.hexdigest() != file.sha256:
-        raise _broken(name, f"{file.path} has other bytes")
-    with _zstd_errors_of(name):
-        padding = _exactly(stream, _padding(file.bytes))
+        raise _damaged_error(name, f"{file.path} has other bytes")
+    with _translate_zstd_errors(name):
+        padding = _read_up_to(stream, _padding(file.bytes))
     if any(padding):
-        raise _broken(name, f"{file.path} is longer than its header says")
+        raise _damaged_error(name, f"{file.path} is longer than its header says")
 
 
-def _exactly(stream: IO[bytes], count: int) -> bytes:
+def _read_up_to(stream: IO[bytes], count: int) -> bytes:
     """`count` bytes, or what there is."""
     found = b""
     while len(found) < count and (chunk := stream.read(count - len(found))):
@@ -273,12 +273,12 @@ def _exactly(stream: IO[bytes], count: int) -> bytes:
     return found
 
 
-def _compress(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) -> None:
+def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) -> None:
     import zstandard
 
-    with zstandard.ZstdCompressor(level=LEVEL).stream_writer(out, closefd=False) as stream:
+    with zstandard.ZstdCompressor(level=ZSTD_LEVEL).stream_writer(out, closefd=False) as stream:
         for file in files:
-            stream.write(_tar_head(file))
+            stream.write(_tar_header(file))
             digest, length = hashlib.sha256(), 0
             with open(folder / file.path, "rb") as source:
                 while chunk := source.read(CHUNK_BYTES):
@@ -291,7 +291,7 @@ def _compress(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) -> No
         stream.write(TAR_END)
 
 
-def _tar_head(file: FileRecord) -> bytes:
+def _tar_header(file: FileRecord) -> bytes:
     """Of a regular file without owner or time; a long name takes a member of its own, as GNU tar does it."""
     member = tarfile.TarInfo(file.path)
     member.size, member.mode = file.bytes, 0o644
@@ -302,7 +302,7 @@ def _padding(length: int) -> int:
     return -length % tarfile.BLOCKSIZE
 
 
-def _digest_of(path: Path, offset: int) -> str:
+def _sha256_from(path: Path, offset: int) -> str:
     digest = hashlib.sha256()
     with open(path, "rb", buffering=io.DEFAULT_BUFFER_SIZE) as file:
         file.seek(offset)
@@ -311,9 +311,9 @@ def _digest_of(path: Path, offset: int) -> str:
     return digest.hexdigest()
 
 
-def _canonical(document: Any) -> bytes:
+def _canonical_json(document: Any) -> bytes:
     return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
 
 
-def _broken(name: str, reason: str) -> IntegrityError:
+def _damaged_error(name: str, reason: str) -> IntegrityError:
     return IntegrityError(f"the bundle {name} is damaged: {reason}", "fetch it again; nothing of it was used")

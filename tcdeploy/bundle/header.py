@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.bundle.container import Head, Payload, check_files
+from tcdeploy.bundle.container import SignedHeader, Payload, check_files
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
 from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import IntegrityError
 
-PLACES = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
-PLACE_DECIDED = "cache folder"
-PLAN_FACTS = ("key", "model", "dtype", "mode")
+PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
+CACHE_FOLDER_DECISION = "cache folder"
+REQUIRED_PLAN_FIELDS = ("key", "model", "dtype", "mode")
 
 
 @dataclass(frozen=True)
@@ -33,23 +33,23 @@ class Header:
         return str(self.manifest.plan["key"])
 
 
-def portable(manifest: Manifest) -> Manifest:
+def make_portable(manifest: Manifest) -> Manifest:
     """The manifest without the places of the machine that wrote it."""
-    decisions = [one for one in manifest.plan["decisions"] if one["name"] != PLACE_DECIDED]
-    plan = {**_without_places(manifest.plan), "decisions": decisions}
-    origin = dataclasses.replace(manifest.origin, recipe=_without_places(manifest.origin.recipe))
+    decisions = [one for one in manifest.plan["decisions"] if one["name"] != CACHE_FOLDER_DECISION]
+    plan = {**_blank_paths(manifest.plan), "decisions": decisions}
+    origin = dataclasses.replace(manifest.origin, recipe=_blank_paths(manifest.origin.recipe))
     return dataclasses.replace(
         manifest,
         plan=plan,
         origin=origin,
-        environment=_without_places(manifest.environment),
+        environment=_blank_paths(manifest.environment),
         stage_seconds={},
-        buckets=tuple(map(_without_this_start, manifest.buckets)),
+        buckets=tuple(map(_without_run_timings, manifest.buckets)),
         workspace_bytes=None,
     )
 
 
-def _without_this_start(record: BucketRecord) -> BucketRecord:
+def _without_run_timings(record: BucketRecord) -> BucketRecord:
     """What one warm start took and the next takes otherwise; what the cold one took stays."""
     return dataclasses.replace(
         record,
@@ -63,13 +63,13 @@ def _without_this_start(record: BucketRecord) -> BucketRecord:
     )
 
 
-def _without_places(document: dict[str, Any]) -> dict[str, Any]:
-    return {key: "" if key in PLACES else value for key, value in document.items()}
+def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: "" if key in PATH_FIELDS else value for key, value in document.items()}
 
 
-def _insist_on_facts(manifest: Manifest) -> None:
+def _check_required_fields(manifest: Manifest) -> None:
     """Of plan and machine, what a bundle is judged by. Raises KeyError, TypeError or AttributeError."""
-    if not all(isinstance(manifest.plan[name], str) for name in PLAN_FACTS):
+    if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
         raise TypeError("its plan is none")
     Environment(**manifest.environment).program_factors()
 
@@ -78,14 +78,14 @@ def header_bytes(header: Header) -> bytes:
     return json.dumps({"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}).encode()
 
 
-def parse_header(head: Head, name: str) -> Header:
+def parse_header(signed_header: SignedHeader, name: str) -> Header:
     """Of a head whose signature was judged. Raises IntegrityError for what is no header of ours."""
     try:
-        document = json.loads(head.header)
+        document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
         header = Header(parse_manifest(document["manifest"], Path(name)), payload)
         key = header.plan_key
-        _insist_on_facts(header.manifest)
+        _check_required_fields(header.manifest)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise IntegrityError(
             f"the bundle {name} has a header that cannot be read: {error}", "fetch it again"

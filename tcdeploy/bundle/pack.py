@@ -2,7 +2,7 @@
 
 What is packed is what the last start used, and that start must have compiled nothing: its list of files is complete,
 because it was enough, and holds nothing of the candidates that lost. A folder that was warmed but never started again
-is not packed yet; `pack_proven` starts it once more, in a process of its own.
+is not packed yet; `warm_start_and_pack` starts it once more, in a process of its own.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 
 import yaml
 
-from tcdeploy.bundle.container import Payload, head_bytes, read_head, replace_head, write_bundle
-from tcdeploy.bundle.header import Header, header_bytes, portable
+from tcdeploy.bundle.container import Payload, signed_header_bytes, read_signed_header, replace_signatures, write_bundle
+from tcdeploy.bundle.header import Header, header_bytes, make_portable
 from tcdeploy.bundle.signing import sign
 from tcdeploy.cache.folder import folder_lock
 from tcdeploy.cache.contents import find_damage
@@ -30,12 +30,12 @@ from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, Threshold
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
 
 
-class NotProven(TcdeployError):
+class WarmStartRequiredError(TcdeployError):
     """The plan is warm, and no start has shown yet which files are enough."""
 
 
 @dataclass(frozen=True)
-class Packed:
+class PackResult:
     path: Path
     plan_key: str
     files: int
@@ -44,10 +44,10 @@ class Packed:
     header_bytes: int
 
 
-def pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> Packed:
+def pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> PackResult:
     """Write the bundle of a plan, signed if a key is given; it appears whole or not at all.
 
-    Raises UsageError (no such plan), NotProven, IntegrityError (damaged or empty files) and SpaceError.
+    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files) and SpaceError.
     """
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
@@ -55,25 +55,25 @@ def pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> 
             f"the folder {folder} knows no plan {plan_key}: what did not finish warming is not packed",
             "tcdeploy warm finishes it; tcdeploy cache ls shows what is there",
         )
-    _insist_on_whole(folder, manifest)
-    with _os_errors_of(target):
+    _check_packable(folder, manifest)
+    with _translate_os_errors(target):
         _check_free_space(target, manifest)
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():  # else nobody removes from it
-            payload = write_bundle(target, folder, manifest.files, lambda payload: _head(manifest, payload, key))
+            payload = write_bundle(target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, key))
     unpacked, packed = sum(file.bytes for file in manifest.files), target.stat().st_size
-    return Packed(target, plan_key, len(manifest.files), unpacked, packed, packed - payload.bytes)
+    return PackResult(target, plan_key, len(manifest.files), unpacked, packed, packed - payload.bytes)
 
 
-def pack_proven(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> Packed:
+def warm_start_and_pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> PackResult:
     """`pack`, after a start that compiles nothing where none was yet. Raises ThresholdError too, if that one does."""
     try:
         return pack(folder, plan_key, target, key)
-    except NotProven:
-        prove(folder, plan_key)
+    except WarmStartRequiredError:
+        run_warm_start(folder, plan_key)
         return pack(folder, plan_key, target, key)
 
 
-def prove(folder: Path, plan_key: str) -> None:
+def run_warm_start(folder: Path, plan_key: str) -> None:
     """Start the plan from the folder in a process of its own, which must find every bucket. Raises ThresholdError."""
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None
@@ -91,12 +91,12 @@ def prove(folder: Path, plan_key: str) -> None:
         )
 
 
-def _head(manifest: Manifest, payload: Payload, key: Path | None) -> bytes:
-    header = header_bytes(Header(portable(manifest), payload))
-    return head_bytes(header, (sign(header, key),) if key is not None else ())
+def _make_signed_header(manifest: Manifest, payload: Payload, key: Path | None) -> bytes:
+    header = header_bytes(Header(make_portable(manifest), payload))
+    return signed_header_bytes(header, (sign(header, key),) if key is not None else ())
 
 
-def only_plan(folder: Path) -> str:
+def single_plan_key(folder: Path) -> str:
     """The folder's plan, where it has one. Raises UsageError that names them where it has several, or none."""
     keys = [path.stem for path in sorted((folder / MANIFESTS_DIR).glob("*.json"))]
     if len(keys) == 1:
@@ -108,16 +108,16 @@ def only_plan(folder: Path) -> str:
 
 def add_signature(path: Path, key: Path) -> None:
     """Sign a bundle in its place; one more signature beside those it has, and none twice."""
-    with _os_errors_of(path):
+    with _translate_os_errors(path):
         with open(path, "rb") as file:
-            head = read_head(file, str(path))
-        mine = sign(head.header, key)
-        others = tuple(one for one in head.signatures if one.key != mine.key)
-        replace_head(path, head, (*others, mine))
+            signed_header = read_signed_header(file, str(path))
+        mine = sign(signed_header.header, key)
+        others = tuple(one for one in signed_header.signatures if one.key != mine.key)
+        replace_signatures(path, signed_header, (*others, mine))
 
 
 @contextlib.contextmanager
-def _os_errors_of(path: Path) -> Iterator[None]:
+def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -126,7 +126,7 @@ def _os_errors_of(path: Path) -> Iterator[None]:
         raise TcdeployError(f"the bundle {path} cannot be written: {error.strerror}", "name another place") from error
 
 
-def _insist_on_whole(folder: Path, manifest: Manifest) -> None:
+def _check_packable(folder: Path, manifest: Manifest) -> None:
     if damage := find_damage(folder, manifest.files):
         raise IntegrityError(
             f"{folder / damage[0].path} {damage[0].reason}", "--on-bad-cache rebuild discards it and compiles again"
@@ -134,7 +134,7 @@ def _insist_on_whole(folder: Path, manifest: Manifest) -> None:
     if empty := [file.path for file in manifest.files if not file.bytes]:
         raise IntegrityError(f"{folder / empty[0]} is empty: a start that was killed left it", "warm again without it")
     if not manifest.was_warm:
-        raise NotProven(
+        raise WarmStartRequiredError(
             "the last start of this plan compiled something: which files a start needs is not proven yet",
             "run the same tcdeploy warm again, with --require-hit",
         )

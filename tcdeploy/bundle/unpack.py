@@ -20,73 +20,73 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import Head, check_payload, head_bytes, read_files, read_head
+from tcdeploy.bundle.container import SignedHeader, check_payload, signed_header_bytes, read_files, read_signed_header
 from tcdeploy.bundle.header import Header, parse_header
-from tcdeploy.bundle.signing import TrustedKey, judge
+from tcdeploy.bundle.signing import TrustedKey, verify_signature
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, folder_lock
 from tcdeploy.cache.contents import FileRecord, find_damage
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 
-STAGING = ".staging-"
+STAGING_PREFIX = ".staging-"
 SPARE_BYTES = 16 << 20
-WRITING_THREADS = 4
-MANIFEST = ".manifest"  # in the staging folder; no file of a bundle is named so
+FSYNC_THREADS = 4
+STAGED_MANIFEST = ".manifest"  # in the staging folder; no file of a bundle is named so
 
 
 @dataclass(frozen=True)
-class Opened:
+class OpenedBundle:
     """A bundle whose signature was judged and whose payload is as its header says."""
 
     path: Path
-    head: Head
+    signed_header: SignedHeader
     header: Header
     signer: TrustedKey | None
 
 
 @dataclass(frozen=True)
-class Unpacked:
+class UnpackResult:
     plan_key: str
     files: int
     bytes: int
     signer: TrustedKey | None
-    was_there: bool
+    already_present: bool
 
 
-def open_bundle(path: Path, trusted: Path, allow_unsigned: bool = False) -> Opened:
+def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> OpenedBundle:
     """Judge and check; decompresses nothing. Raises TrustError, IntegrityError and TcdeployError (no such file)."""
     try:
         with open(path, "rb") as file:
-            head = read_head(file, str(path))
-        signer = judge(head, str(path), trusted, allow_unsigned)
-        header = parse_header(head, str(path))
-        check_payload(path, head, header.payload)
+            signed_header = read_signed_header(file, str(path))
+        signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
+        header = parse_header(signed_header, str(path))
+        check_payload(path, signed_header, header.payload)
     except OSError as error:
         raise TcdeployError(f"the bundle {path} cannot be read: {error.strerror}", "tcdeploy cache pack -o") from error
-    return Opened(path, head, header, signer)
+    return OpenedBundle(path, signed_header, header, signer)
 
 
-def unpack(path: Path, folder: Path, trusted: Path, allow_unsigned: bool = False) -> Unpacked:
+def unpack(path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = False) -> UnpackResult:
     """Put a bundle's files into a cache folder. Raises TrustError, IntegrityError, SpaceError and TcdeployError."""
-    opened = open_bundle(path, trusted, allow_unsigned)
+    opened = open_bundle(path, trusted_keys, allow_unsigned)
     manifest, key = opened.header.manifest, opened.header.plan_key
     size = sum(file.bytes for file in manifest.files)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with folder_lock(folder):
-            was_there = _is_there(folder, manifest, key)
-            if not was_there:
+            already_present = _is_unpacked(folder, manifest, key)
+            if not already_present:
                 _check_free_space(folder, size)
                 _stage_and_publish(opened, folder)
-            _leave_head(opened, folder)
+            _store_signed_header(opened, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(f"the disk of {folder} is full: {size} bytes are needed", "free some room") from error
         raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "name another folder") from error
-    return Unpacked(key, len(manifest.files), size, opened.signer, was_there)
+    return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
 
 
-def _is_there(folder: Path, manifest: Manifest, key: str) -> bool:
+def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
     """The plan is known here, and the bundle's files are as they should be."""
     with contextlib.suppress(IntegrityError):
         known = read_manifest(manifest_path(folder, key))
@@ -105,17 +105,17 @@ def _check_free_space(folder: Path, size: int) -> None:
         )
 
 
-def _stage_and_publish(opened: Opened, folder: Path) -> None:
-    for left in folder.glob(f"{STAGING}*"):  # of one that was killed; we hold the lock
+def _stage_and_publish(opened: OpenedBundle, folder: Path) -> None:
+    for left in folder.glob(f"{STAGING_PREFIX}*"):  # of one that was killed; we hold the lock
         shutil.rmtree(left, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING, dir=folder))
+    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
     manifest, key = opened.header.manifest, opened.header.plan_key
     try:
         _write_files(opened, staging)
-        kept = _kept(folder, manifest, key)
+        kept = _conflicting_files(folder, manifest, key)
         local = dataclasses.replace(manifest, files=tuple(kept.get(file.path, file) for file in manifest.files))
-        _write(staging / MANIFEST, manifest_text(local).encode())
-        _sync(staging, [*(file.path for file in manifest.files), MANIFEST])
+        _write_bytes(staging / STAGED_MANIFEST, manifest_text(local).encode())
+        _fsync_all(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
         final = manifest_path(folder, key)
         final.unlink(missing_ok=True)  # of the same plan with other bytes: killed between, it is not warm, not damaged
         for file in manifest.files:
@@ -125,14 +125,14 @@ def _stage_and_publish(opened: Opened, folder: Path) -> None:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(staging / file.path, target)
         final.parent.mkdir(exist_ok=True)
-        os.replace(staging / MANIFEST, final)
+        os.replace(staging / STAGED_MANIFEST, final)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def _write_files(opened: Opened, staging: Path) -> None:
+def _write_files(opened: OpenedBundle, staging: Path) -> None:
     made: set[Path] = set()
-    for file, chunks in read_files(opened.path, opened.head, opened.header.manifest.files):
+    for file, chunks in read_files(opened.path, opened.signed_header, opened.header.manifest.files):
         target = staging / file.path
         if target.parent not in made:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ def _write_files(opened: Opened, staging: Path) -> None:
                 out.write(chunk)
 
 
-def _kept(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
+def _conflicting_files(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
     """Files that another plan of the folder has under the same name with other bytes, whole: they stay.
 
     torch names a file by what it was made from, so it is the same program, built where another path was baked in.
@@ -154,12 +154,12 @@ def _kept(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
     return {file.path: file for file in others if file.path not in damaged}
 
 
-def _write(path: Path, content: bytes) -> None:
+def _write_bytes(path: Path, content: bytes) -> None:
     with open(path, "wb") as file:
         file.write(content)
 
 
-def _sync(folder: Path, names: list[str]) -> None:
+def _fsync_all(folder: Path, names: list[str]) -> None:
     """To the disk before they count; several at once, because each waits for the disk alone."""
 
     def sync(name: str) -> None:
@@ -169,16 +169,16 @@ def _sync(folder: Path, names: list[str]) -> None:
         finally:
             os.close(descriptor)
 
-    with ThreadPoolExecutor(WRITING_THREADS) as pool:
+    with ThreadPoolExecutor(FSYNC_THREADS) as pool:
         list(pool.map(sync, names))
 
 
-def _leave_head(opened: Opened, folder: Path) -> None:
+def _store_signed_header(opened: OpenedBundle, folder: Path) -> None:
     """So that the folder can say who signed what is in it, and `gc` keeps it."""
     path = folder / BUNDLES_DIR / f"{opened.header.plan_key}{HEADER_SUFFIX}"
-    content = head_bytes(opened.head.header, opened.head.signatures)
+    content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
     path.parent.mkdir(exist_ok=True)
     if not path.exists() or path.read_bytes() != content:
         staging = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-        _write(staging, content)
+        _write_bytes(staging, content)
         os.replace(staging, path)

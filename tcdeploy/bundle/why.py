@@ -20,17 +20,17 @@ from tcdeploy.planning.environment import Difference, Environment, diff, differi
 from tcdeploy.planning.plan import NOT_IN_PROGRAMS, Bucket, Plan
 
 # Of the plan: what says where, what and how much, and is in no program.
-NOT_OF_A_BUCKET = NOT_IN_PROGRAMS | {
+NON_BUCKET_FIELDS = NOT_IN_PROGRAMS | {
     "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "other_attention",
 }  # fmt: skip
-OF_PREFILL = {"prefill_attention", "prefill_sequences"}
-OF_DECODE = {"decode_attention"}
+PREFILL_FIELDS = {"prefill_attention", "prefill_sequences"}
+DECODE_FIELDS = {"decode_attention"}
 # Of transformers' config: what the program of one layer does not hold, and what only those before and after them do.
-IN_NO_LAYER = {
+NON_LAYER_CONFIG_KEYS = {
     "num_hidden_layers", "n_layer", "layer_types", "max_window_layers", "max_position_embeddings", "n_positions",
     "model_type",
 }  # fmt: skip
-IN_EDGES = {"vocab_size", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta"}
+HEAD_CONFIG_KEYS = {"vocab_size", "tie_word_embeddings", "rope_parameters", "rope_scaling", "rope_theta"}
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class BucketForecast:
 @dataclass(frozen=True)
 class Forecast:
     buckets: tuple[BucketForecast, ...]
-    factors: tuple[Difference, ...]  # that differ; also those that only matter to some buckets
+    differences: tuple[Difference, ...]  # that differ; also those that only matter to some buckets
 
     @property
     def misses(self) -> tuple[BucketForecast, ...]:
@@ -60,23 +60,23 @@ class Forecast:
 
 def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
     """What a start of `plan` on this machine, from `origin`, will find in the cache that `cached` describes."""
-    of_edges: list[Difference] = []
-    everywhere = diff(environment, _environment(cached))
+    head_differences: list[Difference] = []
+    shared_differences = diff(environment, _environment(cached))
     if origin.sources != cached.origin.sources:
-        everywhere.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
-    everywhere += differing(origin.torch_settings, cached.origin.torch_settings, "torch.")
-    for one in differing(_of_programs(origin.model_config), _of_programs(cached.origin.model_config), "config."):
-        (of_edges if one.name.removeprefix("config.") in IN_EDGES else everywhere).append(one)
-    here, there = _plain(asdict(plan)), _plain(cached.plan)
-    fields = [name for name in here if name not in NOT_OF_A_BUCKET]
-    of_plan = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+        shared_differences.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
+    shared_differences += differing(origin.torch_settings, cached.origin.torch_settings, "torch.")
+    for one in differing(_layer_config(origin.model_config), _layer_config(cached.origin.model_config), "config."):
+        (head_differences if one.name.removeprefix("config.") in HEAD_CONFIG_KEYS else shared_differences).append(one)
+    here, there = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
+    fields = [name for name in here if name not in NON_BUCKET_FIELDS]
+    plan_differences = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
     found = [
         _forecast_bucket(
-            bucket, cached, plan, [*everywhere, *(of_edges if _compiles_head(bucket, plan) else ()), *_of(bucket, of_plan)]
+            bucket, cached, plan, [*shared_differences, *(head_differences if _compiles_head(bucket, plan) else ()), *_relevant_differences(bucket, plan_differences)]
         )
         for bucket in plan.buckets
     ]
-    return Forecast(tuple(found), tuple(everywhere + of_edges + of_plan))
+    return Forecast(tuple(found), tuple(shared_differences + head_differences + plan_differences))
 
 
 def _compiles_head(bucket: Bucket, plan: Plan) -> bool:
@@ -86,31 +86,31 @@ def _compiles_head(bucket: Bucket, plan: Plan) -> bool:
     return plan.graphs == "step" and not bucket.is_prefill and any(one.compile_head for one in plan.variants(bucket))
 
 
-def _of(bucket: Bucket, of_plan: list[Difference]) -> list[Difference]:
-    others = OF_DECODE if bucket.is_prefill else OF_PREFILL
-    return [one for one in of_plan if one.name not in others]
+def _relevant_differences(bucket: Bucket, plan_differences: list[Difference]) -> list[Difference]:
+    others = DECODE_FIELDS if bucket.is_prefill else PREFILL_FIELDS
+    return [one for one in plan_differences if one.name not in others]
 
 
-def best_of(forecasts: list[Forecast]) -> Forecast:
+def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
     """Of a folder with several plans: a bucket is found if any of them has it. The factors are the nearest plan's."""
-    nearest = min(forecasts, key=lambda one: (len(one.misses), len(one.factors)))
+    nearest = min(forecasts, key=lambda one: (len(one.misses), len(one.differences)))
     columns = zip(*(one.buckets for one in forecasts), strict=True)
-    return Forecast(tuple(min(column, key=lambda one: len(one.reasons)) for column in columns), nearest.factors)
+    return Forecast(tuple(min(column, key=lambda one: len(one.reasons)) for column in columns), nearest.differences)
 
 
-def quick_factors(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
+def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
     """What of `environment.installed_versions()` is not as where the cache was made; local labels (+cu130) aside."""
     there = _environment(cached).program_factors()
-    wanted = {name: _public(there[name]) for name in installed}
-    return tuple(differing({name: _public(value) for name, value in installed.items()}, wanted))
+    wanted = {name: _without_local_label(there[name]) for name in installed}
+    return tuple(differing({name: _without_local_label(value) for name, value in installed.items()}, wanted))
 
 
-def _public(version: Any) -> Any:
+def _without_local_label(version: Any) -> Any:
     return version.partition("+")[0] if isinstance(version, str) else version
 
 
-def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list[Difference]) -> BucketForecast:
-    reasons = [one.name for one in factors]
+def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, differences: list[Difference]) -> BucketForecast:
+    reasons = [one.name for one in differences]
     known = {record.bucket: record for record in cached.buckets}
     if bucket.name not in known:
         reasons.append("the bucket is not in the cache")
@@ -121,7 +121,7 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, factors: list
     if not reasons:
         return BucketForecast(bucket.name, True)
     seconds = cached.cold_seconds().get(bucket.name)
-    return BucketForecast(bucket.name, False, tuple(reasons), seconds or _typical(cached, bucket), seconds is None)
+    return BucketForecast(bucket.name, False, tuple(reasons), seconds or _median_seconds(cached, bucket), seconds is None)
 
 
 def _has_untimed_variant(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
@@ -138,23 +138,23 @@ def _variant_reasons(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
     return ["mode auto would tune this plan anew"] if len(names) > 1 else [f"mode: {names[0]} instead of {cached}"]
 
 
-def _typical(cached: Manifest, bucket: Bucket) -> float | None:
+def _median_seconds(cached: Manifest, bucket: Bucket) -> float | None:
     alike = [seconds for name, seconds in cached.cold_seconds().items() if name.startswith(bucket.phase)]
     return statistics.median(alike) if alike else None
 
 
 def _environment(cached: Manifest) -> Environment:
-    return Environment(**{name: _tuples(value) for name, value in cached.environment.items()})
+    return Environment(**{name: _lists_to_tuples(value) for name, value in cached.environment.items()})
 
 
-def _tuples(value: Any) -> Any:
+def _lists_to_tuples(value: Any) -> Any:
     """JSON's lists as the tuples that they were."""
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_lists_to_tuples(one) for one in value) if isinstance(value, list) else value
 
 
-def _of_programs(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if is_in_programs(name) and name not in IN_NO_LAYER}
+def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in config.items() if is_in_programs(name) and name not in NON_LAYER_CONFIG_KEYS}
 
 
-def _plain(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _tuples(value) for name, value in document.items()}
+def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: _lists_to_tuples(value) for name, value in document.items()}

@@ -18,19 +18,19 @@ from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, LEASES_DIR, list_c
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifests
 
-LEFTOVER_SECONDS = 24 * 3600.0  # younger, it may belong to a start that is under way
-KINDS = {
+LEFTOVER_AGE_SECONDS = 24 * 3600.0  # younger, it may belong to a start that is under way
+KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
     "toolchain": "toolchain",
 }  # fmt: skip
-SUFFIXES = {
+KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Entry:
-    """One plan of the folder. `age_seconds` since its last start; `own_bytes` of files that no other plan names."""
+class CachedPlan:
+    """One plan of the folder. `age_seconds` since its last start; `unique_bytes` of files that no other plan names."""
 
     plan_key: str
     model: str
@@ -39,7 +39,7 @@ class Entry:
     buckets: tuple[str, ...]
     files: int
     bytes: int
-    own_bytes: int
+    unique_bytes: int
     age_seconds: float
     is_leased: bool
     is_from_bundle: bool
@@ -48,26 +48,26 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Removed:
-    """What `collect` removed, or would have."""
+class GcResult:
+    """What `collect_garbage` removed, or would have."""
 
     plan_keys: tuple[str, ...]
     files: int
     bytes: int
-    kept: tuple[tuple[str, str], ...]  # plans that were to go and stay: (key, why)
+    retained: tuple[tuple[str, str], ...]  # plans that were to go and stay: (key, why)
 
 
-def list_plans(folder: Path) -> list[Entry]:
+def list_plans(folder: Path) -> list[CachedPlan]:
     """The folder's plans, those used last first. Raises IntegrityError for a manifest that is damaged."""
     manifests = read_manifests(folder)
     count = Counter(file.path for manifest in manifests.values() for file in manifest.files)
-    entries = [_entry(folder, manifest, count) for manifest in manifests.values()]
+    entries = [_cached_plan(folder, manifest, count) for manifest in manifests.values()]
     return sorted(entries, key=lambda entry: entry.age_seconds)
 
 
-def _entry(folder: Path, manifest: Manifest, count: Counter[str]) -> Entry:
+def _cached_plan(folder: Path, manifest: Manifest, count: Counter[str]) -> CachedPlan:
     plan, key = manifest.plan, str(manifest.plan["key"])
-    return Entry(
+    return CachedPlan(
         plan_key=key,
         model=plan["model"],
         dtype=plan["dtype"],
@@ -75,7 +75,7 @@ def _entry(folder: Path, manifest: Manifest, count: Counter[str]) -> Entry:
         buckets=tuple(record.bucket for record in manifest.buckets),
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
-        own_bytes=sum(file.bytes for file in manifest.files if count[file.path] == 1),
+        unique_bytes=sum(file.bytes for file in manifest.files if count[file.path] == 1),
         age_seconds=time.time() - (folder / MANIFESTS_DIR / f"{key}.json").stat().st_mtime,
         is_leased=is_leased(folder, key),
         is_from_bundle=(folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}").exists(),
@@ -84,7 +84,7 @@ def _entry(folder: Path, manifest: Manifest, count: Counter[str]) -> Entry:
     )
 
 
-def usage(folder: Path) -> dict[str, tuple[int, int]]:
+def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     """Per kind of content, (files, bytes); what no plan names is a kind of its own."""
     named = {file.path for manifest in read_manifests(folder).values() for file in manifest.files}
     found: dict[str, tuple[int, int]] = {}
@@ -98,73 +98,73 @@ def usage(folder: Path) -> dict[str, tuple[int, int]]:
 
 def kind_of(path: str) -> str:
     """What a file of the folder is, by its place and suffix."""
-    return KINDS.get(path.partition("/")[0]) or SUFFIXES.get(Path(path).suffix, "other")
+    return KIND_BY_FOLDER.get(path.partition("/")[0]) or KIND_BY_SUFFIX.get(Path(path).suffix, "other")
 
 
-def collect(
-    folder: Path, older_than_seconds: float | None, most_bytes: int | None, is_dry_run: bool = False
-) -> Removed:
-    """Remove plans by age, then the least recently used until the rest fits `most_bytes`; then what is left over."""
+def collect_garbage(
+    folder: Path, older_than_seconds: float | None, max_bytes: int | None, is_dry_run: bool = False
+) -> GcResult:
+    """Remove plans by age, then the least recently used until the rest fits `max_bytes`; then what is left over."""
     with folder_lock(folder):
         entries = list_plans(folder)
-        wanted = _too_old(entries, older_than_seconds) | _too_many(folder, entries, most_bytes)
-        kept = tuple((one.plan_key, _reason(one)) for one in entries if one.plan_key in wanted and _reason(one))
-        gone = tuple(key for key in (one.plan_key for one in entries) if key in wanted - {key for key, _ in kept})
-        files = [] if _warms_anything(folder) else _unnamed_without(folder, set(gone), not _runs_anything(folder))
+        wanted = _too_old(entries, older_than_seconds) | _over_size_limit(folder, entries, max_bytes)
+        retained = tuple((one.plan_key, _retention_reason(one)) for one in entries if one.plan_key in wanted and _retention_reason(one))
+        removed_keys = tuple(key for key in (one.plan_key for one in entries) if key in wanted - {key for key, _ in retained})
+        files = [] if _has_unfinished_start(folder) else _removable_files(folder, set(removed_keys), not _has_live_lease(folder))
         size = sum((folder / path).stat().st_size for path in files)
         if not is_dry_run:
-            _remove(folder, gone, files)
-    return Removed(gone, len(files), size, kept)
+            _remove(folder, removed_keys, files)
+    return GcResult(removed_keys, len(files), size, retained)
 
 
-def _runs_anything(folder: Path) -> bool:
+def _has_live_lease(folder: Path) -> bool:
     """Also a plan that has no manifest yet."""
     return any(is_leased(folder, lease.name) for lease in (folder / LEASES_DIR).glob("*"))
 
 
-def _warms_anything(folder: Path) -> bool:
+def _has_unfinished_start(folder: Path) -> bool:
     """A start that is under way may have found what a plan that goes left, and nothing says so yet: no file goes."""
     leases = [lease.name for lease in (folder / LEASES_DIR).glob("*") if not manifest_path(folder, lease.name).exists()]
     return any(is_leased(folder, name) for name in leases)
 
 
-def _reason(entry: Entry) -> str:
+def _retention_reason(entry: CachedPlan) -> str:
     return "a process runs from it" if entry.is_leased else "a bundle put it there" if entry.is_from_bundle else ""
 
 
-def _too_old(entries: list[Entry], seconds: float | None) -> set[str]:
+def _too_old(entries: list[CachedPlan], seconds: float | None) -> set[str]:
     return {entry.plan_key for entry in entries if seconds is not None and entry.age_seconds > seconds}
 
 
-def _too_many(folder: Path, entries: list[Entry], most_bytes: int | None) -> set[str]:
+def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | None) -> set[str]:
     """From the last used on, what no longer fits; what must stay counts first, and a file of several plans once."""
-    if most_bytes is None:
+    if max_bytes is None:
         return set()
     manifests, counted, found = read_manifests(folder), set[FileRecord](), set[str]()
-    for entry in sorted(entries, key=lambda entry: not _reason(entry)):
+    for entry in sorted(entries, key=lambda entry: not _retention_reason(entry)):
         counted |= set(manifests[entry.plan_key].files)
-        if not _reason(entry) and sum(file.bytes for file in counted) > most_bytes:
+        if not _retention_reason(entry) and sum(file.bytes for file in counted) > max_bytes:
             found.add(entry.plan_key)
     return found
 
 
-def _unnamed_without(folder: Path, gone: set[str], nobody_runs: bool) -> list[str]:
-    """Files that no manifest names once those of `gone` are; leftovers only when they are old and nobody runs."""
+def _removable_files(folder: Path, removed_keys: set[str], is_idle: bool) -> list[str]:
+    """Files that no manifest names once those of `removed_keys` are; leftovers only when they are old and nobody runs."""
     manifests = read_manifests(folder)
-    named = {file.path for key, manifest in manifests.items() if key not in gone for file in manifest.files}
-    freed = {file.path for key in gone for file in manifests[key].files} - named
+    named = {file.path for key, manifest in manifests.items() if key not in removed_keys for file in manifest.files}
+    freed = {file.path for key in removed_keys for file in manifests[key].files} - named
     everything = list_cache_files(folder)
-    old = {path for path in everything if path not in named | freed and nobody_runs and _is_old(folder / path)}
+    old = {path for path in everything if path not in named | freed and is_idle and _is_old(folder / path)}
     return [path for path in everything if path in freed | old]
 
 
 def _is_old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > LEFTOVER_SECONDS
+    return time.time() - path.stat().st_mtime > LEFTOVER_AGE_SECONDS
 
 
-def _remove(folder: Path, gone: tuple[str, ...], files: list[str]) -> None:
+def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:
     """Manifests first: what they named is then as if it had never been finished."""
-    for key in gone:
+    for key in removed_keys:
         (folder / MANIFESTS_DIR / f"{key}.json").unlink(missing_ok=True)
     for path in files:
         (folder / path).unlink(missing_ok=True)

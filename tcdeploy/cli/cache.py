@@ -53,12 +53,12 @@ def pack(
     if _is_cache(folder):
         if recipe != build_recipe({"model": recipe.model}):
             raise UsageError(f"{folder} was filled already: flags of a model change nothing", "--plan KEY names a plan")
-        plan_key = plan or packing.only_plan(folder)
+        plan_key = plan or packing.single_plan_key(folder)
     else:
         if plan is not None:
             raise UsageError("--plan is for a cache folder", "leave it out: MODEL and its flags are one plan")
         folder, plan_key = _warmed(recipe)
-    packed = packing.pack_proven(folder, plan_key, out, key)
+    packed = packing.warm_start_and_pack(folder, plan_key, out, key)
     cache_display.show_packed(packed, _manifest_in(folder, plan_key), json)
 
 
@@ -90,17 +90,17 @@ def unpack(
     from tcdeploy.bundle import signing
     from tcdeploy.bundle.unpack import open_bundle
     from tcdeploy.bundle.unpack import unpack as put
-    from tcdeploy.bundle.why import quick_factors
+    from tcdeploy.bundle.why import version_differences
     from tcdeploy.cli import cache_display
     from tcdeploy.planning.environment import installed_versions
 
-    trusted = trusted_keys or signing.default_folder()
+    trusted = trusted_keys or signing.default_trusted_keys_folder()
     manifest = open_bundle(file, trusted, allow_unsigned).header.manifest
-    factors = quick_factors(manifest, installed_versions())
-    if factors and not any_environment:
-        cache_display.show_factors(factors, sys.stderr)
+    differences = version_differences(manifest, installed_versions())
+    if differences and not any_environment:
+        cache_display.show_differences(differences, sys.stderr)
         raise MismatchError(
-            f"{file} was made for another environment: {', '.join(one.name for one in factors)}",
+            f"{file} was made for another environment: {', '.join(one.name for one in differences)}",
             "tcdeploy cache why tells what it would miss; --any-environment unpacks it all the same",
         )
     cache_display.show_unpacked(put(file, folder, trusted, allow_unsigned), folder, json)
@@ -122,11 +122,11 @@ def verify(
 
     if model is not None and not run:
         raise UsageError("--model is for --run", "add --run, or leave it out")
-    trusted = trusted_keys or signing.default_folder()
+    trusted = trusted_keys or signing.default_trusted_keys_folder()
     if target.is_dir():
         verified = verifying.verify_folder(target, trusted, allow_unsigned)
     else:
-        verified = [verifying.verify_file(target, trusted, allow_unsigned)]
+        verified = [verifying.verify_bundle(target, trusted, allow_unsigned)]
     replayed = {}
     if run:
         with _as_folder(target, trusted, allow_unsigned) as folder:
@@ -151,7 +151,7 @@ def _as_folder(target: Path, trusted: Path, allow_unsigned: bool) -> Iterator[Pa
 
 
 def _replay(folder: Path, plan_key: str, model: str | None) -> list[Any]:
-    from tcdeploy.bundle.verify import compare_answers, packed_manifest
+    from tcdeploy.bundle.verify import compare_top_tokens, packed_manifest
     from tcdeploy.cli import display
 
     packed = packed_manifest(folder, plan_key)
@@ -163,7 +163,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[Any]:
     missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
     if missed:
         raise ThresholdError(f"here {', '.join(missed)} had to compile", "tcdeploy cache why tells what differs")
-    return compare_answers(packed, deployment.records)
+    return compare_top_tokens(packed, deployment.records)
 
 
 @app.command("why")
@@ -173,7 +173,7 @@ def why(asked: Asked, target: Target, json: Json = False) -> None:
 
     Without MODEL and flags: for the recipe that the cache was made with.
     """
-    from tcdeploy.bundle.why import best_of, forecast
+    from tcdeploy.bundle.why import merge_forecasts, forecast
     from tcdeploy.cli import cache_display
 
     manifests = _manifests_of(target)
@@ -187,7 +187,7 @@ def why(asked: Asked, target: Target, json: Json = False) -> None:
         if not decided.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
             seen = pipeline.with_compiler(decided, str(manifest.environment["compiler"]))  # it brings a stand-in
         forecasts.append(forecast(manifest, seen.plan, seen.environment, pipeline.origin_of(seen)))
-    found = best_of(forecasts)
+    found = merge_forecasts(forecasts)
     cache_display.show_forecast(found, json)
     if found.misses:
         raise MismatchError(
@@ -208,14 +208,14 @@ def list_cache(folder: Folder, json: Json = False) -> None:
 @app.command("du")
 def disk_usage(folder: Folder, json: Json = False) -> None:
     """Say what a cache folder holds, by kind."""
-    from tcdeploy.cache.inventory import usage
+    from tcdeploy.cache.inventory import usage_by_kind
     from tcdeploy.cli import cache_display
 
-    cache_display.show_usage(usage(_existing(folder)), json)
+    cache_display.show_usage(usage_by_kind(_existing(folder)), json)
 
 
 @app.command("gc")
-def collect(
+def collect_garbage(
     folder: Folder,
     older_than: Annotated[str | None, typer.Option(help="Plans that nobody started for this long: 30d, 12h")] = None,
     max_size: Annotated[str | None, typer.Option(help="Keep at most this, those used last first: 5g, 500m")] = None,
@@ -223,7 +223,7 @@ def collect(
     json: Json = False,
 ) -> None:
     """Remove plans by age and size, and what no plan names; never what a process runs from or a bundle put there."""
-    from tcdeploy.cache.inventory import collect as remove
+    from tcdeploy.cache.inventory import collect_garbage as remove
     from tcdeploy.cli import cache_display
 
     seconds = _quantity(older_than, ("s", "min", "h", "d"), "--older-than 30d")
@@ -280,10 +280,10 @@ def find(
 ) -> None:
     """List the bundles of a plan, the newest first. URLs are shown without the secrets that URL holds."""
     from tcdeploy.remote.transfer import find as search
-    from tcdeploy.remote.transfer import shown
+    from tcdeploy.remote.transfer import redacted
 
     for one in search(url, plan):
-        print(shown(one))
+        print(redacted(one))
 
 
 @app.command("keygen")
@@ -315,7 +315,7 @@ def trust(
     """Believe bundles that this key signed."""
     from tcdeploy.bundle import signing
 
-    key = signing.trust(name, file, trusted_keys or signing.default_folder())
+    key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
     print(f"{key.name} {key.fingerprint} is trusted")
 
 
@@ -331,7 +331,7 @@ def _existing(folder: Path) -> Path:
 
 def _manifests_of(target: Path) -> list[Manifest]:
     """Of a bundle (its signature is not judged: nothing of it runs) or of all plans of a folder."""
-    from tcdeploy.bundle.container import read_head
+    from tcdeploy.bundle.container import read_signed_header
     from tcdeploy.bundle.header import parse_header
     from tcdeploy.cache.manifest import read_manifests
 
@@ -342,7 +342,7 @@ def _manifests_of(target: Path) -> list[Manifest]:
         return found
     try:
         with open(target, "rb") as file:
-            return [parse_header(read_head(file, str(target)), str(target)).manifest]
+            return [parse_header(read_signed_header(file, str(target)), str(target)).manifest]
     except OSError as error:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
 

@@ -12,20 +12,20 @@ from tcdeploy.cli.display import json_document, show_table
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.compare import Comparison
-    from tcdeploy.bundle.fetch import Fetched
-    from tcdeploy.cache.inventory import Entry, Removed
-    from tcdeploy.bundle.pack import Packed
-    from tcdeploy.bundle.unpack import Unpacked
-    from tcdeploy.bundle.verify import Replayed, Verified
+    from tcdeploy.bundle.fetch import FetchResult
+    from tcdeploy.cache.inventory import CachedPlan, GcResult
+    from tcdeploy.bundle.pack import PackResult
+    from tcdeploy.bundle.unpack import UnpackResult
+    from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
     from tcdeploy.bundle.why import Forecast
     from tcdeploy.cache.manifest import Manifest
     from tcdeploy.planning.environment import Difference
-    from tcdeploy.remote.transfer import Pushed
+    from tcdeploy.remote.transfer import PushResult
 
 LISTED = 20  # files that a comparison names of each kind
 
 
-def show_packed(packed: Packed, manifest: Manifest, json: bool) -> None:
+def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
     from tcdeploy.cache.inventory import kind_of
 
     kinds: dict[str, list[int]] = {}
@@ -43,10 +43,10 @@ def show_packed(packed: Packed, manifest: Manifest, json: bool) -> None:
     return None
 
 
-def show_unpacked(unpacked: Unpacked, folder: Path, json: bool) -> None:
+def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
     if json:
         return _print_json("cache unpack", unpacked)
-    done = "was there already" if unpacked.was_there else "is there now"
+    done = "was there already" if unpacked.already_present else "is there now"
     print(
         f"plan {unpacked.plan_key} {done}: {unpacked.files} files, {_mb(unpacked.bytes)} MB in {folder}; "
         f"{_signed(unpacked.signer)}"
@@ -54,7 +54,7 @@ def show_unpacked(unpacked: Unpacked, folder: Path, json: bool) -> None:
     return None
 
 
-def show_fetched(fetched: Fetched) -> None:
+def show_fetched(fetched: FetchResult) -> None:
     """On stderr, beside the progress: the report that follows on stdout is of the start."""
     if not fetched.url:
         print(f"cache: the plan {fetched.plan_key} is here already, nothing was fetched", file=sys.stderr)
@@ -63,20 +63,20 @@ def show_fetched(fetched: Fetched) -> None:
     print(f"cache: {fetched.url}, {size} MB in {seconds}, {_signed(fetched.signer)}", file=sys.stderr)
 
 
-def show_sent(pushed: Pushed) -> None:
-    done = "was there already" if pushed.was_there else "is there now"
+def show_sent(pushed: PushResult) -> None:
+    done = "was there already" if pushed.already_present else "is there now"
     print(f"cache: {pushed.url} {done}, {_mb(pushed.bytes)} MB", file=sys.stderr)
 
 
-def show_pushed(pushed: Pushed, json: bool) -> None:
+def show_pushed(pushed: PushResult, json: bool) -> None:
     if json:
         return _print_json("cache push", pushed)
-    done = "was there already" if pushed.was_there else "is there now"
+    done = "was there already" if pushed.already_present else "is there now"
     print(f"{pushed.url} {done}, {_mb(pushed.bytes)} MB")
     return None
 
 
-def show_verified(target: Path, verified: list[Verified], replayed: dict[str, list[Replayed]], json: bool) -> None:
+def show_verified(target: Path, verified: list[VerifiedPlan], replayed: dict[str, list[BucketReplay]], json: bool) -> None:
     if json:
         plans = [dataclasses.asdict(one) for one in verified]
         answers = {key: [dataclasses.asdict(one) for one in found] for key, found in replayed.items()}
@@ -84,7 +84,7 @@ def show_verified(target: Path, verified: list[Verified], replayed: dict[str, li
         return
     for one in verified:
         origin = _signed(one.signer) if one.is_from_bundle else "made here"
-        origin += f", but {one.made_here} of them made here" if one.made_here else ""
+        origin += f", but {one.files_not_from_bundle} of them made here" if one.files_not_from_bundle else ""
         print(f"{one.plan_key} {one.model}: {one.files} files, {_mb(one.bytes)} MB, every byte as recorded; {origin}")
     rows = [_replayed_row(one) for found in replayed.values() for one in found]
     if rows:
@@ -92,15 +92,15 @@ def show_verified(target: Path, verified: list[Verified], replayed: dict[str, li
     print(f"{target} is whole")
 
 
-def _replayed_row(one: Replayed) -> tuple[str, ...]:
+def _replayed_row(one: BucketReplay) -> tuple[str, ...]:
     verdict = "as packed" if one.passed else one.reason
-    return (one.bucket, str(one.rows), str(one.other_tokens), f"{one.max_difference:.1e}", verdict)
+    return (one.bucket, str(one.rows), str(one.mismatched_tokens), f"{one.max_logprob_difference:.1e}", verdict)
 
 
 def show_forecast(found: Forecast, json: bool) -> None:
     if json:
         return _print_json("cache why", found, miss_seconds=found.miss_seconds)
-    show_factors(found.factors, sys.stdout)
+    show_differences(found.differences, sys.stdout)
     rows = [
         (
             one.bucket,
@@ -123,21 +123,21 @@ def _seconds(seconds: float | None, is_estimate: bool) -> str:
     return "-" if seconds is None else f"{'some ' if is_estimate else ''}{seconds:.1f} s"
 
 
-def show_factors(factors: Sequence[Difference], out: TextIO) -> None:
-    if not factors:
+def show_differences(differences: Sequence[Difference], out: TextIO) -> None:
+    if not differences:
         return
-    rows = [(one.name, one.here, one.there) for one in factors]
+    rows = [(one.name, one.here, one.there) for one in differences]
     show_table(("differs", "here", "in the cache"), rows, right=False, out=out)
 
 
-def show_plans(entries: list[Entry], json: bool) -> None:
+def show_plans(entries: list[CachedPlan], json: bool) -> None:
     if json:
         print(json_document("cache ls", plans=[dataclasses.asdict(entry) for entry in entries]))
         return
     rows = [
         (
             one.plan_key, one.model, one.dtype, one.mode, " ".join(one.buckets), str(one.files), _mb(one.bytes),
-            _mb(one.own_bytes), _age(one.age_seconds), f"{one.cold_seconds:.0f}", _state(one),
+            _mb(one.unique_bytes), _age(one.age_seconds), f"{one.cold_seconds:.0f}", _state(one),
         )
         for one in entries
     ]  # fmt: skip
@@ -145,7 +145,7 @@ def show_plans(entries: list[Entry], json: bool) -> None:
     show_table(headers, rows)
 
 
-def _state(entry: Entry) -> str:
+def _state(entry: CachedPlan) -> str:
     words = {
         "in use": entry.is_leased, "from a bundle": entry.is_from_bundle, "not started again": not entry.was_warm,
     }  # fmt: skip
@@ -161,10 +161,10 @@ def show_usage(found: dict[str, tuple[int, int]], json: bool) -> None:
     show_table(("what", "files", "MB"), [*rows, ("all", str(total[0]), _mb(total[1]))])
 
 
-def show_removed(removed: Removed, is_dry_run: bool, json: bool) -> None:
+def show_removed(removed: GcResult, is_dry_run: bool, json: bool) -> None:
     if json:
         return _print_json("cache gc", removed, dry_run=is_dry_run)
-    for key, reason in removed.kept:
+    for key, reason in removed.retained:
         print(f"{key} stays: {reason}")
     gone = f"{len(removed.plan_keys)} plans, {removed.files} files, {_mb(removed.bytes)} MB"
     print(f"would remove {gone}" if is_dry_run else f"removed {gone}")
@@ -174,10 +174,10 @@ def show_removed(removed: Removed, is_dry_run: bool, json: bool) -> None:
 def show_comparison(found: Comparison, json: bool) -> None:
     if json:
         return _print_json("cache diff", found)
-    if found.factors:
-        rows = [(one.name, one.here, one.there) for one in found.factors]
+    if found.differences:
+        rows = [(one.name, one.here, one.there) for one in found.differences]
         show_table(("differs", "first", "second"), rows, right=False)
-    kinds = {"only in the first": found.only_first, "only in the second": found.only_second, "other": found.other_bytes}
+    kinds = {"only in the first": found.only_first, "only in the second": found.only_second, "other": found.changed}
     for kind, paths in kinds.items():
         for path in paths[:LISTED]:
             print(f"{kind}: {path}")

@@ -25,13 +25,13 @@ TrustedKeys = Annotated[
 def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_unsigned: bool) -> float:
     """Before a start; the seconds that it took. What differs is shown as a table on stderr."""
     from tcdeploy.bundle import signing
-    from tcdeploy.bundle.fetch import OtherEnvironment, fetch
+    from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
     from tcdeploy.cli import cache_display
 
     try:
-        fetched = fetch(recipe, source, trusted_keys or signing.default_folder(), allow_unsigned)
-    except OtherEnvironment as error:
-        cache_display.show_factors(error.factors, sys.stderr)
+        fetched = fetch(recipe, source, trusted_keys or signing.default_trusted_keys_folder(), allow_unsigned)
+    except EnvironmentMismatchError as error:
+        cache_display.show_differences(error.differences, sys.stderr)
         raise
     cache_display.show_fetched(fetched)
     return fetched.seconds
@@ -39,10 +39,10 @@ def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_un
 
 def send_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
     """After a start, when its deployment was let go."""
-    from tcdeploy.bundle.fetch import send
+    from tcdeploy.bundle.fetch import pack_and_push
     from tcdeploy.cli import cache_display
 
-    cache_display.show_sent(send(cache_dir, plan_key, destination, key))
+    cache_display.show_sent(pack_and_push(cache_dir, plan_key, destination, key))
 
 
 def seconds_of(text: str) -> float:

@@ -28,19 +28,19 @@ from typing import Any
 
 from tcdeploy.errors import UsageError
 from tcdeploy.remote import retry as retry
-from tcdeploy.remote.address import CHUNK_BYTES, PATHS, Address, BundleName, read_name
+from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
-from tcdeploy.remote.store import Body, Entry, Found
+from tcdeploy.remote.store import Body, StoredBundle, ObjectInfo
 
-EXTRAS = {"s3": "tcdeploy[s3]", "s3a": "tcdeploy[s3]", "gs": "tcdeploy[gs]", "gcs": "tcdeploy[gs]", "hf": "tcdeploy"}
-READ_ONLY = ("http", "https")
+PIP_EXTRAS = {"s3": "tcdeploy[s3]", "s3a": "tcdeploy[s3]", "gs": "tcdeploy[gs]", "gcs": "tcdeploy[gs]", "hf": "tcdeploy"}
+READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
-PARTS_AT_ONCE = 4  # so an upload holds 64 MiB
+MAX_CONCURRENT_PARTS = 4  # so an upload holds 64 MiB
 TIME_KEYS = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
 
 
-class RemoteFolder:
+class FsspecFolder:
     """A folder in a store of fsspec, through a client of its own: no listings are kept, and it asks once."""
 
     def __init__(self, address: Address, deadline: Deadline) -> None:
@@ -59,78 +59,78 @@ class RemoteFolder:
     def root(self) -> str:
         return str(self.fs._strip_protocol(self.address.url))
 
-    def look(self, name: BundleName) -> Found | None:
+    def stat(self, name: BundleName) -> ObjectInfo | None:
         try:
-            return Found(self._ask("info", self._path(name))["size"])
+            return ObjectInfo(self._call("info", self._path(name))["size"])
         except FileNotFoundError as error:
-            if retry.judge(error).verdict != "missing":  # http says so of every failure
+            if retry.classify_error(error).kind != "missing":  # http says so of every failure
                 raise
             return None
 
     @contextlib.contextmanager
     def read(self, name: BundleName) -> Iterator[Body]:
         path = self._path(name)
-        if self.address.scheme not in ("s3", "s3a", *READ_ONLY):
+        if self.address.scheme not in ("s3", "s3a", *READ_ONLY_SCHEMES):
             with self.fs.open(path, "rb", **({"block_size": 0} if self.address.scheme == "hf" else {})) as file:
                 yield Body(self.fs.info(path)["size"], iter(lambda: file.read(CHUNK_BYTES), b""))
             return
-        file = self._wait(self.fs.open_async, path, "rb", **({} if self._is_s3 else {"size": 0}))
+        file = self._run_async(self.fs.open_async, path, "rb", **({} if self._is_s3 else {"size": 0}))
         try:
-            self._wait(file.read, 0)  # the answer's head has come: its length is known
+            self._run_async(file.read, 0)  # the answer's head has come: its length is known
             length = file.size if self._is_s3 else file.r.content_length
-            yield Body(length, iter(lambda: self._wait(file.read, CHUNK_BYTES), b""))
+            yield Body(length, iter(lambda: self._run_async(file.read, CHUNK_BYTES), b""))
         finally:
-            self._wait(_close, file)
+            self._run_async(_close, file)
 
     def write(self, name: BundleName, file: Path) -> None:
-        if self.address.scheme in READ_ONLY:
+        if self.address.scheme in READ_ONLY_SCHEMES:
             raise UsageError(
-                f"{self.address.shown} can only be read", "push to a folder, s3://, gs://, hf:// or oci://"
+                f"{self.address.redacted} can only be read", "push to a folder, s3://, gs://, hf:// or oci://"
             )
         path = self._path(name)
         try:
             if self._is_s3:
-                self._ask(
-                    "put_file", str(file), path, mode="create", chunksize=PART_BYTES, max_concurrency=PARTS_AT_ONCE
+                self._call(
+                    "put_file", str(file), path, mode="create", chunksize=PART_BYTES, max_concurrency=MAX_CONCURRENT_PARTS
                 )
             elif self.address.scheme in ("gs", "gcs"):
-                self._ask("put_file", str(file), path, mode="create", chunksize=PART_BYTES)
+                self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES)
             elif self.address.scheme == "hf":
                 self.fs.put_file(str(file), path)
             else:
-                self._put_beside_and_move(str(file), path)
+                self._upload_and_move(str(file), path)
         except Exception as error:
-            if retry.judge(error).status == 412:
+            if retry.classify_error(error).status == 412:
                 raise FileExistsError(path) from error
             raise
 
-    def list(self, plan_key: str) -> list[Entry]:
+    def list(self, plan_key: str) -> list[StoredBundle]:
         details = {"expand_info": True} if self.address.scheme == "hf" else {}
         try:
-            listing = self._ask("ls", self.root, detail=True, **details)
+            listing = self._call("ls", self.root, detail=True, **details)
         except FileNotFoundError as error:
-            judgement = retry.judge(error)
-            if judgement.verdict != "missing" or judgement.status:  # a bucket, a repository or a page that is not there
+            failure = retry.classify_error(error)
+            if failure.kind != "missing" or failure.status:  # a bucket, a repository or a page that is not there
                 raise
             return []
-        named = ((read_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
-        return [Entry(name, _time_of(item)) for name, item in named if name and name.plan_key == plan_key]
+        named = ((parse_bundle_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
+        return [StoredBundle(name, _modified_time(item)) for name, item in named if name and name.plan_key == plan_key]
 
     @property
     def _is_s3(self) -> bool:
         return self.address.scheme in ("s3", "s3a")
 
     def _path(self, name: BundleName) -> str:
-        if self.address.scheme in READ_ONLY:
+        if self.address.scheme in READ_ONLY_SCHEMES:
             return self.address.child(str(name)).url
         return f"{self.root.rstrip('/')}/{name}"
 
-    def _put_beside_and_move(self, file: str, path: str) -> None:
+    def _upload_and_move(self, file: str, path: str) -> None:
         folder = path.rpartition("/")[0]
         staging = f"{folder}/.push-{secrets.token_hex(6)}.tmp"
-        self._ask("makedirs", folder, exist_ok=True)
+        self._call("makedirs", folder, exist_ok=True)
         try:
-            self._ask("put_file", file, staging)
+            self._call("put_file", file, staging)
             if self.fs.exists(path):
                 raise FileExistsError(path)
             self.fs.mv(staging, path)
@@ -138,15 +138,15 @@ class RemoteFolder:
             if self.fs.exists(staging):
                 self.fs.rm_file(staging)
 
-    def _ask(self, verb: str, *arguments: Any, **options: Any) -> Any:
+    def _call(self, verb: str, *arguments: Any, **options: Any) -> Any:
         """One of the file system's verbs; where it can be given up on, not beyond the deadline."""
-        limit = {"timeout": self.deadline.left()} if self.fs.async_impl else {}
+        limit = {"timeout": self.deadline.remaining_seconds()} if self.fs.async_impl else {}
         return getattr(self.fs, verb)(*arguments, **options, **limit)
 
-    def _wait(self, work: Any, *arguments: Any, **options: Any) -> Any:
+    def _run_async(self, work: Any, *arguments: Any, **options: Any) -> Any:
         from fsspec.asyn import sync
 
-        return sync(self.fs.loop, work, *arguments, timeout=self.deadline.left(), **options)
+        return sync(self.fs.loop, work, *arguments, timeout=self.deadline.remaining_seconds(), **options)
 
 
 async def _close(file: Any) -> None:
@@ -161,25 +161,25 @@ def _client_options(scheme: str) -> dict[str, Any]:
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
 
-        timeouts = {"connect_timeout": retry.CONNECT_SECONDS, "read_timeout": retry.READ_SECONDS}
+        timeouts = {"connect_timeout": retry.CONNECT_TIMEOUT_SECONDS, "read_timeout": retry.READ_TIMEOUT_SECONDS}
         once = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
         return {**fresh, "config_kwargs": {**conf.get("s3", {}).get("config_kwargs", {}), **timeouts, **once}}
-    if scheme in (*READ_ONLY, "gs", "gcs"):
+    if scheme in (*READ_ONLY_SCHEMES, "gs", "gcs"):
         import aiohttp
 
         limit = aiohttp.ClientTimeout(
-            total=None, sock_connect=retry.CONNECT_SECONDS, sock_read=retry.READ_SECONDS
+            total=None, sock_connect=retry.CONNECT_TIMEOUT_SECONDS, sock_read=retry.READ_TIMEOUT_SECONDS
         )
-        if scheme not in READ_ONLY:
+        if scheme not in READ_ONLY_SCHEMES:
             return {**fresh, "requests_timeout": limit}
         return {**fresh, "client_kwargs": {"timeout": limit, "headers": {"Accept-Encoding": "identity"}}}
     return fresh
 
 
-def open_folder(address: Address, deadline: Deadline) -> LocalFolder | RemoteFolder:
+def open_folder(address: Address, deadline: Deadline) -> LocalFolder | FsspecFolder:
     """The folder at an address. Raises UsageError for an unknown scheme, or one whose library is not installed."""
-    if address.scheme in PATHS:
-        return LocalFolder(Path(address.body))
+    if address.scheme in LOCAL_SCHEMES:
+        return LocalFolder(Path(address.host_and_path))
     import fsspec
 
     try:
@@ -187,20 +187,20 @@ def open_folder(address: Address, deadline: Deadline) -> LocalFolder | RemoteFol
     except ValueError as error:
         near = difflib.get_close_matches(address.scheme, [*fsspec.available_protocols(), "oci"], 1, 0.5)
         known = f"did you mean {near[0]}://?" if near else "a path, s3://, gs://, hf://, oci:// and what fsspec knows"
-        raise UsageError(f"nothing here speaks {address.scheme}:// ({address.shown})", known) from error
+        raise UsageError(f"nothing here speaks {address.scheme}:// ({address.redacted})", known) from error
     except ImportError as error:
-        raise missing_library(address, EXTRAS.get(address.scheme, ""), str(error)) from error
-    return RemoteFolder(address, deadline)
+        raise missing_library_error(address, PIP_EXTRAS.get(address.scheme, ""), str(error)) from error
+    return FsspecFolder(address, deadline)
 
 
-def missing_library(address: Address, extra: str, reason: str) -> UsageError:
+def missing_library_error(address: Address, extra: str, reason: str) -> UsageError:
     return UsageError(
-        f"{address.scheme}:// needs a library that is not installed ({address.shown})",
+        f"{address.scheme}:// needs a library that is not installed ({address.redacted})",
         f"pip install '{extra}'" if extra else reason,
     )
 
 
-def _time_of(item: dict[str, Any]) -> float | None:
+def _modified_time(item: dict[str, Any]) -> float | None:
     """Seconds since 1970 from a listing's entry; stores spell it in many ways."""
     found = next((item[key] for key in TIME_KEYS if item.get(key)), None) or getattr(item.get("last_commit"), "date", 0)
     if isinstance(found, str):

@@ -15,10 +15,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from tcdeploy.remote.address import CHUNK_BYTES, BundleName, read_name
-from tcdeploy.remote.store import Body, Entry, Found
+from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
+from tcdeploy.remote.store import Body, StoredBundle, ObjectInfo
 
-NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
 class LocalFolder:
@@ -27,9 +27,9 @@ class LocalFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
 
-    def look(self, name: BundleName) -> Found | None:
+    def stat(self, name: BundleName) -> ObjectInfo | None:
         try:
-            return Found(os.stat(self.path / str(name)).st_size)
+            return ObjectInfo(os.stat(self.path / str(name)).st_size)
         except FileNotFoundError:
             return None
 
@@ -46,32 +46,32 @@ class LocalFolder:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
                 target.flush()
                 os.fsync(target.fileno())
-            _link(staging, self.path / str(name))
+            _link_or_rename(staging, self.path / str(name))
         finally:
             staging.unlink(missing_ok=True)
-        sync_folder(self.path)
+        fsync_folder(self.path)
 
-    def list(self, plan_key: str) -> list[Entry]:
+    def list(self, plan_key: str) -> list[StoredBundle]:
         try:
             files = list(os.scandir(self.path))
         except FileNotFoundError:
             return []
-        named = ((read_name(file.name), file) for file in files)
-        return [Entry(name, file.stat().st_mtime) for name, file in named if name and name.plan_key == plan_key]
+        named = ((parse_bundle_name(file.name), file) for file in files)
+        return [StoredBundle(name, file.stat().st_mtime) for name, file in named if name and name.plan_key == plan_key]
 
 
-def _link(staging: Path, final: Path) -> None:
+def _link_or_rename(staging: Path, final: Path) -> None:
     try:
         os.link(staging, final)
     except OSError as error:
-        if error.errno not in NO_LINKS:
+        if error.errno not in NO_HARD_LINK_ERRNOS:
             raise
         if final.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from error
         os.rename(staging, final)
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """So that a name in it survives a power cut. A folder that cannot be synced has its say in vain: the file was."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)

@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.remote import retry as retry
-from tcdeploy.remote.retry import Answer
+from tcdeploy.remote.retry import HttpStatusError
 
 if TYPE_CHECKING:
     from requests import Session
 
 DOCKER_HUB = ("docker.io", "registry-1.docker.io", "index.docker.io")
-HUB_KEY = "https://index.docker.io/v1/"
-MOST_TOKEN_BYTES = 1 << 20
+DOCKER_HUB_AUTH_KEY = "https://index.docker.io/v1/"
+MAX_TOKEN_RESPONSE_BYTES = 1 << 20
 
 
 def stored_login(host: str) -> str | None:
@@ -35,10 +35,10 @@ def stored_login(host: str) -> str | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    for key in (HUB_KEY, *DOCKER_HUB) if host in DOCKER_HUB else (host, f"https://{host}", f"http://{host}"):
+    for key in (DOCKER_HUB_AUTH_KEY, *DOCKER_HUB) if host in DOCKER_HUB else (host, f"https://{host}", f"http://{host}"):
         inline = config.get("auths", {}).get(key, {}).get("auth")
         helper = config.get("credHelpers", {}).get(key) or config.get("credsStore")
-        found = inline or (_ask_helper(helper, key) if helper else None)
+        found = inline or (_run_credential_helper(helper, key) if helper else None)
         if found:
             return str(found)
     return None
@@ -49,47 +49,47 @@ def answer_challenge(session: Session, challenge: str, login: str | None, origin
     kind, _, rest = challenge.partition(" ")
     if kind.lower() == "basic" and login:
         return f"Basic {login}"
-    wanted = dict(re.findall(r'(\w+)="([^"]*)"', rest))
-    realm = wanted.get("realm", "")
+    challenge_params = dict(re.findall(r'(\w+)="([^"]*)"', rest))
+    realm = challenge_params.get("realm", "")
     if kind.lower() != "bearer" or not realm.startswith("https://" if origin.startswith("https://") else "http"):
-        raise Answer(401, "and no login for it is stored" if not login else f"asking for {kind}")
-    return f"Bearer {_fetch_token(session, realm, wanted, login)}"
+        raise HttpStatusError(401, "and no login for it is stored" if not login else f"asking for {kind}")
+    return f"Bearer {_fetch_token(session, realm, challenge_params, login)}"
 
 
-def _fetch_token(session: Session, realm: str, wanted: dict[str, str], login: str | None) -> str:
-    user, _, password = _decoded(login).partition(":")
+def _fetch_token(session: Session, realm: str, challenge_params: dict[str, str], login: str | None) -> str:
+    user, _, password = _decode_login(login).partition(":")
     response = session.get(
         realm,
-        params={key: wanted[key] for key in ("service", "scope") if key in wanted},
+        params={key: challenge_params[key] for key in ("service", "scope") if key in challenge_params},
         auth=(user, password) if login else None,
-        timeout=(retry.CONNECT_SECONDS, retry.READ_SECONDS),
+        timeout=(retry.CONNECT_TIMEOUT_SECONDS, retry.READ_TIMEOUT_SECONDS),
         stream=True,
     )
     with response:
         if response.status_code != 200:
-            raise Answer(response.status_code, "from the service that gives its tokens")
+            raise HttpStatusError(response.status_code, "from the service that gives its tokens")
         try:
-            document = json.loads(response.raw.read(MOST_TOKEN_BYTES, decode_content=True))
+            document = json.loads(response.raw.read(MAX_TOKEN_RESPONSE_BYTES, decode_content=True))
             return str(document.get("token") or document["access_token"])
         except (ValueError, KeyError, AttributeError) as error:
             raise ConnectionError("the service that gives its tokens gave none") from error
 
 
-def _decoded(login: str | None) -> str:
+def _decode_login(login: str | None) -> str:
     try:
         return base64.b64decode(login or "").decode()
     except (binascii.Error, UnicodeDecodeError) as error:
-        raise Answer(401, "and the login that docker stored is unreadable") from error
+        raise HttpStatusError(401, "and the login that docker stored is unreadable") from error
 
 
-def _ask_helper(helper: Any, host: str) -> str | None:
+def _run_credential_helper(helper: Any, host: str) -> str | None:
     try:
         done = subprocess.run(
             [f"docker-credential-{helper}", "get"],
             input=host,
             text=True,
             capture_output=True,
-            timeout=retry.READ_SECONDS,
+            timeout=retry.READ_TIMEOUT_SECONDS,
             check=True,
         )
         found = json.loads(done.stdout)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from tcdeploy.remote.address import BundleName
 
 
-class Found(NamedTuple):
+class ObjectInfo(NamedTuple):
     """What stands under a name. A None was not told."""
 
     size: int | None  # bytes
@@ -28,13 +28,13 @@ class Body(NamedTuple):
     chunks: Iterator[bytes]
 
 
-class Entry(NamedTuple):
+class StoredBundle(NamedTuple):
     name: BundleName
     time: float | None  # seconds since 1970 at which it was put there
 
 
 class Store(Protocol):
-    def look(self, name: BundleName) -> Found | None:
+    def stat(self, name: BundleName) -> ObjectInfo | None:
         """What is under the name, or None."""
 
     def read(self, name: BundleName) -> AbstractContextManager[Body]:
@@ -43,5 +43,5 @@ class Store(Protocol):
     def write(self, name: BundleName, file: Path) -> None:
         """Put it there, whole or not at all. Raises FileExistsError when the name is taken."""
 
-    def list(self, plan_key: str) -> list[Entry]:
+    def list(self, plan_key: str) -> list[StoredBundle]:
         """The plan's bundles in this folder, in any order; none where the folder is not there."""

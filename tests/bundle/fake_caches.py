@@ -141,7 +141,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {name: content for name, (_, content) in listing(folder).items() if (folder / name).is_file()}
 
 
-def staging_in(folder: Path) -> list[str]:
+def staging_files_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.rglob("*") if path.name.startswith(".") and path.name != ".lock")
 
 
@@ -151,7 +151,7 @@ def flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
-def leave_free(folder: Path, free: int) -> None:
+def fill_disk_leaving(folder: Path, free: int) -> None:
     """Fill a disk of one's own up to that many bytes."""
     with open(folder / "filler", "wb") as filler:
         filler.write(bytes(shutil.disk_usage(folder).free - free))

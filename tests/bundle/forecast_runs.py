@@ -19,10 +19,10 @@ def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> 
     return answer
 
 
-def tell(asked: str) -> None:
+def print_forecast_and_outcomes(asked: str) -> None:
     """In that process: the answer on stdout."""
     from tcdeploy import pipeline
-    from tcdeploy.bundle.why import best_of, forecast
+    from tcdeploy.bundle.why import merge_forecasts, forecast
     from tcdeploy.cache.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
 
@@ -34,7 +34,7 @@ def tell(asked: str) -> None:
     if manifests:
         decided = pipeline.decide(recipe)
         origin = pipeline.origin_of(decided)
-        found = best_of([forecast(one, decided.plan, decided.environment, origin) for one in manifests if one])
+        found = merge_forecasts([forecast(one, decided.plan, decided.environment, origin) for one in manifests if one])
         answer["forecast"] = {one.bucket: "hit" if one.is_hit else "miss" for one in found.buckets}
         answer["reasons"] = {one.bucket: one.reasons for one in found.buckets}
     deployment = pipeline.prepare(recipe)

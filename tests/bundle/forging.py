@@ -13,8 +13,8 @@ from typing import Any
 
 import zstandard
 
-from tcdeploy.bundle.container import Payload, head_bytes
-from tcdeploy.bundle.header import Header, header_bytes, portable
+from tcdeploy.bundle.container import Payload, signed_header_bytes
+from tcdeploy.bundle.header import Header, header_bytes, make_portable
 from tcdeploy.bundle.signing import sign
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import Manifest
@@ -52,14 +52,14 @@ def members_of(folder: Path, files: Iterable[FileRecord]) -> list[bytes]:
 
 def forge(path: Path, payload: bytes, manifest: Manifest, files: Any, secret: Path | None) -> Path:
     """A bundle of that compressed payload whose header names `files`, signed where there is a key."""
-    renamed = replace(portable(manifest), files=tuple(files))
+    renamed = replace(make_portable(manifest), files=tuple(files))
     found = Payload(len(payload), hashlib.sha256(payload).hexdigest())
     return forge_header(path, header_bytes(Header(renamed, found)), payload, secret)
 
 
 def forge_header(path: Path, header: bytes, payload: bytes, secret: Path | None) -> Path:
     signatures = () if secret is None else (sign(header, secret),)
-    path.write_bytes(head_bytes(header, signatures) + payload)
+    path.write_bytes(signed_header_bytes(header, signatures) + payload)
     return path
 
 
@@ -67,7 +67,7 @@ def with_document(manifest: Manifest, payload: bytes, edit: Any) -> bytes:
     """A header after `edit` changed its document, {"payload", "manifest"}, whose manifest is sealed again."""
     document = {
         "payload": {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()},
-        "manifest": json.loads(json.dumps(asdict(portable(manifest)))),
+        "manifest": json.loads(json.dumps(asdict(make_portable(manifest)))),
     }
     edit(document)
     if isinstance(document.get("manifest"), dict):

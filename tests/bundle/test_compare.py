@@ -23,13 +23,13 @@ def first(small: Packed) -> Manifest:
 
 def test_a_cache_beside_itself_differs_in_nothing(first: Manifest) -> None:
     found = compare_manifests(first, first)
-    assert (found.factors, found.only_first, found.only_second, found.other_bytes) == ((), (), (), ())
+    assert (found.differences, found.only_first, found.only_second, found.changed) == ((), (), (), ())
     assert found.same == len(KINDS)
 
 
 def test_the_same_cache_elsewhere_differs_in_nothing(first: Manifest, tmp_path: Path) -> None:
     found = compare_manifests(first, make_small(tmp_path / "elsewhere"))
-    assert found.factors == () and found.same == len(KINDS)
+    assert found.differences == () and found.same == len(KINDS)
 
 
 def test_files_are_told_by_where_they_are(first: Manifest) -> None:
@@ -38,7 +38,7 @@ def test_files_are_told_by_where_they_are(first: Manifest) -> None:
     second = replace(first, files=(*first.files[1:3], other, *first.files[4:], more))
     found = compare_manifests(first, second)
     assert found.only_first == (first.files[0].path,) and found.only_second == ("fxgraph/more",)
-    assert found.other_bytes == (first.files[3].path,) and found.same == len(KINDS) - 2
+    assert found.changed == (first.files[3].path,) and found.same == len(KINDS) - 2
     turned = compare_manifests(second, first)
     assert (turned.only_first, turned.only_second) == (found.only_second, found.only_first)
 
@@ -48,7 +48,7 @@ def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first
     second = replace(
         first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
     )
-    found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).factors}
+    found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).differences}
     assert found == {
         "environment.torch": (first.environment["torch"], "9.9"),
         "plan.dtype": (first.plan["dtype"], "float16"),
@@ -61,7 +61,7 @@ def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first
 def test_where_it_lies_and_why_it_was_decided_are_no_factors(first: Manifest) -> None:
     environment = {**first.environment, "user_cache_dir": "/x", "inductor_cache_dir": "/y"}
     plan = {**first.plan, "cache_dir": "/z", "decisions": []}
-    assert compare_manifests(first, replace(first, environment=environment, plan=plan)).factors == ()
+    assert compare_manifests(first, replace(first, environment=environment, plan=plan)).differences == ()
 
 
 def test_the_command_compares_a_bundle_with_a_folder(
@@ -74,7 +74,7 @@ def test_the_command_compares_a_bundle_with_a_folder(
     result = run_cli("cache", "diff", str(small.bundle), str(tmp_path / "other"))
     assert "plan.buckets" in result.stdout and "plan.key" in result.stdout
     document = json.loads(run_cli("cache", "diff", str(small.bundle), str(tmp_path / "other"), "--json").stdout)
-    assert set(document["other_bytes"]) == set(KINDS) and document["same"] == 0
+    assert set(document["changed"]) == set(KINDS) and document["same"] == 0
 
 
 def test_the_command_wants_one_plan_each(run_cli: Callable[..., Any], small: Packed, tmp_path: Path) -> None:

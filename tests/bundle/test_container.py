@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import zstandard
 
-from tcdeploy.bundle.container import Head, Signature, check_files, head_bytes, read_files, read_head
-from tcdeploy.bundle.header import parse_header, portable
+from tcdeploy.bundle.container import SignedHeader, Signature, check_files, signed_header_bytes, read_files, read_signed_header
+from tcdeploy.bundle.header import parse_header, make_portable
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
@@ -23,25 +23,25 @@ from tests.bundle.fake_caches import KINDS
 from tests.bundle.forging import record
 
 
-def head_of(bundle: Path) -> Head:
+def signed_header_of(bundle: Path) -> SignedHeader:
     with open(bundle, "rb") as file:
-        return read_head(file, str(bundle))
+        return read_signed_header(file, str(bundle))
 
 
 def test_the_files_come_out_as_they_went_in(packed: Packed) -> None:
-    head = head_of(packed.bundle)
-    header = parse_header(head, "x")
-    found = {file: b"".join(chunks) for file, chunks in read_files(packed.bundle, head, header.manifest.files)}
+    signed_header = signed_header_of(packed.bundle)
+    header = parse_header(signed_header, "x")
+    found = {file: b"".join(chunks) for file, chunks in read_files(packed.bundle, signed_header, header.manifest.files)}
     assert found == {file: (packed.folder / file.path).read_bytes() for file in packed.manifest.files}
 
 
 def test_the_header_is_the_manifest_without_the_places_of_its_machine(packed: Packed) -> None:
-    manifest = parse_header(head_of(packed.bundle), "x").manifest
+    manifest = parse_header(signed_header_of(packed.bundle), "x").manifest
     assert manifest.plan["key"] == packed.key and manifest.files == packed.manifest.files
     assert packed.manifest.plan["cache_dir"] == str(packed.folder)
-    assert portable(packed.manifest).plan["cache_dir"] == manifest.plan["cache_dir"] == ""
-    assert str(packed.folder) not in head_of(packed.bundle).header.decode()
-    assert packed.manifest.environment["user_cache_dir"] not in head_of(packed.bundle).header.decode()
+    assert make_portable(packed.manifest).plan["cache_dir"] == manifest.plan["cache_dir"] == ""
+    assert str(packed.folder) not in signed_header_of(packed.bundle).header.decode()
+    assert packed.manifest.environment["user_cache_dir"] not in signed_header_of(packed.bundle).header.decode()
 
 
 def test_the_made_up_cache_has_the_names_that_are_hard_for_a_tar() -> None:
@@ -75,26 +75,26 @@ def test_python_s_own_tarfile_reads_it_too(small: Packed) -> None:
 
 def test_a_head_is_read_and_not_a_byte_behind_it() -> None:
     signatures = (Signature("ab" * 16, "cd" * 64), Signature("ef" * 16, "01" * 64))
-    content = head_bytes(b"header", signatures)
-    assert read_head(io.BytesIO(content + b"payload"), "x") == Head(b"header", signatures, len(content))
-    assert read_head(io.BytesIO(head_bytes(b"", ())), "x").header == b""
+    content = signed_header_bytes(b"header", signatures)
+    assert read_signed_header(io.BytesIO(content + b"payload"), "x") == SignedHeader(b"header", signatures, len(content))
+    assert read_signed_header(io.BytesIO(signed_header_bytes(b"", ())), "x").header == b""
 
 
 def test_a_head_cut_anywhere_is_an_integrity_error() -> None:
-    content = head_bytes(b"header", (Signature("ab" * 16, "cd" * 64),))
+    content = signed_header_bytes(b"header", (Signature("ab" * 16, "cd" * 64),))
     for length in range(len(content)):
         with pytest.raises(IntegrityError):
-            read_head(io.BytesIO(content[:length]), "x")
+            read_signed_header(io.BytesIO(content[:length]), "x")
 
 
 def test_every_flipped_bit_of_a_head_is_an_integrity_error_whoever_signed_it() -> None:
     """Of keys that nobody here knows too: the block has a digest of its own."""
-    content = head_bytes(b"header", (Signature("ab" * 16, "cd" * 64), Signature("ef" * 16, "01" * 64)))
+    content = signed_header_bytes(b"header", (Signature("ab" * 16, "cd" * 64), Signature("ef" * 16, "01" * 64)))
     for bit in range(len(content) * 8):
         changed = bytearray(content)
         changed[bit // 8] ^= 1 << bit % 8
         with pytest.raises(IntegrityError):
-            read_head(io.BytesIO(changed), "x")
+            read_signed_header(io.BytesIO(changed), "x")
 
 
 def frames(header: bytes, signatures: bytes) -> bytes:
@@ -107,7 +107,7 @@ def frames(header: bytes, signatures: bytes) -> bytes:
 
 def test_the_frames_of_these_tests_are_those_that_are_written() -> None:
     digest = hashlib.sha256(b"header[]").hexdigest()
-    assert frames(b"header", f'{{"sha256":"{digest}","signatures":[]}}'.encode()) == head_bytes(b"header", ())
+    assert frames(b"header", f'{{"sha256":"{digest}","signatures":[]}}'.encode()) == signed_header_bytes(b"header", ())
 
 
 @pytest.mark.parametrize(
@@ -123,37 +123,37 @@ def test_the_frames_of_these_tests_are_those_that_are_written() -> None:
 )  # fmt: skip
 def test_signatures_that_are_none_are_an_integrity_error(signatures: bytes) -> None:
     with pytest.raises(IntegrityError):
-        read_head(io.BytesIO(frames(b"header", signatures)), "x")
+        read_signed_header(io.BytesIO(frames(b"header", signatures)), "x")
 
 
 @pytest.mark.parametrize(
     "one", [("zz", "00"), ("AB", "00"), ("ab", "CD"), ("a b", "00"), ("ab ", "00"), (1, "00"), ("ab", None)]
 )
 def test_a_signature_that_is_not_plain_hex_is_refused_under_a_digest_that_fits(one: tuple[Any, Any]) -> None:
-    assert read_head(io.BytesIO(head_bytes(b"header", (Signature("ab", "cd"),))), "x").signatures
+    assert read_signed_header(io.BytesIO(signed_header_bytes(b"header", (Signature("ab", "cd"),))), "x").signatures
     with pytest.raises(IntegrityError):
-        read_head(io.BytesIO(head_bytes(b"header", (Signature(*one),))), "x")
+        read_signed_header(io.BytesIO(signed_header_bytes(b"header", (Signature(*one),))), "x")
 
 
 def test_signatures_written_otherwise_than_we_do_are_refused() -> None:
-    content = head_bytes(b"header", ())
+    content = signed_header_bytes(b"header", ())
     document = content[content.index(b'{"sha256') :]
-    assert read_head(io.BytesIO(frames(b"header", document)), "x").signatures == ()
+    assert read_signed_header(io.BytesIO(frames(b"header", document)), "x").signatures == ()
     for other in (b" " + document, document + b"\n", document.replace(b":", b": ", 1)):
         with pytest.raises(IntegrityError, match="not as they were written"):
-            read_head(io.BytesIO(frames(b"header", other)), "x")
+            read_signed_header(io.BytesIO(frames(b"header", other)), "x")
 
 
 @pytest.mark.parametrize("content", [b"", b"P", b"\x28\xb5\x2f\xfd", b"PK\x03\x04" * 10, bytes(100), b"#!/bin/sh\n"])
 def test_a_file_of_another_kind_is_no_bundle(content: bytes) -> None:
     with pytest.raises(IntegrityError, match="it does not begin as a bundle does"):
-        read_head(io.BytesIO(content), "x.tcb")
+        read_signed_header(io.BytesIO(content), "x.tcb")
 
 
 def test_a_later_format_is_told_from_a_damaged_one() -> None:
     content = b"tcdeploy bundle 2\n" + b"{}"
     with pytest.raises(IntegrityError, match="no bundle of this version of tcdeploy"):
-        read_head(io.BytesIO(struct.pack("<II", 0x184D2A50, len(content)) + content), "x.tcb")
+        read_signed_header(io.BytesIO(struct.pack("<II", 0x184D2A50, len(content)) + content), "x.tcb")
 
 
 @pytest.mark.parametrize("magics", [(0x184D2A50,), (0x184D2A50, 0x184D2A51)], ids=["header", "signatures"])
@@ -166,7 +166,7 @@ def test_a_block_that_says_it_is_huge_is_not_read(magics: tuple[int, ...]) -> No
     whole = b"tcdeploy bundle 1\nheader"
     begin = b"" if len(magics) == 1 else struct.pack("<II", magics[0], len(whole)) + whole
     with pytest.raises(IntegrityError, match="is the most"):
-        read_head(Careful(begin + struct.pack("<II", magics[-1], 0xFFFFFFFF)), "x")
+        read_signed_header(Careful(begin + struct.pack("<II", magics[-1], 0xFFFFFFFF)), "x")
 
 
 # What a header may name

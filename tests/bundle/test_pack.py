@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.pack import NotProven, add_signature, only_plan, pack
+from tcdeploy.bundle.pack import WarmStartRequiredError, add_signature, single_plan_key, pack
 from tcdeploy.bundle.signing import generate_key
-from tcdeploy.bundle.verify import verify_file
+from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.cache.manifest import Manifest, write_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageError
 from tests.bundle.conftest import Keys, Packed
@@ -24,7 +24,7 @@ from tests.bundle.fake_caches import (
     KINDS,
     Child,
     key_of,
-    leave_free,
+    fill_disk_leaving,
     make_small,
     manifest_for,
     path_of,
@@ -145,7 +145,7 @@ def test_a_plan_that_did_not_finish_warming_is_not_packed(small: Packed, tmp_pat
     with pytest.raises(UsageError, match=f"knows no plan {small.key}: what did not finish warming"):
         pack(folder, small.key, out / "x.tcb")
     with pytest.raises(UsageError, match="holds no plan that finished warming"):
-        only_plan(folder)
+        single_plan_key(folder)
     assert names_in(out) == []
 
 
@@ -155,7 +155,7 @@ def test_a_plan_whose_last_start_proved_nothing_is_not_packed(changes: dict[str,
     folder, out = tmp_path / "cache", tmp_path / "out"
     manifest = make_small(folder, **changes)
     out.mkdir()
-    with pytest.raises(NotProven, match="the last start of this plan compiled something"):
+    with pytest.raises(WarmStartRequiredError, match="the last start of this plan compiled something"):
         pack(folder, key_of(manifest), out / "x.tcb")
     assert names_in(out) == []
 
@@ -163,10 +163,10 @@ def test_a_plan_whose_last_start_proved_nothing_is_not_packed(changes: dict[str,
 def test_a_folder_of_several_plans_wants_one_named(tmp_path: Path) -> None:
     keys = sorted(key_of(make_small(tmp_path, bucket=bucket)) for bucket in (32, 64))
     with pytest.raises(UsageError) as caught:
-        only_plan(tmp_path)
+        single_plan_key(tmp_path)
     assert f"--plan {keys[0]} or {keys[1]}" in caught.value.hint
     path_of(tmp_path, make_small(tmp_path, bucket=32)).unlink()
-    assert only_plan(tmp_path) in keys
+    assert single_plan_key(tmp_path) in keys
 
 
 @pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
@@ -218,7 +218,7 @@ while True:
 """
 
 
-def insist_on_whole(target: Path, packed: Packed) -> None:
+def assert_complete_bundle(target: Path, packed: Packed) -> None:
     """Who looks at any moment finds a whole bundle, or none."""
     if target.exists():
         assert target.read_bytes() == packed.bundle.read_bytes()
@@ -236,11 +236,11 @@ def test_killed_at_random_moments_the_name_is_absent_or_whole_and_signed(
             shutil.copyfile(packed.bundle, target)
         with Child(PACKER, packed.folder, packed.key, target, keys.secret) as child:
             assert child.line() == "ready"
-            child.kill_after(source.uniform(0, 0.3), lambda target=target: insist_on_whole(target, packed))
+            child.kill_after(source.uniform(0, 0.3), lambda target=target: assert_complete_bundle(target, packed))
         absent += not target.exists()
         left += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
         if target.exists():
-            assert verify_file(target, keys.trusted).signer is not None
+            assert verify_bundle(target, keys.trusted).signer is not None
             assert target.read_bytes() == packed.bundle.read_bytes()
     assert absent == 0 if is_there else absent < 10
     assert left, "none was killed at its work"
@@ -281,7 +281,7 @@ def test_a_disk_that_fills_up_while_packing_is_a_space_error_and_leaves_what_was
         target = out / "x.tcb"
         if is_there:
             shutil.copyfile(small.bundle, target)
-        leave_free(out, 2 * sum(file.bytes for file in manifest.files) + 4096)
+        fill_disk_leaving(out, 2 * sum(file.bytes for file in manifest.files) + 4096)
         with pytest.raises(SpaceError, match="no room for the bundle") as caught:
             pack(folder, key_of(manifest), target, keys.secret)
         assert caught.value.exit_code == 7
@@ -328,7 +328,7 @@ def test_signing_afterwards_is_the_same_as_signing_at_once(small: Packed, keys: 
     assert (tmp_path / "x.tcb").read_bytes() == small.bundle.read_bytes()
     generate_key(tmp_path / "other")
     add_signature(tmp_path / "x.tcb", tmp_path / "other.key")
-    assert verify_file(tmp_path / "x.tcb", keys.trusted).files == len(KINDS)
+    assert verify_bundle(tmp_path / "x.tcb", keys.trusted).files == len(KINDS)
 
 
 def test_a_cache_that_cannot_be_written_is_packed_all_the_same(small: Packed, tmp_path: Path) -> None:

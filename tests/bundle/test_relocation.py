@@ -28,7 +28,7 @@ SMALL = ("--buckets", "16,48", "--batch-sizes", "1,3")
 PROMPT = "This module provides"
 
 
-class Travelling(NamedTuple):
+class RelocatedBundle(NamedTuple):
     bundle: Path
     plan_key: str
     text: str  # what the packing side generates
@@ -41,7 +41,7 @@ def run(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProc
 
 
 @pytest.fixture(scope="module")
-def travelling(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Travelling:
+def relocated(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> RelocatedBundle:
     """`cache pack MODEL` on a machine that has never seen the model."""
     home, place = tmp_path_factory.mktemp("packer"), tmp_path_factory.mktemp("packed-here")
     bundle = place / "tiny.tcb"
@@ -52,14 +52,14 @@ def travelling(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> Travelli
     assert packed.returncode == 0, packed.stderr
     generated = run(home, "generate", TINY, PROMPT, *SMALL, "--cache-dir", str(place / "deep" / "cache"))
     assert generated.returncode == 0, generated.stderr
-    return Travelling(bundle, json.loads(packed.stdout)["plan_key"], generated.stdout)
+    return RelocatedBundle(bundle, json.loads(packed.stdout)["plan_key"], generated.stdout)
 
 
 @pytest.fixture(scope="module")
-def unpacked(travelling: Travelling, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def unpacked(relocated: RelocatedBundle, keys: Keys, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("elsewhere") / "baked" / "in"
     done = run(
-        tmp_path_factory.mktemp("baker"), "cache", "unpack", str(travelling.bundle), str(folder),
+        tmp_path_factory.mktemp("baker"), "cache", "unpack", str(relocated.bundle), str(folder),
         "--trusted-keys", str(keys.trusted),
     )  # fmt: skip
     assert done.returncode == 0 and "signed by ci" in done.stdout, done.stderr
@@ -67,7 +67,7 @@ def unpacked(travelling: Travelling, keys: Keys, tmp_path_factory: pytest.TempPa
 
 
 @pytest.fixture
-def elsewhere(tmp_path: Path, unpacked: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run_on_other_machine(tmp_path: Path, unpacked: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run the command where nothing can be written but the folder for temporary files, with an empty PATH."""
     nothing, writable = tmp_path / "no-programs", tmp_path / "scratch"
     nothing.mkdir(), writable.mkdir()
@@ -90,48 +90,48 @@ def elsewhere(tmp_path: Path, unpacked: Path) -> Callable[..., subprocess.Comple
 
 
 def test_on_a_read_only_root_without_a_compiler_every_bucket_is_a_hit_and_a_token_comes(
-    elsewhere: Callable[..., subprocess.CompletedProcess[str]], travelling: Travelling, unpacked: Path
+    run_on_other_machine: Callable[..., subprocess.CompletedProcess[str]], relocated: RelocatedBundle, unpacked: Path
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")}
-    warmed = elsewhere("warm", TINY, *SMALL, "--cache-dir", str(unpacked), "--require-hit", "--json")
+    warmed = run_on_other_machine("warm", TINY, *SMALL, "--cache-dir", str(unpacked), "--require-hit", "--json")
     assert warmed.returncode == 0, warmed.stderr
     document = json.loads(warmed.stdout)
     assert [record["outcome"] for record in document["buckets"]] == ["hit"] * 4
-    assert document["plan"]["key"] == travelling.plan_key
-    generated = elsewhere("generate", TINY, PROMPT, *SMALL, "--cache-dir", str(unpacked))
-    assert (generated.returncode, generated.stdout) == (0, travelling.text), generated.stderr
+    assert document["plan"]["key"] == relocated.plan_key
+    generated = run_on_other_machine("generate", TINY, PROMPT, *SMALL, "--cache-dir", str(unpacked))
+    assert (generated.returncode, generated.stdout) == (0, relocated.text), generated.stderr
     assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "it was written to"
 
 
 def test_there_the_root_cannot_be_written_and_no_compiler_is_found(
-    elsewhere: Callable[..., subprocess.CompletedProcess[str]], unpacked: Path, tmp_path: Path
+    run_on_other_machine: Callable[..., subprocess.CompletedProcess[str]], unpacked: Path, tmp_path: Path
 ) -> None:
     """The room that the test above believes in: a bucket that is not in the bundle cannot be made in it."""
-    missed = elsewhere("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked))
+    missed = run_on_other_machine("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked))
     assert missed.returncode == 1, missed.stderr
     assert "read-only" in missed.stderr
     copy = tmp_path / "scratch" / "copy"
     shutil.copytree(unpacked, copy)
-    missed = elsewhere("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(copy))
+    missed = run_on_other_machine("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(copy))
     assert missed.returncode == 1 and "compiler" in missed.stderr.lower(), missed.stderr
 
 
 def test_the_packers_answers_are_given_here_too(
-    unpacked: Path, travelling: Travelling, keys: Keys, tmp_path: Path
+    unpacked: Path, relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     trusted = ("--trusted-keys", str(keys.trusted))
     before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")}
-    for target in (str(unpacked), str(travelling.bundle)):
+    for target in (str(unpacked), str(relocated.bundle)):
         done = run(tmp_path, "cache", "verify", target, "--run", "--json", *trusted)
         assert done.returncode == 0, done.stderr
         (replayed,) = json.loads(done.stdout)["replayed"].values()
         assert [one["passed"] for one in replayed] == [True] * 4
         assert sum(one["rows"] for one in replayed) == 4 + 4 + 1 + 3
-        assert all(one["other_tokens"] == 0 and one["max_difference"] < 1e-4 for one in replayed)
+        assert all(one["mismatched_tokens"] == 0 and one["max_logprob_difference"] < 1e-4 for one in replayed)
     assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "what is verified stays as it is"
 
 
-def test_other_weights_answer_otherwise_and_are_found_out(travelling: Travelling, keys: Keys, tmp_path: Path) -> None:
+def test_other_weights_answer_otherwise_and_are_found_out(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
     """The same architecture with another model's weights: all hits, and a wrong deployment."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -145,16 +145,16 @@ def test_other_weights_answer_otherwise_and_are_found_out(travelling: Travelling
         parameter.data += 0.05 * torch.randn_like(parameter)
     model.save_pretrained(tmp_path / "other")
     done = run(
-        tmp_path, "cache", "verify", str(travelling.bundle), "--run", "--model", str(tmp_path / "other"),
+        tmp_path, "cache", "verify", str(relocated.bundle), "--run", "--model", str(tmp_path / "other"),
         "--trusted-keys", str(keys.trusted),
     )  # fmt: skip
     assert done.returncode == 5, done.stderr
     assert "answers differ from the packer's" in done.stderr and "other weights" in done.stdout
 
 
-def test_a_start_fetches_its_plan_from_a_folder_of_bundles(travelling: Travelling, keys: Keys, tmp_path: Path) -> None:
+def test_a_start_fetches_its_plan_from_a_folder_of_bundles(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
     store, cache = tmp_path / "store", tmp_path / "cache"
-    pushed = push(travelling.bundle, str(store), travelling.plan_key)
+    pushed = push(relocated.bundle, str(store), relocated.plan_key)
     fetching = ("--cache-dir", str(cache), "--cache-from", str(store), "--trusted-keys", str(keys.trusted))
     first = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "300s")
     assert first.returncode == 0, first.stderr
@@ -170,13 +170,13 @@ def test_a_start_fetches_its_plan_from_a_folder_of_bundles(travelling: Travellin
 
 
 def test_a_damaged_plan_is_fetched_again_where_a_rebuild_was_asked_for(
-    travelling: Travelling, keys: Keys, tmp_path: Path
+    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     cache, trusted = tmp_path / "cache", ("--trusted-keys", str(keys.trusted))
-    assert run(tmp_path, "cache", "unpack", str(travelling.bundle), str(cache), *trusted).returncode == 0
+    assert run(tmp_path, "cache", "unpack", str(relocated.bundle), str(cache), *trusted).returncode == 0
     library = next(cache.glob("*/*.main.so"))
     library.write_bytes(library.read_bytes()[:-1] + b"!")
-    fetching = ("--cache-dir", str(cache), "--cache-from", travelling.bundle.as_uri(), *trusted, "--require-hit")
+    fetching = ("--cache-dir", str(cache), "--cache-from", relocated.bundle.as_uri(), *trusted, "--require-hit")
     assert run(tmp_path, "warm", TINY, *SMALL, *fetching).returncode == 5
     mended = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--on-bad-cache", "rebuild")
     assert mended.returncode == 0 and "signed by ci" in mended.stderr, mended.stderr
@@ -196,10 +196,10 @@ def test_the_next_command_that_a_report_names_holds_no_secret_and_runs(
 
 
 def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(
-    travelling: Travelling, keys: Keys, tmp_path: Path
+    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     store = tmp_path / "store"
-    pushed = push(travelling.bundle, str(store), travelling.plan_key)
+    pushed = push(relocated.bundle, str(store), relocated.plan_key)
     trusted = ("--trusted-keys", str(keys.trusted), "--cache-dir", str(tmp_path / "cache"))
     other = ("--buckets", "16,48", "--batch-sizes", "1,3", "--dtype", "bfloat16")
     absent = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", str(store))
@@ -210,26 +210,26 @@ def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_unsigned_bundle_is_not_started_from(travelling: Travelling, tmp_path: Path) -> None:
+def test_an_unsigned_bundle_is_not_started_from(relocated: RelocatedBundle, tmp_path: Path) -> None:
     done = run(
-        tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(tmp_path / "cache"), "--cache-from", str(travelling.bundle)
+        tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(tmp_path / "cache"), "--cache-from", str(relocated.bundle)
     )
     assert done.returncode == 4 and "is no trusted key" in done.stderr
     assert not (tmp_path / "cache").exists()
 
 
-def test_warm_sends_what_it_proved(keys: Keys, travelling: Travelling, tmp_path: Path) -> None:
+def test_warm_sends_what_it_proved(keys: Keys, relocated: RelocatedBundle, tmp_path: Path) -> None:
     """The folder was filled by unpacking: a warm start goes before, so nothing is started twice."""
     cache, store = tmp_path / "cache", tmp_path / "store"
     trusted = ("--trusted-keys", str(keys.trusted))
-    assert run(tmp_path, "cache", "unpack", str(travelling.bundle), str(cache), *trusted).returncode == 0
+    assert run(tmp_path, "cache", "unpack", str(relocated.bundle), str(cache), *trusted).returncode == 0
     done = run(
         tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(cache), "--cache-to", str(store), "--sign", str(keys.secret)
     )
     assert done.returncode == 0, done.stderr
     (stored,) = store.iterdir()
-    assert stored.name.startswith(f"{travelling.plan_key}-") and f"{stored} is there now" in done.stderr
-    listed = run(tmp_path, "cache", "find", str(store), "--plan", travelling.plan_key)
+    assert stored.name.startswith(f"{relocated.plan_key}-") and f"{stored} is there now" in done.stderr
+    listed = run(tmp_path, "cache", "find", str(store), "--plan", relocated.plan_key)
     assert listed.stdout.strip() == str(stored)
     pulled = run(tmp_path, "cache", "pull", str(stored), "-o", str(tmp_path / "pulled.tcb"))
     assert pulled.returncode == 0 and (tmp_path / "pulled.tcb").read_bytes() == stored.read_bytes()
@@ -238,7 +238,7 @@ def test_warm_sends_what_it_proved(keys: Keys, travelling: Travelling, tmp_path:
 
 
 def test_a_bundle_of_another_environment_is_not_unpacked_unless_asked(
-    travelling: Travelling, keys: Keys, tmp_path: Path
+    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     """Fault 6, by a machine whose torch says that it is another one."""
     site = tmp_path / "site" / "torch-9.9.9.dist-info"
@@ -248,7 +248,7 @@ def test_a_bundle_of_another_environment_is_not_unpacked_unless_asked(
     arguments = (
         "cache",
         "unpack",
-        str(travelling.bundle),
+        str(relocated.bundle),
         str(tmp_path / "cache"),
         "--trusted-keys",
         str(keys.trusted),

@@ -12,23 +12,23 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tcdeploy.bundle.container import Head, read_head
+from tcdeploy.bundle.container import SignedHeader, read_signed_header
 from tcdeploy.bundle.pack import add_signature, pack
-from tcdeploy.bundle.signing import default_folder, fingerprint, generate_key, judge, sign, trust
-from tcdeploy.bundle.verify import verify_file
+from tcdeploy.bundle.signing import default_trusted_keys_folder, fingerprint, generate_key, verify_signature, sign, trust
+from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.fake_caches import leave_free
+from tests.bundle.fake_caches import fill_disk_leaving
 from tests.conftest import mounted_tmpfs
 
 
-def head_signed_by(*secrets: Path) -> Head:
-    return Head(b"header", tuple(sign(b"header", secret) for secret in secrets), 0)
+def header_signed_by(*secrets: Path) -> SignedHeader:
+    return SignedHeader(b"header", tuple(sign(b"header", secret) for secret in secrets), 0)
 
 
-def head_of(bundle: Path) -> Head:
+def signed_header_of(bundle: Path) -> SignedHeader:
     with open(bundle, "rb") as file:
-        return read_head(file, str(bundle))
+        return read_signed_header(file, str(bundle))
 
 
 # Keys
@@ -68,11 +68,11 @@ def test_a_place_that_is_not_there_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_trusted_key_is_known_by_the_name_it_was_given(keys: Keys, tmp_path: Path) -> None:
-    head = head_signed_by(keys.secret)
+    signed_header = header_signed_by(keys.secret)
     with pytest.raises(TrustError, match="that is no trusted key"):
-        judge(head, "x", tmp_path / "trusted")
+        verify_signature(signed_header, "x", tmp_path / "trusted")
     given = trust("my-ci", keys.public, tmp_path / "trusted")
-    assert judge(head, "x", tmp_path / "trusted") == given and given.name == "my-ci"
+    assert verify_signature(signed_header, "x", tmp_path / "trusted") == given and given.name == "my-ci"
     assert trust("my-ci", keys.public, tmp_path / "trusted") == given, "twice is once"
     assert [path.name for path in (tmp_path / "trusted").iterdir()] == ["my-ci.pub"]
 
@@ -85,7 +85,7 @@ def test_another_key_under_a_name_that_is_given_is_refused(keys: Keys, tmp_path:
         trust("ci", tmp_path / "other.pub", tmp_path / "trusted")
     assert (tmp_path / "trusted" / "ci.pub").read_bytes() == before
     trust("other", tmp_path / "other.pub", tmp_path / "trusted")
-    assert judge(head_signed_by(tmp_path / "other.key"), "x", tmp_path / "trusted") is not None
+    assert verify_signature(header_signed_by(tmp_path / "other.key"), "x", tmp_path / "trusted") is not None
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/x", ".hidden"])
@@ -138,9 +138,9 @@ def test_a_secret_under_a_password_is_refused_and_a_secret_is_no_public_key(keys
 
 
 def test_trusted_keys_lie_where_the_environment_says() -> None:
-    assert default_folder({"TCDEPLOY_TRUSTED_KEYS": "/a/b"}) == Path("/a/b")
-    assert default_folder({"XDG_CONFIG_HOME": "/c"}) == Path("/c/tcdeploy/trusted")
-    assert default_folder({"TCDEPLOY_TRUSTED_KEYS": "", "XDG_CONFIG_HOME": ""}).parts[-3:] == (
+    assert default_trusted_keys_folder({"TCDEPLOY_TRUSTED_KEYS": "/a/b"}) == Path("/a/b")
+    assert default_trusted_keys_folder({"XDG_CONFIG_HOME": "/c"}) == Path("/c/tcdeploy/trusted")
+    assert default_trusted_keys_folder({"TCDEPLOY_TRUSTED_KEYS": "", "XDG_CONFIG_HOME": ""}).parts[-3:] == (
         ".config", "tcdeploy", "trusted",
     )  # fmt: skip
 
@@ -148,10 +148,10 @@ def test_trusted_keys_lie_where_the_environment_says() -> None:
 def test_a_trusted_folder_with_something_else_in_it_says_so(keys: Keys, tmp_path: Path) -> None:
     trust("ci", keys.public, tmp_path)
     (tmp_path / "notes.txt").write_text("not looked at")
-    assert judge(head_signed_by(keys.secret), "x", tmp_path) is not None
+    assert verify_signature(header_signed_by(keys.secret), "x", tmp_path) is not None
     (tmp_path / "torn.pub").write_text("-----BEGIN PUBL")
     with pytest.raises(UsageError, match=r"torn\.pub is no public key"):
-        judge(head_signed_by(keys.secret), "x", tmp_path)
+        verify_signature(header_signed_by(keys.secret), "x", tmp_path)
 
 
 # Signatures
@@ -159,10 +159,10 @@ def test_a_trusted_folder_with_something_else_in_it_says_so(keys: Keys, tmp_path
 
 def test_signing_twice_is_one_signature(small: Packed, keys: Keys, tmp_path: Path) -> None:
     pack(small.folder, small.key, tmp_path / "x.tcb")
-    assert head_of(tmp_path / "x.tcb").signatures == ()
+    assert signed_header_of(tmp_path / "x.tcb").signatures == ()
     for _ in range(2):
         add_signature(tmp_path / "x.tcb", keys.secret)
-    assert len(head_of(tmp_path / "x.tcb").signatures) == 1
+    assert len(signed_header_of(tmp_path / "x.tcb").signatures) == 1
     assert (tmp_path / "x.tcb").read_bytes() == small.bundle.read_bytes()
     assert [path.name for path in tmp_path.iterdir()] == ["x.tcb"]
 
@@ -171,36 +171,36 @@ def test_of_two_signers_either_is_enough(small: Packed, keys: Keys, tmp_path: Pa
     pack(small.folder, small.key, tmp_path / "x.tcb", keys.secret)
     generate_key(tmp_path / "second")
     add_signature(tmp_path / "x.tcb", tmp_path / "second.key")
-    assert len(head_of(tmp_path / "x.tcb").signatures) == 2
+    assert len(signed_header_of(tmp_path / "x.tcb").signatures) == 2
     trust("second", tmp_path / "second.pub", tmp_path / "only-second")
     for folder, name in ((keys.trusted, "ci"), (tmp_path / "only-second", "second")):
-        signer = verify_file(tmp_path / "x.tcb", folder).signer
+        signer = verify_bundle(tmp_path / "x.tcb", folder).signer
         assert signer is not None and signer.name == name
     with pytest.raises(TrustError):
-        verify_file(tmp_path / "x.tcb", tmp_path / "nobody")
+        verify_bundle(tmp_path / "x.tcb", tmp_path / "nobody")
 
 
 def test_a_stranger_before_a_known_signer_is_passed_over(keys: Keys, tmp_path: Path) -> None:
     generate_key(tmp_path / "stranger")
-    judged = judge(head_signed_by(tmp_path / "stranger.key", keys.secret), "x", keys.trusted)
+    judged = verify_signature(header_signed_by(tmp_path / "stranger.key", keys.secret), "x", keys.trusted)
     assert judged is not None and judged.name == "ci"
 
 
 def test_a_signature_is_of_this_header(keys: Keys) -> None:
-    good = head_signed_by(keys.secret)
-    assert judge(good, "x", keys.trusted) is not None
+    good = header_signed_by(keys.secret)
+    assert verify_signature(good, "x", keys.trusted) is not None
     with pytest.raises(TrustError, match="the signature of ci does not fit the bundle x"):
-        judge(Head(b"headeR", good.signatures, 0), "x", keys.trusted)
+        verify_signature(SignedHeader(b"headeR", good.signatures, 0), "x", keys.trusted)
     with pytest.raises(TrustError):
-        judge(Head(b"headeR", good.signatures, 0), "x", keys.trusted, allow_unsigned=True)
+        verify_signature(SignedHeader(b"headeR", good.signatures, 0), "x", keys.trusted, allow_unsigned=True)
 
 
 def test_unsigned_is_none_where_it_is_allowed_and_an_error_else(keys: Keys, tmp_path: Path) -> None:
     generate_key(tmp_path / "stranger")
-    for head in (Head(b"header", (), 0), head_signed_by(tmp_path / "stranger.key")):
-        assert judge(head, "x", keys.trusted, allow_unsigned=True) is None
+    for signed_header in (SignedHeader(b"header", (), 0), header_signed_by(tmp_path / "stranger.key")):
+        assert verify_signature(signed_header, "x", keys.trusted, allow_unsigned=True) is None
         with pytest.raises(TrustError) as caught:
-            judge(head, "x", keys.trusted)
+            verify_signature(signed_header, "x", keys.trusted)
         assert caught.value.exit_code == 4 and "--allow-unsigned" in caught.value.hint
 
 
@@ -217,7 +217,7 @@ def test_a_full_disk_leaves_the_bundle_as_it_was(packed: Packed, keys: Keys, tmp
     generate_key(tmp_path / "second")
     with mounted_tmpfs(tmp_path / "full", "-o", "size=16m") as place:
         (place / "x.tcb").write_bytes(packed.bundle.read_bytes())
-        leave_free(place, 1 << 20)
+        fill_disk_leaving(place, 1 << 20)
         with pytest.raises(SpaceError):
             add_signature(place / "x.tcb", tmp_path / "second.key")
         assert sorted(path.name for path in place.iterdir()) == ["filler", "x.tcb"]

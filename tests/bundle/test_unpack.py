@@ -20,13 +20,13 @@ import pytest
 import zstandard
 
 from tcdeploy.bundle import signing
-from tcdeploy.bundle.container import Signature, head_bytes, read_head
-from tcdeploy.bundle.header import PLAN_FACTS
+from tcdeploy.bundle.container import Signature, signed_header_bytes, read_signed_header
+from tcdeploy.bundle.header import REQUIRED_PLAN_FIELDS
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.unpack import open_bundle, unpack
-from tcdeploy.bundle.verify import verify_file, verify_folder
-from tcdeploy.bundle.why import quick_factors
+from tcdeploy.bundle.verify import verify_bundle, verify_folder
+from tcdeploy.bundle.why import version_differences
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import SCHEMA_VERSION, write_manifest
 from tcdeploy.planning.environment import installed_versions
@@ -40,12 +40,12 @@ from tests.bundle.fake_caches import (
     contents,
     fill,
     key_of,
-    leave_free,
+    fill_disk_leaving,
     listing,
     make_small,
     manifest_for,
     path_of,
-    staging_in,
+    staging_files_in,
 )
 from tests.bundle.forging import compressed, forge, forge_header, member, members_of, record, tar, with_document
 from tests.conftest import cli_command, cli_environment, mounted_tmpfs
@@ -80,19 +80,19 @@ def refused(bundle: Path, old: tuple[Path, Listing], keys: Keys, error: type[Tcd
     assert listing(folder) == before
     assert sorted(path.name for path in folder.parent.iterdir()) == beside, "nothing was written beside it"
     with pytest.raises(error):
-        verify_file(bundle, keys.trusted)
+        verify_bundle(bundle, keys.trusted)
     return caught.value.message
 
 
 def test_a_bundle_becomes_a_cache_that_verifies(packed: Packed, keys: Keys, tmp_path: Path) -> None:
     done = unpack(packed.bundle, tmp_path / "a" / "b", keys.trusted)
-    assert (done.plan_key, done.files, done.was_there) == (packed.key, len(packed.manifest.files), False)
+    assert (done.plan_key, done.files, done.already_present) == (packed.key, len(packed.manifest.files), False)
     assert done.signer is not None and done.signer.name == "ci"
     found, there = contents(tmp_path / "a" / "b"), contents(packed.folder)
     names = {file.path for file in packed.manifest.files}
     assert {name: found[name] for name in names} == {name: there[name] for name in names}
     assert set(found) - names == {f"manifests/{packed.key}.json", f"bundles/{packed.key}.head"}
-    assert staging_in(tmp_path / "a" / "b") == []
+    assert staging_files_in(tmp_path / "a" / "b") == []
     [verified] = verify_folder(tmp_path / "a" / "b", keys.trusted)
     assert verified.signer is not None and verified.is_from_bundle
 
@@ -107,7 +107,7 @@ def test_what_is_there_already_is_not_written_again(small: Packed, keys: Keys, t
     unpack(small.bundle, tmp_path / "folder", keys.trusted)
     before = listing(tmp_path / "folder")
     done = unpack(small.bundle, tmp_path / "folder", keys.trusted)
-    assert done.was_there and listing(tmp_path / "folder") == before
+    assert done.already_present and listing(tmp_path / "folder") == before
 
 
 @pytest.mark.parametrize("how", ["missing", "changed", "no manifest", "a damaged manifest", "no record"])
@@ -126,7 +126,7 @@ def test_what_was_damaged_since_is_put_right(small: Packed, keys: Keys, how: str
         manifest.write_bytes(manifest.read_bytes()[:-5])
     else:
         (folder / "bundles" / f"{small.key}.head").unlink()
-    assert unpack(small.bundle, folder, keys.trusted).was_there == (how == "no record")
+    assert unpack(small.bundle, folder, keys.trusted).already_present == (how == "no record")
     assert contents(folder) == before
 
 
@@ -150,11 +150,11 @@ def test_a_file_that_another_plan_has_with_other_bytes_stays_and_serves_both(
     theirs = make_small(folder, seed=9, bucket=OLD_BUCKET)
     before = {file.path: (folder / file.path).read_bytes() for file in theirs.files}
     assert {file.sha256 for file in theirs.files} != {file.sha256 for file in small.manifest.files}
-    assert not unpack(small.bundle, folder, keys.trusted).was_there
+    assert not unpack(small.bundle, folder, keys.trusted).already_present
     assert {name: (folder / name).read_bytes() for name in before} == before
     found = verify_folder(folder, keys.trusted)
     assert {one.plan_key for one in found} == {key_of(theirs), small.key}
-    assert unpack(small.bundle, folder, keys.trusted).was_there
+    assert unpack(small.bundle, folder, keys.trusted).already_present
 
 
 def test_a_damaged_file_of_another_plan_is_replaced(small: Packed, keys: Keys, tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_zstd_frame_cut_anywhere_is_noticed_behind_a_digest_that_fits(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     with open(small.bundle, "rb") as file:
-        file.seek(read_head(file, "x").payload_offset)
+        file.seek(read_signed_header(file, "x").payload_offset)
         payload = file.read()
     target, source = old[0].parent / "cut.tcb", random.Random(5)
     for length in {0, 1, 3, len(payload) - 1, *(source.randrange(len(payload)) for _ in range(60))}:
@@ -248,7 +248,7 @@ def test_a_zstd_frame_with_other_bytes_inside_is_an_integrity_error_too(
             refused(target, old, keys)
         except pytest.fail.Exception:  # a bit that says nothing, such as one of the window's size
             unpacked = unpack(target, old[0].parent / "harmless", keys.trusted)
-            assert unpacked.was_there or verify_folder(old[0].parent / "harmless", keys.trusted)
+            assert unpacked.already_present or verify_folder(old[0].parent / "harmless", keys.trusted)
 
 
 def test_a_zstd_frame_that_breaks_inside_a_large_file_is_an_integrity_error(
@@ -268,7 +268,7 @@ def test_a_zstd_frame_that_breaks_inside_a_large_file_is_an_integrity_error(
         if kind:
             assert "cannot be decompressed" in refused(target, old, keys)
         else:
-            assert verify_file(target, keys.trusted).files == 1, "unbroken, it is taken"
+            assert verify_bundle(target, keys.trusted).files == 1, "unbroken, it is taken"
 
 
 FRAME = zstandard.FRAME_HEADER + bytes([0b0000_0000, 0x58])  # no checksum, a window of 2 MiB
@@ -474,7 +474,7 @@ def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_
     with_document(small.manifest, payload, lambda document: documents.append(json.loads(json.dumps(document))))
     source, outcomes, here = random.Random(11), {True: 0, False: 0}, installed_versions()
     every = [(path, odd) for path in places(documents[0]) for odd in (*ODD, "left out")]
-    facts = [(path, odd) for path, odd in every if odd == "left out" or "environment" in path or path[-1] in PLAN_FACTS]
+    facts = [(path, odd) for path, odd in every if odd == "left out" or "environment" in path or path[-1] in REQUIRED_PLAN_FIELDS]
     for path, odd in [*facts, *source.sample(every, 150)]:
 
         def spoil(document: Any, path: tuple[Any, ...] = path, odd: Any = odd) -> None:
@@ -489,8 +489,8 @@ def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_
         bundle = forge_header(tmp_path / "odd.tcb", header, payload, keys.secret)
         try:
             opened = open_bundle(bundle, keys.trusted)
-            quick_factors(opened.header.manifest, here)
-            verify_file(bundle, keys.trusted)
+            version_differences(opened.header.manifest, here)
+            verify_bundle(bundle, keys.trusted)
             outcomes[True] += 1
         except IntegrityError:
             outcomes[False] += 1
@@ -520,7 +520,7 @@ def test_a_manifest_nested_deeply_is_refused(small: Packed, keys: Keys, old: tup
         header = with_document(small.manifest, payload, nest)
         bundle = forge_header(old[0].parent / "evil.tcb", header, payload, keys.secret)
         with pytest.raises(IntegrityError):
-            verify_file(bundle, keys.trusted)
+            verify_bundle(bundle, keys.trusted)
             raise IntegrityError("taken as it is: so deep it may be")
 
 
@@ -597,7 +597,7 @@ def test_a_large_file_goes_by_in_pieces(small: Packed, keys: Keys, tmp_path: Pat
     name, peak = peak_of(bundle, keys, tmp_path)
     assert name == "IntegrityError" and peak < 150
     with pytest.raises(IntegrityError, match=f"{NAME} has other bytes"):
-        verify_file(bundle, keys.trusted)
+        verify_bundle(bundle, keys.trusted)
 
 
 def test_a_million_files_are_refused_in_bounded_memory(small: Packed, keys: Keys, tmp_path: Path) -> None:
@@ -618,9 +618,9 @@ def test_a_million_files_are_refused_in_bounded_memory(small: Packed, keys: Keys
 def resigned(bundle: Path, target: Path, header: Callable[[bytes], bytes], *signatures: Signature) -> Path:
     """The bundle with another header, and signatures (its own, where none are given), under a digest that fits."""
     with open(bundle, "rb") as file:
-        head = read_head(file, "x")
+        head = read_signed_header(file, "x")
         payload = file.read()
-    target.write_bytes(head_bytes(header(head.header), signatures or head.signatures) + payload)
+    target.write_bytes(signed_header_bytes(header(head.header), signatures or head.signatures) + payload)
     return target
 
 
@@ -628,9 +628,9 @@ def as_it_is(header: bytes) -> bytes:
     return header
 
 
-def head_alone(bundle: Path) -> bytes:
+def header_alone(bundle: Path) -> bytes:
     with open(bundle, "rb") as file:
-        return bundle.read_bytes()[: read_head(file, "x").payload_offset]
+        return bundle.read_bytes()[: read_signed_header(file, "x").payload_offset]
 
 
 def unsigned(small: Packed, target: Path) -> Path:
@@ -642,7 +642,7 @@ def test_without_a_signature_nothing_is_unpacked(small: Packed, keys: Keys, old:
     bundle = unsigned(small, old[0].parent / "unsigned.tcb")
     assert "is not signed" in refused(bundle, old, keys, TrustError)
     done = unpack(bundle, old[0], keys.trusted, allow_unsigned=True)
-    assert done.signer is None and not done.was_there
+    assert done.signer is None and not done.already_present
 
 
 def test_a_key_that_nobody_here_knows_is_no_signature(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
@@ -681,7 +681,7 @@ def test_a_signature_made_for_something_else_is_none(
     place = old[0].parent
     key = load_pem_private_key(keys.secret.read_bytes(), None)
     with open(small.bundle, "rb") as file, open(packed.bundle, "rb") as other:
-        head, others = read_head(file, "x"), read_head(other, "x")
+        head, others = read_signed_header(file, "x"), read_signed_header(other, "x")
     [mine] = head.signatures
     generate_key(place / "stranger")
     stranger = signing.sign(head.header, place / "stranger.key")
@@ -699,7 +699,7 @@ def test_a_signature_made_for_something_else_is_none(
     bundle = resigned(small.bundle, place / "x.tcb", as_it_is, replace(stranger, signature=mine.signature))
     assert "no trusted key" in refused(bundle, old, keys, TrustError)
     resigned(small.bundle, place / "x.tcb", as_it_is, mine)
-    assert verify_file(place / "x.tcb", keys.trusted).signer is not None, "the right one is taken in the same way"
+    assert verify_bundle(place / "x.tcb", keys.trusted).signer is not None, "the right one is taken in the same way"
 
 
 @pytest.mark.parametrize("who", ["nobody", "a stranger", "a false hand"])
@@ -710,7 +710,7 @@ def test_nothing_behind_a_signature_that_is_none_is_read(small: Packed, keys: Ke
     signatures = {
         "nobody": (), "a stranger": (signing.sign(b"{no header", tmp_path / "stranger.key"),), "a false hand": (mine,)
     }[who]  # fmt: skip
-    content = head_bytes(b"{no header", signatures)
+    content = signed_header_bytes(b"{no header", signatures)
     os.mkfifo(tmp_path / "pipe")
     end = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
@@ -726,11 +726,11 @@ def test_distrust_comes_before_the_cut_and_before_the_damage(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     target = old[0].parent / "x.tcb"
-    head = head_alone(unsigned(small, target))
+    head = header_alone(unsigned(small, target))
     for behind in (b"", b"junk" * 100):
         target.write_bytes(head + behind)
         refused(target, old, keys, TrustError)
-    target.write_bytes(head_alone(small.bundle))
+    target.write_bytes(header_alone(small.bundle))
     assert "0 bytes behind its head instead of" in refused(target, old, keys, IntegrityError)
 
 
@@ -821,13 +821,13 @@ def test_killed_at_twenty_moments_the_old_cache_is_intact_and_the_next_one_succe
             child.kill_after(seconds * (number + source.random()) / 20)
         found = contents(folder)
         assert {name: found[name] for name in before} == before
-        left += bool(staging_in(folder))
+        left += bool(staging_files_in(folder))
         plans = {one.plan_key: one for one in verify_folder(folder, keys.trusted)}
         assert key_of(theirs) in plans and plans[key_of(theirs)].files == len(names)
         if number % 4 == 3:
             done = unpack(packed.bundle, folder, keys.trusted)
-            assert done.was_there == (packed.key in plans)
-            assert [name for name in staging_in(folder) if name.startswith(".staging")] == [] or done.was_there
+            assert done.already_present == (packed.key in plans)
+            assert [name for name in staging_files_in(folder) if name.startswith(".staging")] == [] or done.already_present
             assert len(verify_folder(folder, keys.trusted)) == 2
             for name in set(contents(folder)) - set(before):
                 (folder / name).unlink()
@@ -865,8 +865,8 @@ def test_killed_between_any_two_renames_the_plan_is_there_whole_or_not_at_all(
             assert child.process.wait() == -9
         plans = [one.plan_key for one in verify_folder(folder, keys.trusted)]
         seen.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
-        assert key_of(theirs) in plans and staging_in(folder)
-        assert unpack(small.bundle, folder, keys.trusted).was_there == seen[-1][1]
+        assert key_of(theirs) in plans and staging_files_in(folder)
+        assert unpack(small.bundle, folder, keys.trusted).already_present == seen[-1][1]
         found = {one.plan_key: one.signer for one in verify_folder(folder, keys.trusted)}
         assert found[small.key] is not None and found[key_of(theirs)] is None
     half = len(KINDS) // 2
@@ -878,7 +878,7 @@ def test_what_a_killed_one_left_is_removed_by_the_next(small: Packed, keys: Keys
     (folder / ".staging-dead" / "fxgraph").mkdir(parents=True)
     (folder / ".staging-dead" / "fxgraph" / "half").write_bytes(b"half a file")
     unpack(small.bundle, folder, keys.trusted)
-    assert staging_in(folder) == []
+    assert staging_files_in(folder) == []
 
 
 # Fault 11: full
@@ -908,7 +908,7 @@ def test_a_disk_that_fills_up_while_unpacking_leaves_the_old_state(keys: Keys, t
     with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as place:
         make_small(place / "folder", seed=9, bucket=OLD_BUCKET)
         before = listing(place / "folder")
-        leave_free(place, (16 << 20) + 500_000)
+        fill_disk_leaving(place, (16 << 20) + 500_000)
         with pytest.raises(SpaceError, match=f"is full: {5000 * 40} bytes are needed") as caught:
             unpack(tmp_path / "x.tcb", place / "folder", keys.trusted)
         assert caught.value.exit_code == 7
@@ -934,9 +934,9 @@ def test_eight_processes_at_once_all_succeed_and_one_works(packed: Packed, keys:
         stdout, stderr = run.communicate(timeout=120)
         assert run.returncode == 0, stderr
         documents.append(json.loads(stdout))
-    assert sorted(document["was_there"] for document in documents) == [False] + [True] * 7
+    assert sorted(document["already_present"] for document in documents) == [False] + [True] * 7
     assert {document["plan_key"] for document in documents} == {packed.key}
-    assert len(verify_folder(tmp_path / "folder", keys.trusted)) == 1 and staging_in(tmp_path / "folder") == []
+    assert len(verify_folder(tmp_path / "folder", keys.trusted)) == 1 and staging_files_in(tmp_path / "folder") == []
 
 
 def test_a_bundle_that_is_no_file_is_a_clear_error(keys: Keys, tmp_path: Path) -> None:
@@ -952,7 +952,7 @@ def test_a_hundred_megabytes_come_back_as_they_were(keys: Keys, tmp_path: Path, 
     write_manifest(path_of(cache, manifest), manifest)
     steps: dict[str, Callable[[], Any]] = {
         "pack": lambda: pack(cache, key_of(manifest), tmp_path / "x.tcb", keys.secret),
-        "verify": lambda: verify_file(tmp_path / "x.tcb", keys.trusted),
+        "verify": lambda: verify_bundle(tmp_path / "x.tcb", keys.trusted),
         "unpack": lambda: unpack(tmp_path / "x.tcb", tmp_path / "folder", keys.trusted),
     }
     for name, step in steps.items():

@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.container import read_head
+from tcdeploy.bundle.container import read_signed_header
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
-from tcdeploy.bundle.verify import verify_file, verify_folder
+from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.cache import folder as cachedir
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.manifest import write_manifest
@@ -41,12 +41,12 @@ def regions(bundle: Path) -> tuple[int, int, int]:
     """Where the header's block ends, where the signatures' ends, and where the file does."""
     content = bundle.read_bytes()
     with open(bundle, "rb") as file:
-        payload = read_head(file, str(bundle)).payload_offset
+        payload = read_signed_header(file, str(bundle)).payload_offset
     return content.index(b"Q*M\x18"), payload, len(content)
 
 
 def test_what_was_packed_verifies_and_its_signer_is_named(packed: Packed, keys: Keys) -> None:
-    found = verify_file(packed.bundle, keys.trusted)
+    found = verify_bundle(packed.bundle, keys.trusted)
     assert (found.plan_key, found.model, found.files) == (packed.key, "someone/model", len(packed.manifest.files))
     assert found.bytes == sum(file.bytes for file in packed.manifest.files)
     assert found.signer is not None and found.signer.name == "ci" and found.is_from_bundle
@@ -59,11 +59,11 @@ def test_a_thousand_flipped_bits_of_a_bundle_are_caught(small: Packed, keys: Key
     for _ in range(FLIPS):
         bit = source.randrange(len(content) * 8)
         target.write_bytes(flipped(content, bit))
-        kind = outcome_of(lambda: verify_file(target, keys.trusted), (TrustError, IntegrityError), str(target))
+        kind = outcome_of(lambda: verify_bundle(target, keys.trusted), (TrustError, IntegrityError), str(target))
         found[sum(bit // 8 >= end for end in ends)] += 1
         found[kind] += 1
     target.write_bytes(content)
-    assert verify_file(target, keys.trusted).files == len(KINDS)
+    assert verify_bundle(target, keys.trusted).files == len(KINDS)
     assert all(found[region] > 5 for region in range(3)), found
     assert found["IntegrityError"] == FLIPS, "without a key's own doing no change is a matter of trust"
 
@@ -80,11 +80,11 @@ def test_flipped_bits_of_a_bundle_that_nobody_known_signed_are_caught_too(
         generate_key(tmp_path / "stranger")
         add_signature(target, tmp_path / "stranger.key")
     content, bounds = target.read_bytes(), (0, *regions(target))
-    assert verify_file(target, keys.trusted, allow_unsigned=True).files == len(KINDS)
+    assert verify_bundle(target, keys.trusted, allow_unsigned=True).files == len(KINDS)
     for _ in range(120):
         bit = source.randrange(bounds[region] * 8, bounds[region + 1] * 8)
         target.write_bytes(flipped(content, bit))
-        check = lambda: verify_file(target, keys.trusted, allow_unsigned=True)  # noqa: E731
+        check = lambda: verify_bundle(target, keys.trusted, allow_unsigned=True)  # noqa: E731
         outcome_of(check, (IntegrityError,), str(target))
 
 
@@ -208,7 +208,7 @@ def test_what_was_made_here_is_told_beside_who_signed_the_rest(unpacked: Path, s
     files = hash_files(unpacked, [*(file.path for file in small.manifest.files), "6n/more.so"])
     write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
     [found] = verify_folder(unpacked, keys.trusted)
-    assert found.signer is not None and (found.is_from_bundle, found.made_here) == (True, 1)
+    assert found.signer is not None and (found.is_from_bundle, found.files_not_from_bundle) == (True, 1)
 
 
 def test_bytes_that_another_plan_had_first_are_told_too(unpacked: Path, small: Packed, keys: Keys) -> None:
@@ -217,7 +217,7 @@ def test_bytes_that_another_plan_had_first_are_told_too(unpacked: Path, small: P
     mine = replace(small.manifest, files=tuple(files[file.path] for file in small.manifest.files))
     write_manifest(path_of(unpacked, small.manifest), mine)
     found = {one.plan_key: one for one in verify_folder(unpacked, keys.trusted)}
-    assert found[small.key].made_here > 0 and not found[other.plan["key"]].made_here
+    assert found[small.key].files_not_from_bundle > 0 and not found[other.plan["key"]].files_not_from_bundle
 
 
 def test_what_another_version_left_is_passed_over(unpacked: Path, small: Packed, keys: Keys) -> None:
@@ -239,7 +239,7 @@ def test_what_is_no_cache_is_a_usage_error(keys: Keys, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no plan that finished warming"):
         verify_folder(tmp_path, keys.trusted)
     with pytest.raises(TcdeployError, match="cannot be read: No such file"):
-        verify_file(tmp_path / "x.tcb", keys.trusted)
+        verify_bundle(tmp_path / "x.tcb", keys.trusted)
 
 
 # The command

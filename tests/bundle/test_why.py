@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.why import best_of, forecast, quick_factors
+from tcdeploy.bundle.why import merge_forecasts, forecast, version_differences
 from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
@@ -141,14 +141,14 @@ def manifest(cached: Cached) -> Manifest:
 def planned(manifest: Manifest) -> tuple[Plan, Environment]:
     """The plan and the machine of the manifest, as records."""
     known = json.loads(json.dumps(manifest.environment), object_hook=None)
-    environment = Environment(**{name: _tuples(value) for name, value in known.items()})
-    plan = {name: _tuples(value) for name, value in manifest.plan.items()}
+    environment = Environment(**{name: _lists_to_tuples(value) for name, value in known.items()})
+    plan = {name: _lists_to_tuples(value) for name, value in manifest.plan.items()}
     buckets = tuple(Bucket(**bucket) for bucket in manifest.plan["buckets"])
     return Plan(**{**plan, "buckets": buckets, "decisions": ()}), environment
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(one) for one in value) if isinstance(value, list) else value
+def _lists_to_tuples(value: Any) -> Any:
+    return tuple(_lists_to_tuples(one) for one in value) if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manife
     changed = dataclasses.replace(environment, **{factor: value})
     found = forecast(manifest, plan, changed, manifest.origin)
     assert len(found.misses) == 4
-    assert factor in [one.name for one in found.factors] and all(factor in one.reasons for one in found.misses)
+    assert factor in [one.name for one in found.differences] and all(factor in one.reasons for one in found.misses)
     assert found.miss_seconds == pytest.approx(sum(manifest.cold_seconds().values()))
     assert not any(one.is_estimate for one in found.misses)
 
@@ -195,7 +195,7 @@ def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest)
     plan, environment = planned(manifest)
     other = dataclasses.replace(manifest.origin, sources="0" * 64)
     found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.factors]
+    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.differences]
 
 
 def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:
@@ -213,7 +213,7 @@ def test_of_several_plans_a_bucket_is_found_if_any_has_it(manifest: Manifest) ->
         dataclasses.replace(manifest, buckets=manifest.buckets[2:]),
     ]
     assert all(forecast(half, plan, environment, manifest.origin).misses for half in halves)
-    assert best_of([forecast(half, plan, environment, manifest.origin) for half in halves]).misses == ()
+    assert merge_forecasts([forecast(half, plan, environment, manifest.origin) for half in halves]).misses == ()
 
 
 def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
@@ -257,8 +257,8 @@ def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
         "python": ".".join(there["python"].split(".")[:2]),
         "torch": f"{there['torch'].partition('+')[0]}+cu130",
     }
-    assert quick_factors(manifest, installed) == ()
-    (factor,) = quick_factors(manifest, {**installed, "triton": "1.0"})
+    assert version_differences(manifest, installed) == ()
+    (factor,) = version_differences(manifest, {**installed, "triton": "1.0"})
     assert (factor.name, factor.here, factor.there) == ("triton", "1.0", there["triton"])
 
 

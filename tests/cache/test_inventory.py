@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tcdeploy.cache.inventory import LEFTOVER_SECONDS, collect, kind_of, list_plans, usage
+from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
 from tcdeploy.cache import folder as cachedir
@@ -71,7 +71,7 @@ def test_plans_are_listed_by_their_last_start(three: tuple[Path, list[str]]) -> 
     entries = list_plans(folder)
     assert [entry.plan_key for entry in entries] == keys
     assert [round(entry.age_seconds / DAY) for entry in entries] == [1, 5, 30]
-    assert [(entry.files, entry.bytes, entry.own_bytes) for entry in entries] == [
+    assert [(entry.files, entry.bytes, entry.unique_bytes) for entry in entries] == [
         (2, 1500, 500), (2, 3000, 2000), (2, 1500, 500),
     ]  # fmt: skip
     first = entries[0]
@@ -88,14 +88,14 @@ def test_a_plan_from_a_bundle_and_one_not_started_again_are_told(small: Packed, 
 
 
 def test_an_empty_folder_holds_nothing(tmp_path: Path) -> None:
-    assert (list_plans(tmp_path), usage(tmp_path)) == ([], {})
+    assert (list_plans(tmp_path), usage_by_kind(tmp_path)) == ([], {})
 
 
 def test_a_damaged_manifest_is_an_error_and_not_a_plan_less(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     path = manifest_path(folder, keys[1])
     path.write_bytes(path.read_bytes()[:-3])
-    for look in (list_plans, usage, lambda folder: collect(folder, 0.0, None)):
+    for look in (list_plans, usage_by_kind, lambda folder: collect_garbage(folder, 0.0, None)):
         with pytest.raises(IntegrityError, match=keys[1]):
             look(folder)  # type: ignore[operator]
     assert len(contents(folder)) == 7, "nothing went"
@@ -104,10 +104,10 @@ def test_a_damaged_manifest_is_an_error_and_not_a_plan_less(three: tuple[Path, l
 def test_use_is_told_by_kind_the_largest_first(three: tuple[Path, list[str]]) -> None:
     folder, _ = three
     fill(folder, {"fxgraph/loser": 50, "triton/AB/loser.cubin": 70})
-    assert usage(folder) == {
+    assert usage_by_kind(folder) == {
         "compiled C++": (3, 3000), "Inductor's graphs": (1, 1000), "named by no plan": (2, 120),
     }  # fmt: skip
-    assert list(usage(folder)) == ["compiled C++", "Inductor's graphs", "named by no plan"]
+    assert list(usage_by_kind(folder)) == ["compiled C++", "Inductor's graphs", "named by no plan"]
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_looking_writes_nothing_even_where_nothing_can_be_written(
     folder, keys = three
     (folder / "leases").mkdir()
     before = listing(folder)
-    assert keys_in(folder) == keys and usage(folder) and not is_leased(folder, keys[0])
+    assert keys_in(folder) == keys and usage_by_kind(folder) and not is_leased(folder, keys[0])
     assert listing(folder) == before
     with mounted_tmpfs(tmp_path / "image") as image:
         subprocess.run(["cp", "-a", f"{folder}/.", str(image)], check=True)
@@ -148,14 +148,14 @@ def test_looking_writes_nothing_even_where_nothing_can_be_written(
 def test_without_a_wish_no_plan_goes(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     before = contents(folder)
-    removed = collect(folder, None, None)
-    assert (removed.plan_keys, removed.files, removed.bytes, removed.kept) == ((), 0, 0, ())
+    removed = collect_garbage(folder, None, None)
+    assert (removed.plan_keys, removed.files, removed.bytes, removed.retained) == ((), 0, 0, ())
     assert contents(folder) == before and keys_in(folder) == keys
 
 
 def test_the_old_ones_go_and_what_others_share_stays(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
-    removed = collect(folder, 3 * DAY, None)
+    removed = collect_garbage(folder, 3 * DAY, None)
     assert (set(removed.plan_keys), removed.files, removed.bytes) == (set(keys[1:]), 2, 2500)
     assert keys_in(folder) == keys[:1]
     assert set(contents(folder)) == {"6n/own-32.so", "fxgraph/shared", f"manifests/{keys[0]}.json"}
@@ -164,7 +164,7 @@ def test_the_old_ones_go_and_what_others_share_stays(three: tuple[Path, list[str
 
 def test_with_the_last_plan_the_shared_files_go_too(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
-    removed = collect(folder, 0.0, None)
+    removed = collect_garbage(folder, 0.0, None)
     assert (len(removed.plan_keys), removed.files, removed.bytes) == (3, 4, 4000)
     assert contents(folder) == {} and not (folder / "6n").exists(), "no empty folders are left"
 
@@ -177,16 +177,16 @@ def test_what_does_not_fit_goes_from_the_least_recently_used_on(
 ) -> None:
     """A plan counts with all its bytes, but what several share counts once: it goes with none of them."""
     folder, keys = three
-    removed = collect(folder, None, most)
+    removed = collect_garbage(folder, None, most)
     assert keys_in(folder) == keys[:stay] and set(removed.plan_keys) == set(keys[stay:])
 
 
 def test_a_dry_run_tells_the_same_and_removes_nothing(three: tuple[Path, list[str]]) -> None:
     folder, _ = three
     before = listing(folder)
-    told = collect(folder, 3 * DAY, None, is_dry_run=True)
+    told = collect_garbage(folder, 3 * DAY, None, is_dry_run=True)
     assert listing(folder) == before
-    assert collect(folder, 3 * DAY, None) == told and told.files == 2
+    assert collect_garbage(folder, 3 * DAY, None) == told and told.files == 2
 
 
 def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_ends(
@@ -196,13 +196,13 @@ def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_en
     with Child(HOLDER, folder, keys[2]) as child:
         assert child.line() == "ready"
         assert [entry.is_leased for entry in list_plans(folder)] == [False, False, True]
-        removed = collect(folder, 0.0, 0)
-        assert removed.kept == ((keys[2], "a process runs from it"),)
+        removed = collect_garbage(folder, 0.0, 0)
+        assert removed.retained == ((keys[2], "a process runs from it"),)
         assert keys_in(folder) == [keys[2]]
         assert {"6n/own-128.so", "fxgraph/shared"} <= set(contents(folder))
         assert len(verify_folder(folder, folder)) == 1
     assert not is_leased(folder, keys[2]), "killed, it holds nothing"
-    assert collect(folder, 0.0, 0).plan_keys == (keys[2],)
+    assert collect_garbage(folder, 0.0, 0).plan_keys == (keys[2],)
 
 
 def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tuple[Path, list[str]]) -> None:
@@ -212,7 +212,7 @@ def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tu
         child.line()
     lease = folder / "leases" / keys[2]
     before = lease.stat().st_ino
-    assert keys[2] in collect(folder, 0.0, None).plan_keys
+    assert keys[2] in collect_garbage(folder, 0.0, None).plan_keys
     assert lease.stat().st_ino == before
 
 
@@ -236,7 +236,7 @@ def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> Non
 def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     acquire_lease(str(folder), keys[0])
-    assert collect(folder, 0.0, None).kept == ((keys[0], "a process runs from it"),)
+    assert collect_garbage(folder, 0.0, None).retained == ((keys[0], "a process runs from it"),)
 
 
 def test_what_must_stay_counts_first_in_what_may_stay(three: tuple[Path, list[str]]) -> None:
@@ -244,7 +244,7 @@ def test_what_must_stay_counts_first_in_what_may_stay(three: tuple[Path, list[st
     folder, keys = three
     with Child(HOLDER, folder, keys[2]) as child:
         child.line()
-        assert collect(folder, None, 3999).plan_keys == (keys[1],)
+        assert collect_garbage(folder, None, 3999).plan_keys == (keys[1],)
     assert keys_in(folder) == [keys[0], keys[2]]
 
 
@@ -252,8 +252,8 @@ def test_a_plan_from_a_bundle_stays_whatever_its_age(small: Packed, keys: Keys, 
     unpack(small.bundle, tmp_path, keys.trusted)
     age(manifest_path(tmp_path, small.key), 1000)
     gone = key_of(add_plan(tmp_path, 64, days=1))
-    removed = collect(tmp_path, 0.0, 0)
-    assert removed.plan_keys == (gone,) and removed.kept == ((small.key, "a bundle put it there"),)
+    removed = collect_garbage(tmp_path, 0.0, 0)
+    assert removed.plan_keys == (gone,) and removed.retained == ((small.key, "a bundle put it there"),)
     assert len(verify_folder(tmp_path, keys.trusted)) == 1
 
 
@@ -263,8 +263,8 @@ def test_leftovers_go_when_they_are_old(three: tuple[Path, list[str]], hours: fl
     fill(folder, {"fxgraph/leftover": 40, "triton/XY/leftover.cubin": 60})
     for name in ("fxgraph/leftover", "triton/XY/leftover.cubin"):
         age(folder / name, hours / 24)
-    removed = collect(folder, None, None)
-    assert (removed.files, removed.bytes) == ((2, 100) if hours * 3600 > LEFTOVER_SECONDS else (0, 0))
+    removed = collect_garbage(folder, None, None)
+    assert (removed.files, removed.bytes) == ((2, 100) if hours * 3600 > LEFTOVER_AGE_SECONDS else (0, 0))
     assert (folder / "fxgraph/leftover").exists() == (hours < 24) and keys_in(folder) == keys
 
 
@@ -276,9 +276,9 @@ def test_old_leftovers_stay_while_anybody_runs(three: tuple[Path, list[str]], wh
     age(folder / "fxgraph/leftover", 10)
     with Child(HOLDER, folder, keys[0] if whose.endswith("here") else "0123456789abcdef") as child:
         child.line()
-        assert collect(folder, None, None).files == 0
+        assert collect_garbage(folder, None, None).files == 0
         assert (folder / "fxgraph/leftover").exists()
-    assert collect(folder, None, None).files == 1
+    assert collect_garbage(folder, None, None).files == 1
 
 
 def test_while_a_start_is_under_way_a_plan_may_go_and_its_files_wait(three: tuple[Path, list[str]]) -> None:
@@ -286,11 +286,11 @@ def test_while_a_start_is_under_way_a_plan_may_go_and_its_files_wait(three: tupl
     folder, keys = three
     with Child(HOLDER, folder, "0123456789abcdef") as child:
         child.line()
-        removed = collect(folder, 3 * DAY, None)
+        removed = collect_garbage(folder, 3 * DAY, None)
         assert (set(removed.plan_keys), removed.files) == (set(keys[1:]), 0)
         assert (folder / "6n/own-64.so").exists()
     age(folder / "6n/own-64.so", 2)
-    assert collect(folder, None, None).files == 1 and not (folder / "6n/own-64.so").exists()
+    assert collect_garbage(folder, None, None).files == 1 and not (folder / "6n/own-64.so").exists()
 
 
 def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
@@ -298,7 +298,7 @@ def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
     fill(folder, {"locks/x": 5, "bundles/y": 5, "fxgraph/.hidden": 5, "fxgraph/x.lock": 5})
     for name in ("locks/x", "bundles/y", "fxgraph/.hidden", "fxgraph/x.lock"):
         age(folder / name, 10)
-    assert collect(folder, None, None).files == 0
+    assert collect_garbage(folder, None, None).files == 0
 
 
 # The commands
@@ -356,7 +356,7 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("mine")
         os.utime(path, (0, 0))
-    removed = collect(tmp_path / "cache", 0.0, 0)
+    removed = collect_garbage(tmp_path / "cache", 0.0, 0)
     assert removed.files == len(manifest.files)
     assert all((tmp_path / "cache" / name).exists() for name in others)
     make_small(tmp_path / "cache")

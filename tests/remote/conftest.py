@@ -28,12 +28,12 @@ HTPASSWD = "user:$2b$04$vIV0jUhZz9huini/DJHIr.A51QNLkw/hdq5tAPP.hIw8n7ehY59b2\n"
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short waits, and no login of the machine's owner."""
-    monkeypatch.setattr(retry, "PAUSE_SECONDS", 0.02)
-    monkeypatch.setattr(retry, "READ_SECONDS", 3.0)
-    monkeypatch.setattr(retry, "CONNECT_SECONDS", 3.0)
-    monkeypatch.setattr(retry, "TOTAL_SECONDS", 60.0)
+    monkeypatch.setattr(retry, "BACKOFF_SECONDS", 0.02)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(retry, "CONNECT_TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 60.0)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in [name for name in os.environ if name.startswith(("AWS_", "FSSPEC_", "DOCKER_", "HF_"))]:
         monkeypatch.delenv(name)
@@ -62,11 +62,11 @@ def inbox(tmp_path: Path) -> Path:
     return folder
 
 
-class Together(NamedTuple):
+class ConcurrentRun(NamedTuple):
     results: list[Any]
 
     @classmethod
-    def run(cls, work: Callable[[], Any], times: int) -> Together:
+    def run(cls, work: Callable[[], Any], times: int) -> ConcurrentRun:
         """The work in so many threads at once; an error is a result too."""
         results: list[Any] = []
 

@@ -20,7 +20,7 @@ class Request(NamedTuple):
     authorization: str
 
 
-class Answered(NamedTuple):
+class FakeResponse(NamedTuple):
     """A fault: the answer that a store in trouble gives, in place of the true one."""
 
     status: int
@@ -44,7 +44,7 @@ class Drip(NamedTuple):
     seconds: float
 
 
-class Unsized(NamedTuple):
+class NoContentLength(NamedTuple):
     """A fault: the true body, without a word of how long it is, and something after it."""
 
     more: bytes = b""
@@ -56,8 +56,8 @@ class Wait(NamedTuple):
     barrier: threading.Barrier
 
 
-Fault = Answered | Cut | Stall | Drip | Unsized | Wait
-Chooser = Callable[[Request], Fault | None]
+Fault = FakeResponse | Cut | Stall | Drip | NoContentLength | Wait
+FaultSelector = Callable[[Request], Fault | None]
 
 
 class Proxy(ThreadingHTTPServer):
@@ -67,7 +67,7 @@ class Proxy(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.backend = backend
         self.requests: list[Request] = []
-        self.choose: Chooser = lambda request: None
+        self.choose: FaultSelector = lambda request: None
         self.one_at_a_time = threading.Lock()
         self.closing = threading.Event()
 
@@ -107,7 +107,7 @@ class Handler(BaseHTTPRequestHandler):
         if isinstance(fault, Stall):
             self.server.closing.wait(20)
             self.close_connection = True
-        elif isinstance(fault, Answered):
+        elif isinstance(fault, FakeResponse):
             self.answer(fault.status, list(fault.headers), fault.body, len(fault.body))
         elif isinstance(fault, Wait):
             fault.barrier.wait(20)
@@ -127,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
             length = response.getheader("Content-Length")
             kept = [(key, value) for key, value in response.getheaders() if key.lower() not in HOP_HEADERS]
             content = response.read()
-        if isinstance(fault, Unsized):
+        if isinstance(fault, NoContentLength):
             self.answer(response.status, kept, content + fault.more, None)
             return
         pieces: Iterator[bytes] = iter([content])

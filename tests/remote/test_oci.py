@@ -18,8 +18,8 @@ from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import oci, retry as retry
 from tcdeploy.remote.transfer import find, pull, push
 from tests.conftest import mounted_tmpfs
-from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, Together
-from tests.remote.faulty import Answered, Cut, Drip, Fault, Proxy, Request, Stall, Wait, proxy
+from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, ConcurrentRun
+from tests.remote.faulty import FakeResponse, Cut, Drip, Fault, Proxy, Request, Stall, Wait, proxy
 
 pytest.importorskip("requests")
 Make = Callable[..., Path]
@@ -63,7 +63,7 @@ def get_manifest(place: str, tag: str) -> dict[str, Any]:
 def test_what_was_pushed_is_what_is_pulled(place: str, make_bundle: Make, inbox: Path) -> None:
     file = make_bundle(3_000_000)
     pushed = push(file, place, PLAN)
-    assert (pushed.url, pushed.was_there) == (f"{place}/{PLAN}-{sha256(file)}.tcb", False)
+    assert (pushed.url, pushed.already_present) == (f"{place}/{PLAN}-{sha256(file)}.tcb", False)
     assert pull(pushed.url, inbox / "got.tcb").read_bytes() == file.read_bytes()
     assert [path.name for path in inbox.iterdir()] == ["got.tcb"]
 
@@ -72,10 +72,10 @@ def test_the_second_push_sends_nothing(place: str, front: Proxy, make_bundle: Ma
     file = make_bundle()
     push(file, place, PLAN)
     front.requests.clear()
-    assert push(file, place, PLAN).was_there
+    assert push(file, place, PLAN).already_present
     assert {request.method for request in front.requests} == {"GET", "HEAD"}
     front.requests.clear()
-    assert push(file, place, OTHER_PLAN).was_there is False, "another plan's tag"
+    assert push(file, place, OTHER_PLAN).already_present is False, "another plan's tag"
     assert sum(request.body_bytes for request in front.requests) < 2000, "its blob is there already"
 
 
@@ -85,8 +85,8 @@ def test_two_that_both_saw_a_free_tag_both_succeed(place: str, front: Proxy, mak
     front.choose = lambda request: (
         Wait(barrier) if (request.method, "manifests" in request.path) == ("PUT", True) else None
     )
-    results = Together.run(lambda: push(file, place, PLAN), 2).results
-    assert [result.was_there for result in results] == [False, False], results
+    results = ConcurrentRun.run(lambda: push(file, place, PLAN), 2).results
+    assert [result.already_present for result in results] == [False, False], results
     assert find(place, PLAN) == [results[0].url]
     assert pull(results[0].url, inbox / "got.tcb").read_bytes() == file.read_bytes()
 
@@ -111,7 +111,7 @@ def test_many_tags_come_in_pages(place: str, front: Proxy, make_bundle: Make) ->
             return None
         first = int(request.path.partition("last=")[2] or 0)
         following = (("Link", f'<{request.path.partition("?")[0]}?n=2&last={first + 2}>; rel="next"'),)
-        return Answered(200, json.dumps({"tags": tags[first : first + 2]}).encode(), following if first < 4 else ())
+        return FakeResponse(200, json.dumps({"tags": tags[first : first + 2]}).encode(), following if first < 4 else ())
 
     front.choose = choose
     assert set(find(place, PLAN)) == set(urls) and len(find(place, PLAN)) == 5
@@ -168,7 +168,7 @@ def test_a_blob_that_is_lost_is_pushed_again(place: str, registry: Registry, mak
     registry.blob(sha256(file)).unlink()
     with pytest.raises(NetworkError, match="nothing is there"):
         pull(url, inbox / "got.tcb")
-    assert push(file, place, PLAN).was_there is False
+    assert push(file, place, PLAN).already_present is False
     assert pull(url, inbox / "got.tcb").read_bytes() == file.read_bytes()
 
 
@@ -181,7 +181,7 @@ def test_a_disk_without_room_refuses_before_the_first_byte(place: str, make_bund
 
 
 @pytest.mark.parametrize("path", ["/blobs/", "/manifests/"])
-@pytest.mark.parametrize("fault", [Answered(500), Answered(429), Cut(100)], ids=str)
+@pytest.mark.parametrize("fault", [FakeResponse(500), FakeResponse(429), Cut(100)], ids=str)
 def test_a_registry_in_trouble_is_asked_again_but_not_for_ever(
     place: str, front: Proxy, make_bundle: Make, inbox: Path, fault: Fault, path: str
 ) -> None:
@@ -194,11 +194,11 @@ def test_a_registry_in_trouble_is_asked_again_but_not_for_ever(
     with pytest.raises(NetworkError, match="tried 4 times") as caught:
         pull(url, inbox / "got.tcb")
     assert caught.value.exit_code == 8 and url in caught.value.message
-    assert front.count("GET", path) == retry.ATTEMPTS
+    assert front.count("GET", path) == retry.MAX_ATTEMPTS
     assert list(inbox.iterdir()) == []
 
 
-@pytest.mark.parametrize("fault", [Answered(500), Cut(0)], ids=str)
+@pytest.mark.parametrize("fault", [FakeResponse(500), Cut(0)], ids=str)
 @pytest.mark.parametrize("path", ["/uploads/", "/manifests/"])
 def test_a_push_through_errors_arrives(
     place: str, front: Proxy, make_bundle: Make, inbox: Path, fault: Fault, path: str
@@ -214,8 +214,8 @@ def test_a_slow_registry_is_given_up_on(
     place: str, front: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     url = push(make_bundle(5000), place, PLAN).url
-    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
     front.fail(fault, method="GET", path="/blobs/")
     start = time.monotonic()
     with pytest.raises(NetworkError, match="did not answer as it should"):
@@ -282,11 +282,11 @@ class TokenGate:
         if request.path.startswith("/token"):
             right = "Basic " + base64.b64encode(b"user:secret").decode()
             asked = "scope=repository%3Aguarded%3Apull%2Cpush" in request.path and "service=here" in request.path
-            return Answered(200, b'{"token": "given"}') if request.authorization == right and asked else Answered(401)
+            return FakeResponse(200, b'{"token": "given"}') if request.authorization == right and asked else FakeResponse(401)
         if request.authorization == "Bearer given":
             return None
         wants = f'Bearer realm="http://{self.front.host}/token",service="here",scope="{self.scope}"'
-        return Answered(401, headers=(("WWW-Authenticate", wants),))
+        return FakeResponse(401, headers=(("WWW-Authenticate", wants),))
 
 
 @pytest.mark.parametrize("login", ["user:secret", "user:wrong"])
@@ -318,7 +318,7 @@ def test_a_login_is_not_carried_to_another_host(
     """A registry that sends the upload elsewhere sends it without the password."""
     with proxy(guarded_registry.port) as front, proxy(registry.port) as stranger:
         log_in(monkeypatch, tmp_path / "docker", front.host, "user:secret")
-        elsewhere = Answered(202, headers=(("Location", f"http://{stranger.host}/v2/guarded/blobs/uploads/1"),))
+        elsewhere = FakeResponse(202, headers=(("Location", f"http://{stranger.host}/v2/guarded/blobs/uploads/1"),))
         front.fail(elsewhere, method="POST")
         with pytest.raises(NetworkError):
             push(make_bundle(), f"oci://{front.host}/guarded", PLAN)

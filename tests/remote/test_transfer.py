@@ -18,10 +18,10 @@ import pytest
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
 from tcdeploy.remote import retry as retry, transfer
 from tcdeploy.remote.address import Address
-from tcdeploy.remote.transfer import find, pull, push, shown
+from tcdeploy.remote.transfer import find, pull, push, redacted
 from tests.conftest import mounted_tmpfs
-from tests.remote.conftest import OTHER_PLAN, PLAN, Together
-from tests.remote.faulty import Answered, Cut, Drip, Proxy, Stall, Unsized, Wait
+from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun
+from tests.remote.faulty import FakeResponse, Cut, Drip, Proxy, Stall, NoContentLength, Wait
 
 Make = Callable[..., Path]
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
@@ -54,7 +54,7 @@ def name_for(file: Path, plan: str = PLAN) -> str:
 def test_what_was_pushed_is_what_is_pulled(place: str, make_bundle: Make, inbox: Path) -> None:
     file = make_bundle(3_000_000)
     pushed = push(file, place, PLAN)
-    assert (pushed.url, pushed.bytes, pushed.was_there) == (f"{place}/{name_for(file)}", 3_000_000, False)
+    assert (pushed.url, pushed.bytes, pushed.already_present) == (f"{place}/{name_for(file)}", 3_000_000, False)
     assert pull(pushed.url, inbox / "got.tcb") == inbox / "got.tcb"
     assert (inbox / "got.tcb").read_bytes() == file.read_bytes()
     assert [path.name for path in inbox.iterdir()] == ["got.tcb"]
@@ -62,13 +62,13 @@ def test_what_was_pushed_is_what_is_pulled(place: str, make_bundle: Make, inbox:
 
 def test_the_second_push_says_that_it_was_there(place: str, make_bundle: Make) -> None:
     file = make_bundle()
-    assert [push(file, f"{place}/", PLAN).was_there for _ in range(3)] == [False, True, True]
-    assert push(file, place, OTHER_PLAN).was_there is False, "a plan's bundle is its own, whatever its bytes"
+    assert [push(file, f"{place}/", PLAN).already_present for _ in range(3)] == [False, True, True]
+    assert push(file, place, OTHER_PLAN).already_present is False, "a plan's bundle is its own, whatever its bytes"
 
 
 def test_jobs_that_push_the_same_bytes_at_once_all_succeed(place: str, make_bundle: Make, inbox: Path) -> None:
     file = make_bundle()
-    results = Together.run(lambda: push(file, place, PLAN), 6).results
+    results = ConcurrentRun.run(lambda: push(file, place, PLAN), 6).results
     assert [result.url for result in results] == [f"{place}/{name_for(file)}"] * 6, results
     assert find(place, PLAN) == [results[0].url], "one bundle, and no temporary"
     assert pull(results[0].url, inbox / "got.tcb").read_bytes() == file.read_bytes()
@@ -132,8 +132,8 @@ def test_the_newest_bundle_comes_first(tmp_path: Path, make_bundle: Make) -> Non
 
 def test_exactly_one_of_many_jobs_writes(tmp_path: Path, make_bundle: Make) -> None:
     file = make_bundle()
-    results = Together.run(lambda: push(file, str(tmp_path / "stored"), PLAN), 12).results
-    assert sorted(result.was_there for result in results) == [False] + [True] * 11
+    results = ConcurrentRun.run(lambda: push(file, str(tmp_path / "stored"), PLAN), 12).results
+    assert sorted(result.already_present for result in results) == [False] + [True] * 11
     assert len(list((tmp_path / "stored").iterdir())) == 1
 
 
@@ -145,7 +145,7 @@ def test_a_file_system_without_hard_links_serves_too(
 
     monkeypatch.setattr(os, "link", refuse)
     file = make_bundle()
-    assert [push(file, str(tmp_path / "stored"), PLAN).was_there for _ in range(2)] == [False, True]
+    assert [push(file, str(tmp_path / "stored"), PLAN).already_present for _ in range(2)] == [False, True]
     assert [path.name for path in (tmp_path / "stored").iterdir()] == [name_for(file)]
 
 
@@ -174,7 +174,7 @@ def test_a_disk_that_fills_up_on_the_way_is_left_clean(
 ) -> None:
     """The server does not say how long the bundle is, so nothing can be refused before."""
     url = put_on(web, make_bundle(size))
-    web[0].fail(Unsized())
+    web[0].fail(NoContentLength())
     with mounted_tmpfs(tmp_path / "small", "-o", "size=1m") as folder:
         with pytest.raises(SpaceError, match=f"the disk of {folder} is full"):
             pull(url, folder / "got.tcb")
@@ -204,7 +204,7 @@ def test_a_push_that_finds_its_bytes_uploads_none(s3: Proxy, make_bundle: Make) 
     push(file, "s3://bucket/deep", PLAN)
     assert s3.count("PUT") == 1
     s3.requests.clear()
-    assert push(file, "s3://bucket/deep", PLAN).was_there
+    assert push(file, "s3://bucket/deep", PLAN).already_present
     assert {request.method for request in s3.requests} == {"HEAD", "GET"}
     assert sum(request.body_bytes for request in s3.requests) == 0
 
@@ -219,8 +219,8 @@ def test_s3_keeps_the_first_of_two_writers_that_both_saw_a_free_name(
     path = ".tcb" if method == "PUT" else "uploadId="
     barrier = threading.Barrier(2)
     s3.choose = lambda request: Wait(barrier) if request.method == method and path in request.path else None
-    results = Together.run(lambda: push(file, "s3://bucket/deep", PLAN), 2).results
-    assert sorted(result.was_there for result in results) == [False, True], results
+    results = ConcurrentRun.run(lambda: push(file, "s3://bucket/deep", PLAN), 2).results
+    assert sorted(result.already_present for result in results) == [False, True], results
     s3.choose = lambda request: None
     assert pull(results[0].url, inbox / "got.tcb").read_bytes() == file.read_bytes()
 
@@ -241,14 +241,14 @@ def test_a_writer_that_comes_too_late_never_overwrites(s3: Proxy, s3_client: Any
 
 
 def test_a_failed_upload_in_parts_leaves_none_of_them(s3: Proxy, s3_client: Any, make_bundle: Make) -> None:
-    s3.fail(Answered(500), method="PUT", path="partNumber=3")
+    s3.fail(FakeResponse(500), method="PUT", path="partNumber=3")
     with pytest.raises(NetworkError, match="tried 4 times: it answered 500"):
         push(make_bundle(40_000_000), "s3://bucket/deep", PLAN)
     assert "Uploads" not in s3_client.list_multipart_uploads(Bucket="bucket")
     assert "Contents" not in s3_client.list_objects_v2(Bucket="bucket")
 
 
-@pytest.mark.parametrize("fault", [Answered(500), Answered(503, SLOW_DOWN), Cut(1000)], ids=str)
+@pytest.mark.parametrize("fault", [FakeResponse(500), FakeResponse(503, SLOW_DOWN), Cut(1000)], ids=str)
 def test_s3_in_trouble_is_asked_again_but_not_for_ever(s3: Proxy, make_bundle: Make, inbox: Path, fault: Any) -> None:
     file = make_bundle()
     url = push(file, "s3://bucket/deep", PLAN).url
@@ -259,15 +259,15 @@ def test_s3_in_trouble_is_asked_again_but_not_for_ever(s3: Proxy, make_bundle: M
     with pytest.raises(NetworkError, match="tried 4 times") as caught:
         pull(url, inbox / "got.tcb")
     assert caught.value.exit_code == 8 and url in caught.value.message and caught.value.hint
-    assert s3.count("GET") == retry.ATTEMPTS, "the library's own attempts do not multiply with ours"
+    assert s3.count("GET") == retry.MAX_ATTEMPTS, "the library's own attempts do not multiply with ours"
     assert list(inbox.iterdir()) == []
 
 
 def test_a_push_through_errors_arrives(s3: Proxy, make_bundle: Make, inbox: Path) -> None:
     file = make_bundle()
-    s3.fail(Answered(500), times=2, method="PUT")
+    s3.fail(FakeResponse(500), times=2, method="PUT")
     pushed = push(file, "s3://bucket/deep", PLAN)
-    assert pushed.was_there is False and s3.count("PUT") == 3
+    assert pushed.already_present is False and s3.count("PUT") == 3
     assert pull(pushed.url, inbox / "got.tcb").read_bytes() == file.read_bytes()
 
 
@@ -286,7 +286,7 @@ def test_an_expired_login_is_said_at_once(s3: Proxy, make_bundle: Make, inbox: P
     """A HEAD has no body, so S3 says no more than 400 there, and s3fs asks by a list as well: two requests then."""
     file = make_bundle()
     url = push(file, "s3://bucket/deep", PLAN).url
-    s3.fail(Answered(status, body))
+    s3.fail(FakeResponse(status, body))
     for work in (
         lambda: push(file, "s3://bucket/deep", PLAN),
         lambda: pull(url, inbox / "got.tcb"),
@@ -320,8 +320,8 @@ def test_a_bucket_that_does_not_exist_is_no_empty_folder(s3: Proxy, make_bundle:
 def test_a_slow_s3_is_given_up_on(
     s3: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
     url = push(make_bundle(5000), "s3://bucket/deep", PLAN).url
     s3.fail(fault, method="GET")
     start = time.monotonic()
@@ -335,7 +335,7 @@ def test_a_slow_s3_is_given_up_on(
 def test_one_silent_answer_is_not_waited_for_longer_than_a_read_may_take(
     store: str, request: pytest.FixtureRequest, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "READ_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.5)
     file = make_bundle()
     proxy = request.getfixturevalue(store) if store == "s3" else request.getfixturevalue(store)[0]
     url = push(file, "s3://bucket/deep", PLAN).url if store == "s3" else put_on(request.getfixturevalue(store), file)
@@ -348,7 +348,7 @@ def test_one_silent_answer_is_not_waited_for_longer_than_a_read_may_take(
 # HTTP: what somebody put on a web server can be pulled
 
 
-@pytest.mark.parametrize("fault", [Answered(500), Answered(429), Cut(100_000), Cut(0)], ids=str)
+@pytest.mark.parametrize("fault", [FakeResponse(500), FakeResponse(429), Cut(100_000), Cut(0)], ids=str)
 def test_a_web_server_in_trouble_is_asked_again_but_not_for_ever(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, fault: Any
 ) -> None:
@@ -361,7 +361,7 @@ def test_a_web_server_in_trouble_is_asked_again_but_not_for_ever(
     (inbox / "got.tcb").unlink()
     with pytest.raises(NetworkError, match="tried 4 times"):
         pull(url, inbox / "got.tcb")
-    assert web[0].count("GET") == retry.ATTEMPTS
+    assert web[0].count("GET") == retry.MAX_ATTEMPTS
     assert list(inbox.iterdir()) == []
 
 
@@ -370,7 +370,7 @@ def test_a_web_server_that_says_no_is_asked_once(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, status: int, words: str
 ) -> None:
     url = put_on(web, make_bundle())
-    web[0].fail(Answered(status))
+    web[0].fail(FakeResponse(status))
     with pytest.raises(NetworkError, match=words):
         pull(url, inbox / "got.tcb")
     assert len(web[0].requests) == 1
@@ -381,8 +381,8 @@ def test_a_slow_web_server_is_given_up_on(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     url = put_on(web, make_bundle(5000))
-    monkeypatch.setattr(retry, "READ_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
     web[0].fail(fault)
     start = time.monotonic()
     with pytest.raises(NetworkError, match="did not answer as it should"):
@@ -403,7 +403,7 @@ def test_a_body_that_unpacks_beyond_what_was_announced_is_cut_off(
 ) -> None:
     url = put_on(web, make_bundle())
     bomb = gzip.compress(b"\0" * 50_000_000)
-    web[0].fail(Answered(200, bomb, (("Content-Encoding", "gzip"),)))
+    web[0].fail(FakeResponse(200, bomb, (("Content-Encoding", "gzip"),)))
     with pytest.raises(IntegrityError, match=f"it goes on after the {len(bomb)} bytes"):
         pull(url, inbox / "got.tcb")
     assert list(inbox.iterdir()) == []
@@ -413,10 +413,10 @@ def test_a_body_beyond_the_most_is_cut_off_announced_or_not(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = put_on(web, make_bundle())
-    monkeypatch.setattr(transfer, "MOST_BYTES", 200_000)
+    monkeypatch.setattr(transfer, "MAX_BUNDLE_BYTES", 200_000)
     with pytest.raises(IntegrityError, match="it has 300000 bytes, and a bundle has 200000 at most"):
         pull(url, inbox / "got.tcb")
-    web[0].fail(Unsized())
+    web[0].fail(NoContentLength())
     with pytest.raises(IntegrityError, match="it goes on after the 200000 bytes"):
         pull(url, inbox / "got.tcb")
     assert list(inbox.iterdir()) == []
@@ -427,9 +427,9 @@ def test_a_bundle_without_a_length_is_checked_by_its_digest(
 ) -> None:
     file = make_bundle()
     url = put_on(web, file)
-    web[0].fail(Unsized())
+    web[0].fail(NoContentLength())
     assert pull(url, inbox / "got.tcb").read_bytes() == file.read_bytes()
-    web[0].fail(Unsized(b"and more"))
+    web[0].fail(NoContentLength(b"and more"))
     with pytest.raises(IntegrityError, match="its sha256 is"):
         pull(url, inbox / "more.tcb")
     assert [path.name for path in inbox.iterdir()] == ["got.tcb"]
@@ -451,7 +451,7 @@ def test_no_message_holds_a_secret(web: tuple[Proxy, Path], make_bundle: Make, i
     url = bare.replace("http://", "http://some:hunter2@") + "?X-Amz-Signature=f00d"
     assert pull(url, inbox / "got.tcb").read_bytes() == file.read_bytes()
     assert any("f00d" in request.path for request in web[0].requests), "the store is given them"
-    for fault in (Answered(403), Answered(500), Cut(5), Answered(404)):
+    for fault in (FakeResponse(403), FakeResponse(500), Cut(5), FakeResponse(404)):
         web[0].fail(fault)
         with pytest.raises(NetworkError) as caught:
             pull(url, inbox / "got.tcb")
@@ -460,7 +460,7 @@ def test_no_message_holds_a_secret(web: tuple[Proxy, Path], make_bundle: Make, i
     with pytest.raises(NetworkError) as caught:
         find("ftp://some:hunter2@127.0.0.1:1/deep", PLAN)
     assert "ftp://127.0.0.1:1/deep" in caught.value.message and "hunter2" not in caught.value.message
-    assert shown(url) == bare
+    assert redacted(url) == bare
 
 
 def test_a_foreign_message_is_scrubbed_of_this_urls_secrets_and_any_others() -> None:
