@@ -17,7 +17,7 @@ import importlib
 
 __version__ = "0.2.0"
 
-OFFERED = {
+LAZY_EXPORTS = {
     "Engine": "tcdeploy.engine.engine",
     "NewToken": "tcdeploy.engine.engine",
     "Recipe": "tcdeploy.planning.recipe",
@@ -27,6 +27,6 @@ OFFERED = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in OFFERED:
+    if name not in LAZY_EXPORTS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(OFFERED[name]), name)
+    return getattr(importlib.import_module(LAZY_EXPORTS[name]), name)

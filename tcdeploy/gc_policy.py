@@ -10,22 +10,22 @@ from __future__ import annotations
 
 import gc
 
-STARTING = 50_000  # new objects before the young ones are looked at; Python's own are 700, from 3.13 on 2,000
-_before: tuple[int, int, int] | None = None  # what was set when a start was expected
+STARTUP_THRESHOLD = 50_000  # new objects before the young ones are looked at; Python's own are 700, from 3.13 on 2,000
+_saved_threshold: tuple[int, int, int] | None = None  # what was set when a start was expected
 
 
 def relax_gc_for_startup() -> None:
     """Look seldom, until `freeze_gc_after_startup`."""
-    global _before
-    _before = _before or gc.get_threshold()
-    gc.set_threshold(STARTING, *_before[1:])
+    global _saved_threshold
+    _saved_threshold = _saved_threshold or gc.get_threshold()
+    gc.set_threshold(STARTUP_THRESHOLD, *_saved_threshold[1:])
 
 
 def freeze_gc_after_startup() -> None:
     """What stands now is to stay, so it is never visited again; what comes is looked at as it was before."""
-    global _before
+    global _saved_threshold
     gc.collect()
     gc.freeze()
-    if _before is not None:
-        gc.set_threshold(*_before)
-        _before = None
+    if _saved_threshold is not None:
+        gc.set_threshold(*_saved_threshold)
+        _saved_threshold = None

@@ -52,11 +52,11 @@ from tcdeploy.models.load import config_to_dict, load_config, load_model, load_t
 from tcdeploy.models.probe import probe
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.planning.plan import Plan, make_plan
-from tcdeploy.progress import Progress, Silent
+from tcdeploy.progress import Progress, NullProgress
 from tcdeploy.planning.recipe import Recipe
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
-_starts = 0  # of this process
+_prepare_calls = 0  # of this process
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,10 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     Python's garbage collector spares from then on what this process holds at the end (`gc.freeze`). Whoever drops a
     deployment and wants its memory back calls `gc.unfreeze()` and `gc.collect()`; the next `prepare` does so too.
     """
-    global _starts
-    _starts += 1
-    progress = progress or Silent()
-    stages = _Stages(progress)
+    global _prepare_calls
+    _prepare_calls += 1
+    progress = progress or NullProgress()
+    stages = _StageTimer(progress)
     if gc.get_freeze_count():  # an earlier deployment of this process may be garbage by now, and hold memory
         gc.unfreeze()
         gc.collect()
@@ -123,22 +123,22 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         layers = find_layers(runner.model, architecture)
         head_modules = find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
         compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
-        known = _known(decided, earlier)
+        known = _earlier_results(decided, earlier)
         with FileAccessTracker(cache_dir).track() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
         freeze_gc_after_startup()
     with stages.stage("record"):
-        files = _record_files(decided, cache_dir, used, earlier)
+        files = _hash_used_files(decided, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = decided.environment, origin_of(decided)
     manifest = make_manifest(
-        plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_start()
+        plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_prepare()
     )
     write_manifest(manifest_path(cache_dir, plan.key), manifest)
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
 
 
-def _known(decided: Decided, earlier: Manifest | None) -> PreviousRun:
+def _earlier_results(decided: Decided, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
         return PreviousRun()
     here, there = origin_of(decided), earlier.origin
@@ -152,7 +152,7 @@ def origin_of(decided: Decided) -> Origin:
     return make_origin(decided.recipe, config_to_dict(decided.config), sources_digest(), torch_settings())
 
 
-def _record_files(
+def _hash_used_files(
     decided: Decided, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
 ) -> tuple[FileRecord, ...]:
     """What this start used of the cache folder, hashed; the compiler's answers among it, if it made any of that.
@@ -161,15 +161,15 @@ def _record_files(
     """
     known = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN_DIR)] if earlier else []
     compiler = known[0] if known else toolchain.save_toolchain(cache_dir)
-    before = [file.path for file in earlier.files] if earlier and not _is_first_start() else []
+    before = [file.path for file in earlier.files] if earlier and not _is_first_prepare() else []
     return hash_files(cache_dir, {*used.paths(), *before, *([compiler] if compiler else [])})
 
 
-def _is_first_start() -> bool:
-    return _starts == 1
+def _is_first_prepare() -> bool:
+    return _prepare_calls == 1
 
 
-def release() -> None:
+def release_memory() -> None:
     """Give back what dropped deployments held: device memory, programs, and what the collector was told to spare."""
     torch._dynamo.reset()
     gc.unfreeze()
@@ -188,31 +188,31 @@ def _workspace_bytes(plan: Plan) -> int | None:
     return total - free - plan.weight_bytes - plan.kv_bytes
 
 
-def decide(recipe: Recipe, progress: Progress | None = None, stages: _Stages | None = None) -> Decided:
+def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> Decided:
     """Everything that can be decided without weights; what `--dry-run` prints."""
-    progress = progress or Silent()
-    stages = stages or _Stages(progress)
+    progress = progress or NullProgress()
+    stages = stages or _StageTimer(progress)
     with stages.stage("decide"):
         environment = detect_environment()
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
         decided = Decided(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
         if not environment.compiler and toolchain.is_compiler_missing():
-            decided = _with_recorded_compiler(decided)
+            decided = _with_cached_toolchain(decided)
     progress.planned(decided.plan)
     return decided
 
 
-def _with_recorded_compiler(decided: Decided) -> Decided:
+def _with_cached_toolchain(decided: Decided) -> Decided:
     """Without a C++ compiler: as if there were the one that made the plan's programs in the cache, if one did."""
     for recorded in toolchain.load_toolchains(decided.plan.cache_dir):
-        found = with_compiler(decided, recorded.version)
+        found = with_cxx_compiler(decided, recorded.version)
         if manifest_path(found.plan.cache_dir, found.plan.key).is_file():
             return dataclasses.replace(found, toolchain=recorded)
     return decided
 
 
-def with_compiler(decided: Decided, version: str) -> Decided:
+def with_cxx_compiler(decided: Decided, version: str) -> Decided:
     """What would be decided if the C++ compiler were this one."""
     environment = dataclasses.replace(decided.environment, compiler=version)
     plan = make_plan(decided.recipe, environment, decided.architecture)
@@ -248,7 +248,7 @@ def _regions(model: PreTrainedModel, decided: Decided) -> list[torch.nn.Module]:
 
 
 @dataclass
-class _Stages:
+class _StageTimer:
     """Seconds per stage, in order."""
 
     progress: Progress

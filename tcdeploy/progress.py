@@ -21,7 +21,7 @@ class Progress(Protocol):
     def bucket_finished(self, record: BucketRecord) -> None: ...
 
 
-class Silent:
+class NullProgress:
     """For a library caller that wants no reports."""
 
     def stage(self, name: str) -> None:

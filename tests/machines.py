@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tcdeploy.planning.architecture import Architecture, AttentionFacts
+from tcdeploy.planning.architecture import Architecture, AttentionSpec
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Decision, Plan
 from tcdeploy.planning.recipe import Recipe
@@ -49,27 +49,27 @@ LAPTOP = replace(
 )
 
 
-def attentions(layers: int, **facts: Any) -> tuple[AttentionFacts, ...]:
+def attention_layers(layers: int, **facts: Any) -> tuple[AttentionSpec, ...]:
     """Equal attention blocks, by default those of Llama 8B: 32 heads of 128 over 8 kv heads, nothing special."""
     plain = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "window": 0, "softcap": 0.0}
     return tuple(
-        AttentionFacts(path=f"model.layers.{layer}.self_attn", **{**plain, "has_sinks": False, **facts})
+        AttentionSpec(path=f"model.layers.{layer}.self_attn", **{**plain, "has_sinks": False, **facts})
         for layer in range(layers)
     )
 
 
-LLAMA_8B = Architecture("llama", "LlamaForCausalLM", 8_030_261_248, 131072, 128256, "bfloat16", attentions(32))
+LLAMA_8B = Architecture("llama", "LlamaForCausalLM", 8_030_261_248, 131072, 128256, "bfloat16", attention_layers(32))
 GEMMA_2_9B = Architecture(  # soft-capped scores
     "gemma2", "Gemma2ForCausalLM", 9_241_705_984, 8192, 256000, "bfloat16",
-    attentions(42, heads=16, head_dim=256, v_head_dim=256, softcap=50.0),
+    attention_layers(42, heads=16, head_dim=256, v_head_dim=256, softcap=50.0),
 )  # fmt: skip
 GPT_OSS_20B = Architecture(  # attention sinks
     "gpt_oss", "GptOssForCausalLM", 20_914_757_184, 131072, 201088, "bfloat16",
-    attentions(24, heads=64, head_dim=64, v_head_dim=64, has_sinks=True),
+    attention_layers(24, heads=64, head_dim=64, v_head_dim=64, has_sinks=True),
 )  # fmt: skip
 DEEPSEEK_LITE = Architecture(  # keys wider than values
     "deepseek_v2", "DeepseekV2ForCausalLM", 15_706_484_224, 163840, 102400, "bfloat16",
-    attentions(27, heads=16, kv_heads=16, head_dim=192, v_head_dim=128),
+    attention_layers(27, heads=16, kv_heads=16, head_dim=192, v_head_dim=128),
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.gc_policy import STARTING, relax_gc_for_startup, freeze_gc_after_startup
+from tcdeploy.gc_policy import STARTUP_THRESHOLD, relax_gc_for_startup, freeze_gc_after_startup
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def test_after_a_start_it_looks_as_before() -> None:
     gc.set_threshold(900, 9, 8)
     relax_gc_for_startup()
     relax_gc_for_startup()
-    assert gc.get_threshold() == (STARTING, 9, 8)
+    assert gc.get_threshold() == (STARTUP_THRESHOLD, 9, 8)
     freeze_gc_after_startup()
     assert gc.get_threshold() == (900, 9, 8) and gc.get_freeze_count() > 0
 

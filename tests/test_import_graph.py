@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
-ORDER = (  # from the ground up; what stands together in one storey does not import each other
+LAYERS = (  # from the ground up; what stands together in one storey does not import each other
     {"errors", "collector"},
     {"recipe", "environment", "architecture", "candidate"},
     {"capability", "memory"},
@@ -35,18 +35,18 @@ ORDER = (  # from the ground up; what stands together in one storey does not imp
     {"cli"},
     {"__main__"},
 )
-STOREY = {name: number for number, names in enumerate(ORDER) for name in names}
-DECIDING = (
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
+TORCH_FREE = (
     "errors", "collector", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan",
     "progress", "cache.contents", "cache.manifest", "cache.toolchain", "cache.folder", "engine.sequence",
     "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol", "server.validation", "server.admission",
     "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
 )  # fmt: skip
-HEAVY = ("torch", "transformers", "rich")
+SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
 HELP_SECONDS = 0.4
-NAMELESS = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
+VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
 
 
 class Import(NamedTuple):
@@ -114,7 +114,7 @@ def inner_imports(root: Path) -> list[tuple[str, str, int]]:
     return found
 
 
-def room(module: str) -> str:
+def top_level_name(module: str) -> str:
     return module.partition(".")[0]
 
 
@@ -122,7 +122,7 @@ def upward_imports(root: Path) -> list[str]:
     return [
         f"{importer}:{line} imports {imported}"
         for importer, imported, line in inner_imports(root)
-        if imported and room(importer) != room(imported) and STOREY[room(imported)] >= STOREY[room(importer)]
+        if imported and top_level_name(importer) != top_level_name(imported) and LAYER_OF[top_level_name(imported)] >= LAYER_OF[top_level_name(importer)]
     ]
 
 
@@ -151,14 +151,14 @@ def importers_of(root: Path, distribution: str) -> set[str]:
     return {item.importer for item in imports_of(root) if item.target.split(".")[0] == distribution}
 
 
-def speakers(root: Path) -> list[str]:
+def modules_that_print(root: Path) -> list[str]:
     """Modules below cli/ that print, or write to stdout or stderr."""
     found = []
     for name, tree in modules_of(root).items():
         for node in ast.walk(tree):
             is_print = isinstance(node, ast.Name) and node.id == "print"
             is_stream = isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
-            if room(name) != "cli" and (is_print or is_stream):
+            if top_level_name(name) != "cli" and (is_print or is_stream):
                 found.append(f"{name}:{node.lineno}")
     return found
 
@@ -180,7 +180,7 @@ def without_docstring(root: Path) -> list[str]:
 
 
 def test_every_room_has_its_storey() -> None:
-    unknown = {room(name) for name in modules_of(ROOT) if name} - set(STOREY)
+    unknown = {top_level_name(name) for name in modules_of(ROOT) if name} - set(LAYER_OF)
     assert not unknown, f"give {unknown} a place in ORDER, and in the design"
     assert len(modules_of(ROOT)) > 30
 
@@ -195,7 +195,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_models_and_attention_do_not_know_each_other() -> None:
-    pairs = {(room(importer), room(imported)) for importer, imported, _ in inner_imports(ROOT)}
+    pairs = {(top_level_name(importer), top_level_name(imported)) for importer, imported, _ in inner_imports(ROOT)}
     assert not pairs & {("models", "attention"), ("attention", "models")}
 
 
@@ -206,7 +206,7 @@ def test_packages_import_nothing_when_one_of_their_modules_is_imported() -> None
 
 
 def test_the_package_itself_imports_what_it_offers_only_when_asked() -> None:
-    done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {HEAVY} if name in sys.modules])")
+    done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split()) == (0, [])
     done = run("-c", f"from {PACKAGE} import Engine, Recipe, SamplingParams, prepare; print(Engine.__module__)")
     assert (done.returncode, done.stdout.strip()) == (0, f"{PACKAGE}.engine.engine")
@@ -218,7 +218,7 @@ def test_only_the_display_imports_rich() -> None:
 
 
 def test_nothing_below_the_cli_speaks() -> None:
-    assert speakers(ROOT) == []
+    assert modules_that_print(ROOT) == []
 
 
 def test_every_module_says_what_it_is_for() -> None:
@@ -231,7 +231,7 @@ def test_no_except_is_bare() -> None:
 
 def test_no_file_is_named_after_nothing() -> None:
     names = {part for path in (ROOT / PACKAGE).rglob("*") for part in path.relative_to(ROOT).with_suffix("").parts}
-    assert not names & NAMELESS
+    assert not names & VAGUE_NAMES
     assert "errors" in names
 
 
@@ -241,13 +241,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_deciding_half_imports_no_torch() -> None:
-    modules = ", ".join(f"{PACKAGE}.{name}" for name in DECIDING)
-    done = run("-c", f"import sys, {modules}; print(*[name for name in {HEAVY} if name in sys.modules])")
+    modules = ", ".join(f"{PACKAGE}.{name}" for name in TORCH_FREE)
+    done = run("-c", f"import sys, {modules}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
 def test_the_server_binds_its_socket_before_it_imports_what_takes_long() -> None:
-    slow = (*HEAVY, "numpy")
+    slow = (*SLOW_IMPORTS, "numpy")
     done = run("-c", f"import sys, {PACKAGE}.server.run; print(*[name for name in {slow} if name in sys.modules])")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
@@ -262,7 +262,7 @@ def test_the_server_binds_its_socket_before_it_imports_what_takes_long() -> None
 def test_answers_that_need_no_model_import_neither_torch_nor_transformers_nor_rich(arguments: tuple[str, ...]) -> None:
     imported = imported_by(*arguments)
     assert {PACKAGE, "typer", "yaml"} <= imported
-    assert not imported & {*HEAVY, "numpy"}
+    assert not imported & {*SLOW_IMPORTS, "numpy"}
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "gc"])
@@ -321,20 +321,20 @@ def build(root: Path, sources: dict[str, str]) -> Path:
     ],
 )
 def test_an_upward_import_is_found_however_it_is_written(source: str, tmp_path: Path) -> None:
-    house = build(tmp_path, {"__init__.py": "", "plan.py": "", "recipe.py": source})
-    [found] = upward_imports(house)
+    package = build(tmp_path, {"__init__.py": "", "plan.py": "", "recipe.py": source})
+    [found] = upward_imports(package)
     assert found.startswith("recipe:") and found.endswith("imports plan")
 
 
 def test_an_upward_import_is_found_from_inside_a_package_too(tmp_path: Path) -> None:
     sources = {"__init__.py": "", "cli/__init__.py": "", "cli/app.py": "", "engine/__init__.py": ""}
     for importing in ("from ..cli import app", "from tcdeploy.cli.app import main"):
-        house = build(tmp_path, {**sources, "engine/step.py": importing})
-        assert upward_imports(house) == ["engine.step:1 imports cli.app"]
+        package = build(tmp_path, {**sources, "engine/step.py": importing})
+        assert upward_imports(package) == ["engine.step:1 imports cli.app"]
 
 
 def test_neighbours_in_one_storey_may_not_import_each_other_but_rooms_of_one_package_may(tmp_path: Path) -> None:
-    house = build(
+    package = build(
         tmp_path,
         {
             "models/load.py": "import tcdeploy.attention.ops",
@@ -343,15 +343,15 @@ def test_neighbours_in_one_storey_may_not_import_each_other_but_rooms_of_one_pac
             "errors.py": "",
         },
     )
-    assert upward_imports(house) == ["models.load:1 imports attention.ops"]
+    assert upward_imports(package) == ["models.load:1 imports attention.ops"]
 
 
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
 def test_what_only_a_type_checker_imports_does_not_count(test: str, tmp_path: Path) -> None:
-    house = build(
+    package = build(
         tmp_path, {"recipe.py": f"if {test}:\n    from tcdeploy.planning.plan import Plan\n    import rich", "plan.py": ""}
     )
-    assert (upward_imports(house), importers_of(house, "rich")) == ([], set())
+    assert (upward_imports(package), importers_of(package, "rich")) == ([], set())
 
 
 def test_a_circle_is_found_even_through_a_function(tmp_path: Path) -> None:
@@ -366,7 +366,7 @@ def test_a_circle_is_found_even_through_a_function(tmp_path: Path) -> None:
 
 
 def test_other_offences_are_found(tmp_path: Path) -> None:
-    house = build(
+    package = build(
         tmp_path,
         {
             "cli/display.py": "'Draws.'\nimport rich\nprint(1)",
@@ -374,7 +374,7 @@ def test_other_offences_are_found(tmp_path: Path) -> None:
             "plan.py": "import sys\ntry:\n    print(1)\nexcept:\n    sys.stderr.write('x')",
         },
     )
-    assert importers_of(house, "rich") == {"cli.display", "cli.warm"}
-    assert speakers(house) == ["plan:3", "plan:5"]
-    assert bare_excepts(house) == ["plan:4"]
-    assert without_docstring(house) == ["cli.warm", "plan"]
+    assert importers_of(package, "rich") == {"cli.display", "cli.warm"}
+    assert modules_that_print(package) == ["plan:3", "plan:5"]
+    assert bare_excepts(package) == ["plan:4"]
+    assert without_docstring(package) == ["cli.warm", "plan"]

@@ -68,7 +68,7 @@ def empty_attention_metadata(plan: Plan, architecture: Architecture) -> Attentio
     def zeros(*shape: int, dtype: torch.dtype = torch.int32, device: str = plan.device) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=device)
 
-    kv_heads = max(facts.kv_heads for facts in architecture.attentions)
+    kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
     split_counters = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
     torch._dynamo.mark_dynamic(split_counters, 0)  # programs do not depend on the largest batch
     return AttentionMetadata(
@@ -100,9 +100,9 @@ def bind_attention(
     model: nn.Module, architecture: Architecture, cache: list[LayerKV], plan: Plan, step: AttentionMetadata
 ) -> None:
     """Give each attention module its K, V and decode backend, and the `step` that is refilled before each pass."""
-    for facts, layer_kv in zip(architecture.attentions, cache, strict=True):
+    for spec, layer_kv in zip(architecture.attention_layers, cache, strict=True):
         binding = LayerBinding(layer_kv.k, layer_kv.v, plan.decode_attention, step)
-        model.get_submodule(facts.path).tcdeploy = binding  # type: ignore[assignment]
+        model.get_submodule(spec.path).tcdeploy = binding  # type: ignore[assignment]
 
 
 def paged_attention(

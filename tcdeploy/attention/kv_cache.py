@@ -28,8 +28,8 @@ def allocate_kv_cache(plan: Plan, architecture: Architecture) -> list[LayerKV]:
     """Zeroed K and V for every attention block, on the plan's device. Raises SpaceError when they do not fit."""
     try:
         return [
-            LayerKV(_zeros(plan, facts.kv_heads, facts.head_dim), _zeros(plan, facts.kv_heads, facts.v_head_dim))
-            for facts in architecture.attentions
+            LayerKV(_zeros(plan, spec.kv_heads, spec.head_dim), _zeros(plan, spec.kv_heads, spec.v_head_dim))
+            for spec in architecture.attention_layers
         ]
     except (torch.OutOfMemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError) and "DefaultCPUAllocator" not in str(error):

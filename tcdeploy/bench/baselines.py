@@ -19,23 +19,23 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.bench.timing import Marks
+from tcdeploy.bench.timing import Timestamps
 from tcdeploy.errors import TcdeployError
 from tcdeploy.models.load import load_model, quiet_transformers
 from tcdeploy.planning.plan import Plan
 
-ATTENTION = "sdpa"
+ATTN_IMPLEMENTATION = "sdpa"
 
 
-class PlainModel:
+class BaselineModel:
     """A model of transformers, with nothing of ours in it. `name` is the baseline's."""
 
     def __init__(self, name: str, model: PreTrainedModel, plan: Plan) -> None:
         self.name = name
         self.model = model
         self.plan = plan
-        self._warmed: set[tuple[int, int, int]] = set()
-        self._run: Callable[[PreTrainedModel, Tensor, int, Marks], None] = _RUNS[name]
+        self._warmed_shapes: set[tuple[int, int, int]] = set()
+        self._run: Callable[[PreTrainedModel, Tensor, int, Timestamps], None] = _RUNNERS[name]
 
     @property
     def note(self) -> str:
@@ -44,50 +44,50 @@ class PlainModel:
             return "generate: not compiled: transformers compiles its decode step on a GPU only"
         return ""
 
-    def token_seconds(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+    def token_times(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
         """When each new token of the batch was there, counted from the call. Prompts are of one length.
 
         A shape that is new runs once untimed: that is where `generate` compiles.
         """
         shape = (len(prompts), len(prompts[0]), new_tokens)
-        if shape not in self._warmed:
-            self._warmed.add(shape)
-            self._timed(prompts, new_tokens)
-        return self._timed(prompts, new_tokens)
+        if shape not in self._warmed_shapes:
+            self._warmed_shapes.add(shape)
+            self._run_timed(prompts, new_tokens)
+        return self._run_timed(prompts, new_tokens)
 
     def first_call_seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
         """Wall time of a call, to its last token; of a new shape, with whatever is compiled for it."""
-        self._warmed.add((len(prompts), len(prompts[0]), new_tokens))
+        self._warmed_shapes.add((len(prompts), len(prompts[0]), new_tokens))
         start = time.perf_counter()
-        self._timed(prompts, new_tokens)
+        self._run_timed(prompts, new_tokens)
         return time.perf_counter() - start
 
-    def _timed(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
+    def _run_timed(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
         ids = torch.tensor(prompts, device=self.plan.device)
-        marks = Marks(self.plan.device)
+        timestamps = Timestamps(self.plan.device)
         with torch.no_grad(), quiet_transformers():
-            self._run(self.model, ids, new_tokens, marks)
-        seconds = marks.seconds()
+            self._run(self.model, ids, new_tokens, timestamps)
+        seconds = timestamps.seconds()
         if len(seconds) != new_tokens:
             raise TcdeployError(f"it gave {len(seconds)} tokens of the {new_tokens} that were asked for")
         return seconds
 
 
-def load_plain(name: str, plan: Plan, config: PreTrainedConfig) -> PlainModel:
+def load_baseline(name: str, plan: Plan, config: PreTrainedConfig) -> BaselineModel:
     """The weights of the plan, random ones included: they come from one seed."""
-    return PlainModel(name, load_model(plan, config, ATTENTION), plan)
+    return BaselineModel(name, load_model(plan, config, ATTN_IMPLEMENTATION), plan)
 
 
-def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, marks: Marks) -> None:
+def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:
     keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     cache = DynamicCache(config=model.config)
     for _ in range(new_tokens):
         logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **keep).logits
         ids = logits[:, -1:].argmax(dim=-1)
-        marks.mark()
+        timestamps.record()
 
 
-def _run_generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, marks: Marks) -> None:
+def _run_generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:
     model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
@@ -96,19 +96,19 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, marks: M
         eos_token_id=None,
         pad_token_id=0,
         cache_implementation="static",
-        logits_processor=LogitsProcessorList([_Marker(marks)]),
+        logits_processor=LogitsProcessorList([_TimestampProcessor(timestamps)]),
     )
 
 
-class _Marker(LogitsProcessor):
+class _TimestampProcessor(LogitsProcessor):
     """`generate` calls it once a token, when the logits are on their way: the place for a mark."""
 
-    def __init__(self, marks: Marks) -> None:
-        self._marks = marks
+    def __init__(self, timestamps: Timestamps) -> None:
+        self._timestamps = timestamps
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
-        self._marks.mark()
+        self._timestamps.record()
         return scores
 
 
-_RUNS = {"eager": _run_eager, "generate": _run_generate}
+_RUNNERS = {"eager": _run_eager, "generate": _run_generate}

@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from tcdeploy.bench.stats import median
 
 REPLAYS = 5
-TOP = 12
-KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's names hold CUTLASS types
+TOP_KERNELS = 12
+KERNEL_KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's names hold CUTLASS types
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
         ("other", r"^triton_poi_"),  # pointwise: a product in its name is where its input came from
@@ -66,7 +66,7 @@ class Breakdown:
     top: tuple[KernelTime, ...]
 
 
-def break_down(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
+def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
     """Profile `step` alone a few times. The first profile of a process starts the machinery and is thrown away."""
     replays = []
     for _ in range(REPLAYS + 1):
@@ -88,7 +88,7 @@ def _kernels_of(profiled: profile) -> list[Kernel]:
     ]
 
 
-def without_overlap(kernels: list[Kernel]) -> list[Kernel]:
+def trim_overlap(kernels: list[Kernel]) -> list[Kernel]:
     """Each kernel from the end of the one before, in the order of their ends: what it added to the step."""
     trimmed, busy_until = [], float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.stop):
@@ -99,16 +99,16 @@ def without_overlap(kernels: list[Kernel]) -> list[Kernel]:
 
 def summarise_kernels(replays: list[list[Kernel]]) -> Breakdown:
     """Each replay is the kernels of one step, in any order."""
-    replays = [without_overlap(replay) for replay in replays]
+    replays = [trim_overlap(replay) for replay in replays]
     kinds = ("gemm", "attention", "sampling", "other")
-    by_kind = {kind: median(_busy(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
+    by_kind = {kind: median(_busy_us(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
     return Breakdown(
         replays=len(replays),
-        step_us=median(_span(replay) for replay in replays),
-        kernel_us=median(_busy(replay) for replay in replays),
+        step_us=median(_span_us(replay) for replay in replays),
+        kernel_us=median(_busy_us(replay) for replay in replays),
         gap_us=median(gap_us(replay) for replay in replays),
         **{f"{kind}_us": us for kind, us in by_kind.items()},
-        top=_top(replays),
+        top=_top_kernels(replays),
     )
 
 
@@ -122,32 +122,32 @@ def gap_us(kernels: list[Kernel]) -> float:
     return gap
 
 
-def kind_of(name: str) -> str:
-    return next((kind for kind, pattern in KINDS if pattern.search(name)), "other")
+def kernel_kind(name: str) -> str:
+    return next((kind for kind, pattern in KERNEL_KINDS if pattern.search(name)), "other")
 
 
 def _of_kind(kernels: list[Kernel], kind: str) -> list[Kernel]:
-    return [kernel for kernel in kernels if kind_of(kernel.name) == kind]
+    return [kernel for kernel in kernels if kernel_kind(kernel.name) == kind]
 
 
-def _busy(kernels: list[Kernel]) -> float:
+def _busy_us(kernels: list[Kernel]) -> float:
     return sum(kernel.stop - kernel.start for kernel in kernels)
 
 
-def _span(kernels: list[Kernel]) -> float:
+def _span_us(kernels: list[Kernel]) -> float:
     if not kernels:
         return 0.0
     return max(kernel.stop for kernel in kernels) - min(kernel.start for kernel in kernels)
 
 
-def _top(replays: list[list[Kernel]]) -> tuple[KernelTime, ...]:
+def _top_kernels(replays: list[list[Kernel]]) -> tuple[KernelTime, ...]:
     """The longest by total time in a step, averaged over the replays."""
     total: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for kernel in (kernel for replay in replays for kernel in replay):
         total[kernel.name] += kernel.stop - kernel.start
         count[kernel.name] += 1
-    longest = sorted(total, key=total.__getitem__, reverse=True)[:TOP]
+    longest = sorted(total, key=total.__getitem__, reverse=True)[:TOP_KERNELS]
     return tuple(
-        KernelTime(name, kind_of(name), count[name] / len(replays), total[name] / len(replays)) for name in longest
+        KernelTime(name, kernel_kind(name), count[name] / len(replays), total[name] / len(replays)) for name in longest
     )

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 
 import torch
 
-from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.breakdown import Breakdown, break_down
+from tcdeploy.bench.baselines import BaselineModel
+from tcdeploy.bench.breakdown import Breakdown, profile_step
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.bench.floor import DecodeFloor, decode_floor, share_of_floor, weigh
+from tcdeploy.bench.floor import DecodeFloor, decode_floor, share_of_floor, count_weights
 from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, begin, make_report
+from tcdeploy.bench.session import Session, start_session, make_report
 from tcdeploy.bench.settings import DecodeSettings
-from tcdeploy.bench.stats import Summary, gaps, summarise
-from tcdeploy.bench.engine_driver import Prompts, Steady, decode_step, placed, run_steady, steady_shape
+from tcdeploy.bench.stats import Summary, intervals, summarise
+from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
 from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
@@ -60,36 +60,36 @@ class DeviceMemory:
 
 
 def run(recipe: Recipe, settings: DecodeSettings, progress: Progress) -> Report:
-    session = begin(recipe, settings, progress)
+    session = start_session(recipe, settings, progress)
     memory: list[DeviceMemory | None] = []
 
-    def ours(subject: str, deployment: Deployment) -> Iterator[Row]:
+    def measure_deployment(subject: str, deployment: Deployment) -> Iterator[Row]:
         yield from measure(subject, deployment, session, settings)
         memory.append(device_memory(deployment.plan))
 
-    rows = session.measure(ours, lambda plain: measure_plain(plain, session, settings))
+    rows = session.measure(measure_deployment, lambda baseline: measure_baseline(baseline, session, settings))
     return make_report(session, "decode", settings, rows, device_memory=memory[0] and dataclasses.asdict(memory[0]))
 
 
 def measure(subject: str, deployment: Deployment, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
     engine, plan = deployment.engine, deployment.plan
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
-    reads = weigh(engine.runner.model, plan.weight_bytes)
+    weights = count_weights(engine.runner.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:
         session.progress.stage(bucket.name)
-        batch, context = bucket.size, held_context(plan, bucket.size, settings)
-        with placed(engine, prompts, batch, context) as sequences:
+        batch, context = bucket.size, effective_context(plan, bucket.size, settings)
+        with placed_sequences(engine, prompts, batch, context) as sequences:
             restore, step = decode_step(engine, sequences)
             seconds = step_seconds(plan.device, restore, step, settings.repeats)
-            breakdown = break_down(restore, step) if settings.breakdown else None
+            breakdown = profile_step(restore, step) if settings.breakdown else None
         steady = _run_steady(deployment, prompts, batch, context, settings.steps)
-        floor = decode_floor(reads, deployment.architecture, plan.dtype, session.rates, batch, context)
+        floor = decode_floor(weights, deployment.architecture, plan.dtype, session.rates, batch, context)
         rate = steady.tokens / steady.wall_seconds if steady else None
         yield DecodeRow(
             subject,
             batch,
             context,
-            *_against_floor(seconds, floor),
+            *_floor_columns(seconds, floor),
             rate,
             price_per_million(rate, settings.price_per_hour),
             wall_ms=steady.wall_seconds / steady.steps * 1e3 if steady else None,
@@ -98,19 +98,19 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: De
         )
 
 
-def _against_floor(seconds: list[float], floor: DecodeFloor) -> tuple[Summary, int, float | None, float | None]:
+def _floor_columns(seconds: list[float], floor: DecodeFloor) -> tuple[Summary, int, float | None, float | None]:
     """(step_ms, bytes_read, floor_ms, share_of_floor) of a row."""
     step_ms = summarise(one * 1e3 for one in seconds)
     return step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50)
 
 
-def held_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
+def effective_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
     """Tokens that each sequence of a full bucket holds; a row says so where it is less than what was asked."""
     held = (plan.kv_blocks - 1) // batch * plan.block_size
     return min(settings.context_length or settings.DEFAULT_CONTEXT, plan.context, held)
 
 
-def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: int, steps: int) -> Steady | None:
+def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: int, steps: int) -> SteadyRun | None:
     shape = steady_shape(deployment.plan, batch, context, steps)
     if shape is None:
         return None
@@ -118,26 +118,26 @@ def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: i
     return run_steady(deployment.engine, drawn, shape.new_tokens, shape.steps)
 
 
-def measure_plain(plain: PlainModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
+def measure_baseline(baseline: BaselineModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
     """Whole batches from a prompt on, so that the context is passed half way."""
-    plan, architecture = plain.plan, session.decided.architecture
+    plan, architecture = baseline.plan, session.decided.architecture
     prompts = Prompts(architecture.vocab_size, settings.seed)
-    reads = weigh(plain.model, plan.weight_bytes)
+    weights = count_weights(baseline.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:
-        session.progress.stage(f"{plain.name} {bucket.name}")
-        batch, context = bucket.size, held_context(plan, bucket.size, settings)
+        session.progress.stage(f"{baseline.name} {bucket.name}")
+        batch, context = bucket.size, effective_context(plan, bucket.size, settings)
         steps = max(1, min(settings.steps, context - 1))
         length = max(1, min(context - steps // 2, plan.context - steps - 1))
         drawn = [prompts.draw(length) for _ in range(batch)]
-        first_call_seconds = plain.first_call_seconds(drawn, steps + 1)
-        times = plain.token_seconds(drawn, steps + 1)
-        floor = decode_floor(reads, architecture, plan.dtype, session.rates, batch, context)
+        first_call_seconds = baseline.first_call_seconds(drawn, steps + 1)
+        times = baseline.token_times(drawn, steps + 1)
+        floor = decode_floor(weights, architecture, plan.dtype, session.rates, batch, context)
         rate = batch * steps / (times[-1] - times[0])
         yield DecodeRow(
-            plain.name,
+            baseline.name,
             batch,
             context,
-            *_against_floor(gaps(times), floor),
+            *_floor_columns(intervals(times), floor),
             rate,
             price_per_million(rate, settings.price_per_hour),
             first_call_seconds=first_call_seconds,

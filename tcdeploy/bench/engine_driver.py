@@ -18,7 +18,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.planning.plan import Plan
 
-FIRST_TOKENS = 2
+TTFT_NEW_TOKENS = 2
 
 
 class Prompts:
@@ -38,7 +38,7 @@ class SteadyShape(NamedTuple):
     steps: int
 
 
-class Steady(NamedTuple):
+class SteadyRun(NamedTuple):
     """A stretch of engine steps with a full bucket. `host_seconds` None: on a CPU host and device are one."""
 
     steps: int
@@ -48,7 +48,7 @@ class Steady(NamedTuple):
 
 
 @contextmanager
-def placed(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
+def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
     """Sequences of `length` tokens that own their blocks, for as long as the block lasts."""
     sequences = []
     for number in range(count):
@@ -91,16 +91,16 @@ def submit(engine: Engine, prompt: list[int], new_tokens: int) -> Sequence:
     return engine.scheduler.waiting[-1]
 
 
-REST_SECONDS = 0.2
+COOL_DOWN_SECONDS = 0.2
 
 
-def rest(device: str) -> None:
+def cool_down(device: str) -> None:
     """Before a prompt that comes alone; the same for every subject."""
     if device == "cuda":
-        time.sleep(REST_SECONDS)
+        time.sleep(COOL_DOWN_SECONDS)
 
 
-def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
+def measure_ttft(engine: Engine, prompt: list[int]) -> float:
     """From submitting a prompt to an idle engine until its first token is on the host.
 
     The request wants a second token, as most do: so the launch of its first decode step is in the figure. A GPU rests
@@ -108,9 +108,9 @@ def first_token_seconds(engine: Engine, prompt: list[int]) -> float:
     shape on an H100: 50.1 ms in a row, 46.4 ms each after 0.2 s).
     """
     engine.allocator.reset_prefix_cache()
-    rest(engine.plan.device)
+    cool_down(engine.plan.device)
     start = time.perf_counter()
-    submit(engine, prompt, FIRST_TOKENS)
+    submit(engine, prompt, TTFT_NEW_TOKENS)
     while not engine.step():
         pass
     seconds = time.perf_counter() - start
@@ -125,7 +125,7 @@ def steady_shape(plan: Plan, batch: int, context: int, steps: int) -> SteadyShap
     where there is no room for a single step. One block a sequence is left free: the scheduler admits nobody without.
     """
     limit = min(plan.context, ((plan.kv_blocks - 1) // batch - 1) * plan.block_size)
-    prefill_steps = -(-batch * context // plan.prefill_buckets[-1].size) + -(-batch // plan.prefill_sequences)
+    prefill_steps = -(-batch * context // plan.prefill_buckets[-1].size) + -(-batch // plan.max_prefill_sequences)
     early = prefill_steps + 3
     steps = min(steps, limit - early - 1)
     if steps < 1:
@@ -134,7 +134,7 @@ def steady_shape(plan: Plan, batch: int, context: int, steps: int) -> SteadyShap
     return SteadyShape(max(1, min(context - steps // 2, limit - new_tokens)), new_tokens, steps)
 
 
-def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps: int) -> Steady:
+def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps: int) -> SteadyRun:
     """Submit all prompts, wait until each has begun to decode, and time `steps` steps of them together."""
     engine.allocator.reset_prefix_cache()
     requests = [submit(engine, prompt, new_tokens).request_id for prompt in prompts]
@@ -150,7 +150,7 @@ def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps:
     for request_id in requests:
         engine.abort(request_id)
     drain(engine)
-    return Steady(steps, tokens, wall_seconds, host_seconds if is_apart(engine) else None)
+    return SteadyRun(steps, tokens, wall_seconds, host_seconds if can_time_host(engine) else None)
 
 
 def drain(engine: Engine) -> None:
@@ -158,7 +158,7 @@ def drain(engine: Engine) -> None:
         engine.step()
 
 
-def is_apart(engine: Engine) -> bool:
+def can_time_host(engine: Engine) -> bool:
     """Whether the host can be timed apart from the device."""
     return engine.plan.device == "cuda"
 

@@ -21,15 +21,15 @@ import torch
 from transformers import PreTrainedModel
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.bench.timing import Marks
-from tcdeploy.bench.stats import gaps, median
+from tcdeploy.bench.timing import Timestamps
+from tcdeploy.bench.stats import intervals, median
 from tcdeploy.planning.memory import DTYPE_BYTES
 
-WARM_SECONDS = 0.3  # clocks rise under load
+WARMUP_SECONDS = 0.3  # clocks rise under load
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Rates:
 
     copy_bytes_per_second: float
     copy_bytes: int
-    matrix_flop_per_second: float
+    matmul_flop_per_second: float
     matrix_size: int
     dtype: str
 
 
-class Reads(NamedTuple):
+class WeightSizes(NamedTuple):
     """What the parts of a model weigh. `step_bytes` are read by every step, however many tokens it has."""
 
     step_bytes: int
@@ -63,13 +63,13 @@ def measure_rates(device: str, dtype: str) -> Rates:
         size = min(size, torch.cuda.mem_get_info()[0] // 4)
     edge = MATRIX_SIZE[device]
     copy_rate = 2 * size / _copy_seconds(device, size)
-    rates = Rates(copy_rate, size, 2 * edge**3 / _matrix_seconds(device, edge, dtype), edge, dtype)
+    rates = Rates(copy_rate, size, 2 * edge**3 / _matmul_seconds(device, edge, dtype), edge, dtype)
     if device == "cuda":
         torch.cuda.empty_cache()
     return rates
 
 
-def weigh(model: PreTrainedModel, plan_weight_bytes: int) -> Reads:
+def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes:
     """A tied embedding is read as the head; an untied one only looked up."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     rows = embedding.weight
@@ -77,29 +77,29 @@ def weigh(model: PreTrainedModel, plan_weight_bytes: int) -> Reads:
     looked_up = 0 if is_tied else rows.numel() * rows.element_size()
     total = plan_weight_bytes // rows.element_size()
     body = total - rows.numel() - (0 if is_tied else head.weight.numel())
-    return Reads(plan_weight_bytes - looked_up, body, not _has_experts(model.config))
+    return WeightSizes(plan_weight_bytes - looked_up, body, not _has_experts(model.config))
 
 
-def key_bytes(architecture: Architecture, dtype: str, context: int) -> int:
+def kv_read_bytes(architecture: Architecture, dtype: str, context: int) -> int:
     """K and V that one sequence's decode step reads: of a layer with a window, no more than the window."""
     return DTYPE_BYTES[dtype] * sum(
-        facts.kv_values_per_token * min(context, facts.window or context) for facts in architecture.attentions
+        spec.kv_elements_per_token * min(context, spec.window or context) for spec in architecture.attention_layers
     )
 
 
 def decode_floor(
-    reads: Reads, architecture: Architecture, dtype: str, rates: Rates, batch: int, context: int
+    weights: WeightSizes, architecture: Architecture, dtype: str, rates: Rates, batch: int, context: int
 ) -> DecodeFloor:
-    bytes_read = reads.step_bytes + batch * key_bytes(architecture, dtype, context)
-    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if reads.is_dense else None)
+    bytes_read = weights.step_bytes + batch * kv_read_bytes(architecture, dtype, context)
+    return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.is_dense else None)
 
 
-def prefill_floor_ms(tokens: int, rates: Rates, reads: Reads) -> float | None:
+def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
     """Of a prompt alone; the larger of arithmetic and reading."""
-    if not reads.is_dense:
+    if not weights.is_dense:
         return None
-    arithmetic = 2 * reads.body_parameters * tokens / rates.matrix_flop_per_second
-    return max(arithmetic, reads.step_bytes / rates.copy_bytes_per_second) * 1e3
+    arithmetic = 2 * weights.body_parameters * tokens / rates.matmul_flop_per_second
+    return max(arithmetic, weights.step_bytes / rates.copy_bytes_per_second) * 1e3
 
 
 def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
@@ -109,28 +109,28 @@ def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
 
 def _has_experts(config: object) -> bool:
     text_config = getattr(config, "text_config", config)
-    return any((getattr(text_config, name, None) or 0) > 1 for name in EXPERT_COUNTS)
+    return any((getattr(text_config, name, None) or 0) > 1 for name in EXPERT_COUNT_KEYS)
 
 
 def _copy_seconds(device: str, size: int) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return _warm_median(device, lambda: target.copy_(source))
+    return _median_after_warmup(device, lambda: target.copy_(source))
 
 
-def _matrix_seconds(device: str, edge: int, dtype: str) -> float:
+def _matmul_seconds(device: str, edge: int, dtype: str) -> float:
     left = torch.randn(edge, edge, dtype=getattr(torch, dtype), device=device)
     out = torch.empty_like(left)
-    return _warm_median(device, lambda: torch.mm(left, left, out=out))
+    return _median_after_warmup(device, lambda: torch.mm(left, left, out=out))
 
 
-def _warm_median(device: str, call: Callable[[], object]) -> float:
+def _median_after_warmup(device: str, call: Callable[[], object]) -> float:
     start = time.perf_counter()
-    while time.perf_counter() - start < WARM_SECONDS:
+    while time.perf_counter() - start < WARMUP_SECONDS:
         call()
-        Marks(device)  # waits: a queue of launches would outlast the warming by far
-    marks = Marks(device)
+        Timestamps(device)  # waits: a queue of launches would outlast the warming by far
+    timestamps = Timestamps(device)
     for _ in range(REPEATS):
         call()
-        marks.mark()
-    return median(gaps([0.0, *marks.seconds()]))
+        timestamps.record()
+    return median(intervals([0.0, *timestamps.seconds()]))

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from tcdeploy.bench.report import OURS, Failed, Report
+from tcdeploy.bench.report import TCDEPLOY, FailedRow, Report
 
-FLOOR = {"linestyle": "--", "color": "gray", "label": "floor"}
+FLOOR_STYLE = {"linestyle": "--", "color": "gray", "label": "floor"}
 
 
 def draw(report: Report, path: str) -> None:
@@ -21,7 +21,7 @@ def draw(report: Report, path: str) -> None:
     panels = 2 if report.command == "throughput" else 1
     figure = Figure(figsize=(6.4 * panels, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
-    _DRAWN[report.command](report, axes)
+    _PLOTTERS[report.command](report, axes)
     model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # a folder by its own name
     figure.suptitle(f"{model} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
     figure.savefig(path, dpi=150)
@@ -32,33 +32,33 @@ def _draw_decode(report: Report, axes: Any) -> None:
     for subject, rows in _by_subject(report).items():
         measured = [row for row in rows if row.tokens_per_second]
         axes[0].plot([row.batch for row in measured], [row.tokens_per_second for row in measured], "o-", label=subject)
-    bounded = [row for row in _by_subject(report)[OURS] if row.floor_ms]
-    axes[0].plot([row.batch for row in bounded], [row.batch / row.floor_ms * 1e3 for row in bounded], **FLOOR)
-    _scale(axes[0], sorted({row.batch for rows in _by_subject(report).values() for row in rows}))
-    _finish(axes[0], "sequences in the batch", "output tokens per second")
+    bounded = [row for row in _by_subject(report)[TCDEPLOY] if row.floor_ms]
+    axes[0].plot([row.batch for row in bounded], [row.batch / row.floor_ms * 1e3 for row in bounded], **FLOOR_STYLE)
+    _set_log_scale(axes[0], sorted({row.batch for rows in _by_subject(report).values() for row in rows}))
+    _label_axis(axes[0], "sequences in the batch", "output tokens per second")
 
 
 def _draw_prefill(report: Report, axes: Any) -> None:
     for subject, rows in _by_subject(report).items():
         axes[0].plot([row.tokens for row in rows], [row.first_token_ms.p50 for row in rows], "o-", label=subject)
-    bounded = [row for row in _by_subject(report)[OURS] if row.floor_ms]
-    axes[0].plot([row.tokens for row in bounded], [row.floor_ms for row in bounded], **FLOOR)
-    _scale(axes[0], sorted({row.tokens for rows in _by_subject(report).values() for row in rows}))
-    _finish(axes[0], "tokens in the prompt", "ms to the first token, median")
+    bounded = [row for row in _by_subject(report)[TCDEPLOY] if row.floor_ms]
+    axes[0].plot([row.tokens for row in bounded], [row.floor_ms for row in bounded], **FLOOR_STYLE)
+    _set_log_scale(axes[0], sorted({row.tokens for rows in _by_subject(report).values() for row in rows}))
+    _label_axis(axes[0], "tokens in the prompt", "ms to the first token, median")
 
 
 def _draw_throughput(report: Report, axes: Any) -> None:
     """Each request's wait over the time of its first token, and how many ran."""
     for subject, rows in _by_subject(report).items():
         for row in rows:
-            first = [first for _, first, _ in row.served]
-            waits = [(first - arrival) * 1e3 for arrival, first, _ in row.served]
+            first = [first for _, first, _ in row.request_timings]
+            waits = [(first - arrival) * 1e3 for arrival, first, _ in row.request_timings]
             axes[0].plot(first, waits, ".", label=subject)
             if row.timeline:
                 seconds, running = [one[0] for one in row.timeline], [one[1] for one in row.timeline]
                 axes[1].step(seconds, running, where="post", label=subject)
-    _finish(axes[0], "seconds", "ms to the first token")
-    _finish(axes[1], "seconds", "requests running")
+    _label_axis(axes[0], "seconds", "ms to the first token")
+    _label_axis(axes[1], "seconds", "requests running")
 
 
 def _draw_startup(report: Report, axes: Any) -> None:
@@ -69,18 +69,18 @@ def _draw_startup(report: Report, axes: Any) -> None:
         seconds = [row.stage_seconds.get(stage, 0.0) for row in rows]
         axes[0].bar(labels, seconds, bottom=below, label=stage, width=0.6)
         below = [under + one for under, one in zip(below, seconds, strict=True)]
-    _finish(axes[0], "start", "seconds to the first token")
+    _label_axis(axes[0], "start", "seconds to the first token")
 
 
 def _by_subject(report: Report) -> dict[str, list[Any]]:
     found: dict[str, list[Any]] = defaultdict(list)
     for row in report.rows:
-        if not isinstance(row, Failed):
+        if not isinstance(row, FailedRow):
             found[row.subject].append(row)
     return found
 
 
-def _scale(axis: Any, values: list[int]) -> None:
+def _set_log_scale(axis: Any, values: list[int]) -> None:
     """Logarithmic both ways, with plain numbers, and marks at what was measured."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
@@ -93,11 +93,11 @@ def _scale(axis: Any, values: list[int]) -> None:
     axis.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _finish(axis: Any, x: str, y: str) -> None:
+def _label_axis(axis: Any, x: str, y: str) -> None:
     axis.set_xlabel(x)
     axis.set_ylabel(y)
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
 
 
-_DRAWN = {"decode": _draw_decode, "prefill": _draw_prefill, "throughput": _draw_throughput, "startup": _draw_startup}
+_PLOTTERS = {"decode": _draw_decode, "prefill": _draw_prefill, "throughput": _draw_throughput, "startup": _draw_startup}

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from tcdeploy.bench.baselines import PlainModel
+from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.bench.floor import Reads, prefill_floor_ms, share_of_floor, weigh
+from tcdeploy.bench.floor import WeightSizes, prefill_floor_ms, share_of_floor, count_weights
 from tcdeploy.bench.report import Report, Row
-from tcdeploy.bench.session import Session, begin, make_report
+from tcdeploy.bench.session import Session, start_session, make_report
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarise
-from tcdeploy.bench.engine_driver import FIRST_TOKENS, Prompts, first_token_seconds, placed, prefill_step, rest
+from tcdeploy.bench.engine_driver import TTFT_NEW_TOKENS, Prompts, measure_ttft, placed_sequences, prefill_step, cool_down
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.plan import Plan
@@ -36,12 +36,12 @@ class PrefillRow(Row):
 
 
 def run(recipe: Recipe, settings: PrefillSettings, progress: Progress) -> Report:
-    session = begin(recipe, settings, progress)
+    session = start_session(recipe, settings, progress)
     plan = session.decided.plan
     lengths = lengths_to_measure(plan, settings)
     rows = session.measure(
         lambda subject, deployment: measure(subject, deployment, lengths, session, settings),
-        lambda plain: measure_plain(plain, lengths, session, settings),
+        lambda baseline: measure_baseline(baseline, lengths, session, settings),
     )
     return make_report(session, "prefill", settings, rows)
 
@@ -50,7 +50,7 @@ def lengths_to_measure(plan: Plan, settings: PrefillSettings) -> tuple[int, ...]
     """Those that were asked for, or the default ones that fit. Raises UsageError where no default does."""
     if settings.lengths is not None:
         return settings.lengths
-    lengths = tuple(length for length in settings.DEFAULT_LENGTHS if length + FIRST_TOKENS <= plan.context)
+    lengths = tuple(length for length in settings.DEFAULT_LENGTHS if length + TTFT_NEW_TOKENS <= plan.context)
     if not lengths:
         raise UsageError(f"no default prompt length fits into a context of {plan.context}", "--lengths 32")
     return lengths
@@ -61,37 +61,37 @@ def measure(
 ) -> Iterator[PrefillRow]:
     engine, plan = deployment.engine, deployment.plan
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
-    reads = weigh(engine.runner.model, plan.weight_bytes)
+    weights = count_weights(engine.runner.model, plan.weight_bytes)
     for length in lengths:
         session.progress.stage(f"prompts of {length}")
-        first_token_seconds(engine, prompts.draw(length))  # the first one of a length pays for its buffers
-        seconds = [first_token_seconds(engine, prompts.draw(length)) for _ in range(settings.repeats)]
-        with placed(engine, prompts, 1, length) as (sequence,):
+        measure_ttft(engine, prompts.draw(length))  # the first one of a length pays for its buffers
+        seconds = [measure_ttft(engine, prompts.draw(length)) for _ in range(settings.repeats)]
+        with placed_sequences(engine, prompts, 1, length) as (sequence,):
             step = prefill_step(engine, sequence)
             device_seconds = step_seconds(plan.device, lambda: None, step, settings.repeats)
-        yield _row(subject, length, seconds, device_seconds, reads, session)
+        yield _row(subject, length, seconds, device_seconds, weights, session)
 
 
-def measure_plain(
-    plain: PlainModel, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
+def measure_baseline(
+    baseline: BaselineModel, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
 ) -> Iterator[PrefillRow]:
     """One new token: `generate` compiles no prefill, so all of it is the model's own forward."""
     prompts = Prompts(session.decided.architecture.vocab_size, settings.seed)
-    reads = weigh(plain.model, plain.plan.weight_bytes)
+    weights = count_weights(baseline.model, baseline.plan.weight_bytes)
     for length in lengths:
-        session.progress.stage(f"{plain.name} prompts of {length}")
+        session.progress.stage(f"{baseline.name} prompts of {length}")
         seconds = []
         for _ in range(settings.repeats):
-            rest(plain.plan.device)
-            seconds.append(plain.token_seconds([prompts.draw(length)], 1)[0])
-        yield _row(plain.name, length, seconds, None, reads, session)
+            cool_down(baseline.plan.device)
+            seconds.append(baseline.token_times([prompts.draw(length)], 1)[0])
+        yield _row(baseline.name, length, seconds, None, weights, session)
 
 
 def _row(
-    subject: str, length: int, seconds: list[float], device_seconds: list[float] | None, reads: Reads, session: Session
+    subject: str, length: int, seconds: list[float], device_seconds: list[float] | None, weights: WeightSizes, session: Session
 ) -> PrefillRow:
     first_token_ms = summarise(one * 1e3 for one in seconds)
-    floor_ms = prefill_floor_ms(length, session.rates, reads)
+    floor_ms = prefill_floor_ms(length, session.rates, weights)
     return PrefillRow(
         subject,
         length,

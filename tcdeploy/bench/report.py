@@ -15,13 +15,13 @@ from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import TcdeployError
 from tcdeploy.planning.plan import Plan
 
-OURS = "tcdeploy"
-ENVIRONMENT_SHOWN = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")
-PLAN_SHOWN = (
+TCDEPLOY = "tcdeploy"
+ENVIRONMENT_FIELDS = ("python", "torch", "transformers", "triton", "cuda", "driver", "gpu", "cpu", "cpu_threads")
+PLAN_FIELDS = (
     "model", "revision", "load_format", "key", "device", "dtype", "mode", "region", "graphs", "prefill_attention",
     "decode_attention", "context", "block_size", "kv_blocks",
 )  # fmt: skip
-REASON_LENGTH = 300
+MAX_REASON_CHARS = 300
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Failed(Row):
+class FailedRow(Row):
     """A subject that gave no figures, and why."""
 
     reason: str
@@ -61,29 +61,29 @@ class Report:
 
 
 def describe_environment(environment: Environment) -> dict[str, Any]:
-    return {name: getattr(environment, name) for name in ENVIRONMENT_SHOWN}
+    return {name: getattr(environment, name) for name in ENVIRONMENT_FIELDS}
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:
     buckets = [bucket.name for bucket in plan.buckets]
-    return {**{name: getattr(plan, name) for name in PLAN_SHOWN}, "buckets": buckets}
+    return {**{name: getattr(plan, name) for name in PLAN_FIELDS}, "buckets": buckets}
 
 
-def or_failed(subject: str, measure: Callable[[], Iterator[Row]]) -> list[Row]:
+def rows_or_failure(subject: str, measure: Callable[[], Iterator[Row]]) -> list[Row]:
     """The rows of `measure`; where it raises, those it gave before, and a row that says why it stopped."""
     rows: list[Row] = []
     try:
         for row in measure():
             rows.append(row)
     except Exception as error:  # a baseline is foreign code: whatever it raises is its result
-        rows.append(Failed(subject, reason_of(error)))
+        rows.append(FailedRow(subject, failure_reason(error)))
     return rows
 
 
-def reason_of(error: Exception) -> str:
+def failure_reason(error: Exception) -> str:
     if isinstance(error, TcdeployError):
         return error.message
-    text = str(error).strip().split("\n")[0][:REASON_LENGTH]
+    text = str(error).strip().split("\n")[0][:MAX_REASON_CHARS]
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -25,15 +25,15 @@ except ImportError:  # it is not made for every system
 from tcdeploy.bench.client import Client
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.settings import ServeSettings
-from tcdeploy.bench.traffic import Latencies, Served, arrivals, latencies
+from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.errors import NetworkError
 
-NEW_LOOP = uvloop.new_event_loop if uvloop else None
-LOWEST_ID, HIGHEST_ID = 10, 900  # ids that every vocabulary has, most of them text
+LOOP_FACTORY = uvloop.new_event_loop if uvloop else None
+MIN_TOKEN_ID, MAX_TOKEN_ID = 10, 900  # ids that every vocabulary has, most of them text
 
 
 @dataclass
-class Asked(Served):
+class RequestResult(RequestTiming):
     """A request of ours: when its tokens came, what the server says of it, and how it failed if it did."""
 
     output_tokens: int = 0
@@ -54,30 +54,30 @@ class ServeRow(Row):
 
 
 def run(settings: ServeSettings) -> Report:
-    with asyncio.Runner(loop_factory=NEW_LOOP) as runner:
-        row = runner.run(load(settings))
-    asked = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
-    return Report("serve", {}, {}, asked, [row])
+    with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
+        row = runner.run(run_load(settings))
+    result = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
+    return Report("serve", {}, {}, result, [row])
 
 
-async def load(settings: ServeSettings) -> ServeRow:
+async def run_load(settings: ServeSettings) -> ServeRow:
     """Raises NetworkError where nobody answers at the address."""
     client = Client(settings.url, settings.headers)
-    model = settings.served_model or await _only_model(client, settings.url)
-    requests = [_request(client, settings, model, number) for number in range(settings.requests)]
+    model = settings.served_model or await _first_model(client, settings.url)
+    requests = [_encode_request(client, settings, model, number) for number in range(settings.requests)]
     clock = _Clock()
-    asked = await (_closed if settings.concurrency else _open)(client, settings, requests, clock)
+    result = await (_closed_loop if settings.concurrency else _open_loop)(client, settings, requests, clock)
     seconds = clock.now()
     client.close()
-    good = [one for one in asked if not one.failure]
+    good = [one for one in result if not one.failure]
     failures: dict[str, int] = {}
-    for one in asked:
+    for one in result:
         if one.failure:
             failures[one.failure] = failures.get(one.failure, 0) + 1
     tokens = sum(one.output_tokens for one in good)
     return ServeRow(
         subject=model,
-        requests=len(asked),
+        requests=len(result),
         failures=failures,
         seconds=seconds,
         output_tokens=tokens,
@@ -95,83 +95,83 @@ class _Clock:
         return time.perf_counter() - self._start
 
 
-async def _open(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[Asked]:
-    async def later(request: bytes, arrival: float) -> Asked:
+async def _open_loop(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[RequestResult]:
+    async def later(request: bytes, arrival: float) -> RequestResult:
         await asyncio.sleep(max(0.0, arrival - clock.now()))
-        return await _ask(client, request, Asked(arrival), clock)
+        return await _send_request(client, request, RequestResult(arrival), clock)
 
-    times = arrivals(settings.requests, settings.request_rate, settings.seed)
+    times = arrival_times(settings.requests, settings.request_rate, settings.seed)
     return list(await asyncio.gather(*map(later, requests, times)))
 
 
-async def _closed(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[Asked]:
-    waiting, asked = iter(requests), []
+async def _closed_loop(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[RequestResult]:
+    waiting, result = iter(requests), []
 
     async def one() -> None:
         for request in waiting:
-            asked.append(await _ask(client, request, Asked(clock.now()), clock))
+            result.append(await _send_request(client, request, RequestResult(clock.now()), clock))
 
     clients = asyncio.gather(*(one() for _ in range(settings.concurrency)))
     while settings.concurrency == 1 and not clients.done():
         await asyncio.sleep(0)
     await clients
-    return asked
+    return result
 
 
-def _request(client: Client, settings: ServeSettings, model: str, number: int) -> bytes:
+def _encode_request(client: Client, settings: ServeSettings, model: str, number: int) -> bytes:
     """Number `number`, as it is sent: nothing of it is made while time counts."""
     source = random.Random(settings.seed * 1_000_003 + number)
     body = {
         "model": model,
-        "prompt": [source.randrange(LOWEST_ID, HIGHEST_ID) for _ in range(settings.input_length)],
+        "prompt": [source.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(settings.input_length)],
         "max_tokens": settings.output_length,
         "temperature": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    return client.prepared("POST", "/v1/completions", json.dumps(body).encode())
+    return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
 
 
-async def _ask(client: Client, request: bytes, asked: Asked, clock: _Clock) -> Asked:
-    events = _Events(asked, clock)
+async def _send_request(client: Client, request: bytes, result: RequestResult, clock: _Clock) -> RequestResult:
+    events = _EventStream(result, clock)
     try:
-        status = await client.send(request, events.receive)
+        status = await client.send(request, events.feed)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        asked.failure = asked.failure or type(error).__name__
-        return asked
+        result.failure = result.failure or type(error).__name__
+        return result
     if status != 200:
-        asked.failure = f"HTTP {status}"
-    elif not asked.failure and not asked.token_times:
-        asked.failure = "no token"
-    asked.output_tokens = asked.output_tokens or len(asked.token_times)
-    return asked
+        result.failure = f"HTTP {status}"
+    elif not result.failure and not result.token_times:
+        result.failure = "no token"
+    result.output_tokens = result.output_tokens or len(result.token_times)
+    return result
 
 
-class _Events:
+class _EventStream:
     """Server-sent events, read as they come."""
 
-    def __init__(self, asked: Asked, clock: _Clock) -> None:
-        self._asked, self._clock, self._rest = asked, clock, b""
+    def __init__(self, result: RequestResult, clock: _Clock) -> None:
+        self._result, self._clock, self._buffer = result, clock, b""
 
-    def receive(self, piece: bytes) -> None:
+    def feed(self, piece: bytes) -> None:
         now = self._clock.now()
-        *lines, self._rest = (self._rest + piece).split(b"\n")
+        *lines, self._buffer = (self._buffer + piece).split(b"\n")
         for line in lines:
             if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
-                self._note(json.loads(line[6:]), now)
+                self._handle_event(json.loads(line[6:]), now)
 
-    def _note(self, event: dict[str, Any], now: float) -> None:
+    def _handle_event(self, event: dict[str, Any], now: float) -> None:
         if "error" in event:
-            self._asked.failure = str(event["error"].get("code") or "error")
+            self._result.failure = str(event["error"].get("code") or "error")
             return
         if event.get("usage"):
-            self._asked.output_tokens = event["usage"]["completion_tokens"]
+            self._result.output_tokens = event["usage"]["completion_tokens"]
         if event["choices"]:
-            self._asked.token_times.append(now)
+            self._result.token_times.append(now)
 
 
-async def _only_model(client: Client, url: str) -> str:
+async def _first_model(client: Client, url: str) -> str:
     pieces: list[bytes] = []
     try:
         await client.request("GET", "/v1/models", b"", pieces.append)

@@ -15,67 +15,67 @@ from typing import Any, Protocol
 import torch
 
 from tcdeploy import pipeline
-from tcdeploy.bench.baselines import PlainModel, load_plain
+from tcdeploy.bench.baselines import BaselineModel, load_baseline
 from tcdeploy.bench.floor import Rates, measure_rates
-from tcdeploy.bench.report import OURS, Report, Row, describe_environment, describe_plan, or_failed
+from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
 from tcdeploy.pipeline import Decided, Deployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
 
 
-class Settings(Protocol):
+class BenchSettings(Protocol):
     @property
     def baselines(self) -> tuple[str, ...]: ...
 
-    def check_against(self, plan: Plan) -> None: ...
+    def check_against_plan(self, plan: Plan) -> None: ...
 
 
 @dataclass(frozen=True)
 class Session:
     recipe: Recipe
-    settings: Settings
+    settings: BenchSettings
     progress: Progress
     decided: Decided
     rates: Rates
     notes: list[str] = field(default_factory=list)  # where a baseline is less than its name
 
     def measure(
-        self, ours: Callable[[str, Deployment], Iterator[Row]], plain: Callable[[PlainModel], Iterator[Row]]
+        self, measure_deployment: Callable[[str, Deployment], Iterator[Row]], baseline: Callable[[BaselineModel], Iterator[Row]]
     ) -> list[Row]:
-        """Rows of us, then of each baseline in the order asked. `ours` measures the region baseline too.
+        """Rows of us, then of each baseline in the order asked. `measure_deployment` measures the region baseline too.
 
         What stops us is raised; what stops a baseline is its row.
         """
-        rows = list(ours(OURS, pipeline.prepare(self.recipe, self.progress)))
+        rows = list(measure_deployment(TCDEPLOY, pipeline.prepare(self.recipe, self.progress)))
         for name in self.settings.baselines:
             free_memory()
             self.progress.stage(f"baseline {name}")
-            rows += or_failed(name, lambda name=name: self._baseline(name, ours, plain))  # type: ignore[misc]
+            rows += rows_or_failure(name, lambda name=name: self._measure_baseline(name, measure_deployment, baseline))  # type: ignore[misc]
         return rows
 
-    def _baseline(
+    def _measure_baseline(
         self,
         name: str,
-        ours: Callable[[str, Deployment], Iterator[Row]],
-        plain: Callable[[PlainModel], Iterator[Row]],
+        measure_deployment: Callable[[str, Deployment], Iterator[Row]],
+        baseline: Callable[[BaselineModel], Iterator[Row]],
     ) -> Iterator[Row]:
         if name == "region":
             deployment = pipeline.prepare(region_recipe(self.recipe), self.progress)
             fallbacks = [decision for decision in deployment.plan.decisions if decision.is_fallback]
             self.notes.extend(f"{name}: {one.name} is {one.value}: {one.reason}" for one in fallbacks)
-            yield from ours(name, deployment)
+            yield from measure_deployment(name, deployment)
             return
-        model = load_plain(name, self.decided.plan, self.decided.config)
+        model = load_baseline(name, self.decided.plan, self.decided.config)
         if model.note:
             self.notes.append(model.note)
-        yield from plain(model)
+        yield from baseline(model)
 
 
-def begin(recipe: Recipe, settings: Settings, progress: Progress) -> Session:
+def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -> Session:
     """Raises UsageError for lengths that the context does not hold, before a weight is loaded."""
     decided = pipeline.decide(recipe)
-    settings.check_against(decided.plan)
+    settings.check_against_plan(decided.plan)
     progress.stage("floor")
     return Session(recipe, settings, progress, decided, measure_rates(decided.plan.device, decided.plan.dtype))
 

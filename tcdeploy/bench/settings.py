@@ -20,7 +20,7 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outlet:
+class CommonSettings:
     """Where figures go beside stdout, and what is measured beside us. All benchmarks have these."""
 
     baselines: tuple[str, ...] = ()
@@ -34,7 +34,7 @@ class Outlet:
             if name not in BASELINES:
                 raise UsageError(f"there is no baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
         if self.price_per_hour is not None:
-            positive("price per hour", self.price_per_hour, "--price-per-hour 2.5")
+            check_positive("price per hour", self.price_per_hour, "--price-per-hour 2.5")
         if self.output is not None:
             check_writable(self.output, "--output")
         if self.plot is not None:
@@ -42,7 +42,7 @@ class Outlet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DecodeSettings(Outlet):
+class DecodeSettings(CommonSettings):
     """`context_length` None: DEFAULT_CONTEXT, or what fits. A number is held where the KV cache can hold it."""
 
     DEFAULT_CONTEXT = 512
@@ -54,11 +54,11 @@ class DecodeSettings(Outlet):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.context_length is not None:
-            positive("context length", self.context_length, f"--context-length {self.DEFAULT_CONTEXT}")
-        positive("repeats", self.repeats, "--repeats 30")
-        positive("steps", self.steps, "--steps 64")
+            check_positive("context length", self.context_length, f"--context-length {self.DEFAULT_CONTEXT}")
+        check_positive("repeats", self.repeats, "--repeats 30")
+        check_positive("steps", self.steps, "--steps 64")
 
-    def check_against(self, plan: Plan) -> None:
+    def check_against_plan(self, plan: Plan) -> None:
         if self.context_length is not None:
             check_length("context length", self.context_length, plan)
         if self.breakdown and plan.device != "cuda":
@@ -86,7 +86,7 @@ class ServeSettings:
 
     def __post_init__(self) -> None:
         for name in ("requests", "input_length", "output_length"):
-            positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
+            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
         _check_load(self.request_rate, self.concurrency)
 
     @property
@@ -95,7 +95,7 @@ class ServeSettings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSettings(Outlet):
+class PrefillSettings(CommonSettings):
     """`lengths` None: those of DEFAULT_LENGTHS that the context holds."""
 
     DEFAULT_LENGTHS = (128, 512, 1024, 2048)
@@ -105,16 +105,16 @@ class PrefillSettings(Outlet):
     def __post_init__(self) -> None:
         super().__post_init__()
         for length in self.lengths or ():
-            positive("prompt length", length, "--lengths 128,512")
-        positive("repeats", self.repeats, "--repeats 20")
+            check_positive("prompt length", length, "--lengths 128,512")
+        check_positive("repeats", self.repeats, "--repeats 20")
 
-    def check_against(self, plan: Plan) -> None:
+    def check_against_plan(self, plan: Plan) -> None:
         for length in self.lengths or ():
             check_length("prompt length", length + 2, plan, "and two new tokens ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ThroughputSettings(Outlet):
+class ThroughputSettings(CommonSettings):
     """`request_rate` in requests a second with Poisson arrivals; infinity: all at once. `concurrency`: of clients."""
 
     requests: int = 64
@@ -125,18 +125,18 @@ class ThroughputSettings(Outlet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("number of requests", self.requests, "--requests 64")
-        positive("input length", self.input_length, "--input-length 512")
-        positive("output length", self.output_length, "--output-length 128")
+        check_positive("number of requests", self.requests, "--requests 64")
+        check_positive("input length", self.input_length, "--input-length 512")
+        check_positive("output length", self.output_length, "--output-length 128")
         _check_load(self.request_rate, self.concurrency)
 
-    def check_against(self, plan: Plan) -> None:
+    def check_against_plan(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
         check_length("a request", total, plan, f"({self.input_length} in, {self.output_length} out) ")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartupSettings(Outlet):
+class StartupSettings(CommonSettings):
     """One cold start, then `warm_runs` on the cache that it filled."""
 
     warm_runs: int = 1
@@ -144,14 +144,14 @@ class StartupSettings(Outlet):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("number of warm runs", self.warm_runs, "--warm-runs 1")
-        positive("prompt length", self.prompt_length, "--prompt-length 128")
+        check_positive("number of warm runs", self.warm_runs, "--warm-runs 1")
+        check_positive("prompt length", self.prompt_length, "--prompt-length 128")
 
-    def check_against(self, plan: Plan) -> None:
+    def check_against_plan(self, plan: Plan) -> None:
         check_length("prompt length", self.prompt_length + 2, plan, "and two new tokens ")
 
 
-def positive(name: str, value: float, hint: str) -> None:
+def check_positive(name: str, value: float, hint: str) -> None:
     """NaN is refused as well: it is not above anything."""
     if not value > 0:
         raise UsageError(f"{name} is {value}, and must be above 0", hint)
@@ -159,7 +159,7 @@ def positive(name: str, value: float, hint: str) -> None:
 
 def _check_load(request_rate: float, concurrency: int) -> None:
     """Requests arrive by themselves, or each of `concurrency` clients asks again when it has its answer."""
-    positive("request rate", request_rate, "--request-rate inf, or requests a second")
+    check_positive("request rate", request_rate, "--request-rate inf, or requests a second")
     if concurrency < 0:
         raise UsageError(f"concurrency is {concurrency}", "a number of clients, or 0: none waits")
     if concurrency and not math.isinf(request_rate):

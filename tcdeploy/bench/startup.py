@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
-from tcdeploy.bench.report import OURS, Report, Row, describe_environment, describe_plan
+from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.planning.environment import detect_environment
 from tcdeploy.errors import TcdeployError
 from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
 
-Start = Callable[[list[str]], str]  # a command to what it wrote to stdout
+RunProcess = Callable[[list[str]], str]  # a command to what it wrote to stdout
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class StartupRow(Row):
     process_seconds: float  # to the end of the process
 
 
-def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: Start | None = None) -> Report:
+def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
     """A row for each start. Machine and plan are the children's word. Raises TcdeployError where a child fails."""
     with tempfile.TemporaryDirectory(prefix="tcdeploy-startup-") as folder:
         isolated = dataclasses.replace(recipe, cache_dir=folder)
@@ -45,9 +45,9 @@ def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: St
         rows = []
         for name in ("cold", *["warm"] * settings.warm_runs):
             progress.stage(f"{name} start")
-            told, before, after = _measured(command, start or start_process)
-            rows.append(_row(name, told, before, after))
-    return Report("startup", told["environment"], told["plan"], dataclasses.asdict(settings), rows)
+            child_report, before, after = _run_child(command, start or run_process)
+            rows.append(_row(name, child_report, before, after))
+    return Report("startup", child_report["environment"], child_report["plan"], dataclasses.asdict(settings), rows)
 
 
 def child_command(recipe: Recipe, settings: StartupSettings) -> list[str]:
@@ -70,14 +70,14 @@ def recipe_flags(recipe: Recipe) -> list[str]:
     return flags
 
 
-def first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -> dict[str, Any]:
+def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -> dict[str, Any]:
     """What the child does and tells: everything up to a first token, and when that was."""
     began = time.time()
     from tcdeploy import pipeline
     from tcdeploy.bench.engine_driver import Prompts, first_token_seconds
 
     deployment = pipeline.prepare(recipe, progress)
-    settings.check_against(deployment.plan)
+    settings.check_against_plan(deployment.plan)
     prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
     seconds = first_token_seconds(deployment.engine, prompt)
     ended = time.time()
@@ -90,21 +90,21 @@ def first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -
     }
 
 
-def _measured(command: list[str], start: Start) -> tuple[dict[str, Any], float, float]:
+def _run_child(command: list[str], start: RunProcess) -> tuple[dict[str, Any], float, float]:
     """(what the child told, when it was started, when it was over), on the epoch's clock."""
     before = time.time()
-    told = json.loads(start(command))
-    return told, before, time.time()
+    child_report = json.loads(start(command))
+    return child_report, before, time.time()
 
 
-def _row(name: str, told: dict[str, Any], before: float, after: float) -> StartupRow:
-    stages = {"interpreter": told["began"] - before, **told["stage_seconds"]}
-    first_token_seconds = told["ended"] - before
+def _row(name: str, child_report: dict[str, Any], before: float, after: float) -> StartupRow:
+    stages = {"interpreter": child_report["began"] - before, **child_report["stage_seconds"]}
+    first_token_seconds = child_report["ended"] - before
     stages["other"] = max(0.0, first_token_seconds - sum(stages.values()))
-    return StartupRow(OURS, name, first_token_seconds, stages, after - before)
+    return StartupRow(TCDEPLOY, name, first_token_seconds, stages, after - before)
 
 
-def start_process(command: list[str]) -> str:
+def run_process(command: list[str]) -> str:
     """Its stderr is ours: the child's progress, and its own error."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:

@@ -44,6 +44,6 @@ def summarise(values: Iterable[float]) -> Summary:
     return Summary(len(kept), *(percentile(kept, q) for q in (10, 50, 90, 99)))
 
 
-def gaps(times: list[float]) -> list[float]:
+def intervals(times: list[float]) -> list[float]:
     """Between neighbours: n times give n - 1."""
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

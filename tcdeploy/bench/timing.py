@@ -16,39 +16,39 @@ import torch
 
 FILLER_BYTES = 256 << 20  # half of it copied onto the other half, and four times: a third of a ms on an H100
 FILLER_COPIES = 4
-WARM_STEPS = 2
+WARMUP_STEPS = 2
 
 
-class Marks:
+class Timestamps:
     """Points in time along a run, without making the host wait at any of them."""
 
     def __init__(self, device: str) -> None:
         self._is_cuda = device == "cuda"
-        self._marks: list[Any] = []
+        self._timestamps: list[Any] = []
         synchronize(device)
-        self.mark()
+        self.record()
 
-    def mark(self) -> None:
+    def record(self) -> None:
         if self._is_cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
-            self._marks.append(event)
+            self._timestamps.append(event)
         else:
-            self._marks.append(time.perf_counter())
+            self._timestamps.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
         """Of every mark since the first, which is when this began. Waits for the device."""
-        first, *later = self._marks
+        first, *later = self._timestamps
         if not self._is_cuda:
-            return [mark - first for mark in later]
+            return [record - first for record in later]
         torch.cuda.synchronize()
-        return [first.elapsed_time(mark) / 1e3 for mark in later]
+        return [first.elapsed_time(record) / 1e3 for record in later]
 
 
 def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], object], repeats: int) -> list[float]:
     """Seconds of `step` alone, `repeats` times; `restore` puts back what a step changes, and is not timed."""
     filler = _Filler(device)
-    for _ in range(WARM_STEPS):
+    for _ in range(WARMUP_STEPS):
         restore()
         step()
     found = []
@@ -56,11 +56,11 @@ def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], 
         restore()
         synchronize(device)
         filler.run()
-        found.append(_timed(device, step))
+        found.append(_time_once(device, step))
     return found
 
 
-def _timed(device: str, step: Callable[[], object]) -> float:
+def _time_once(device: str, step: Callable[[], object]) -> float:
     if device != "cuda":
         start = time.perf_counter()
         step()

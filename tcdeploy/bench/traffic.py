@@ -13,23 +13,23 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tcdeploy.bench.stats import Summary, gaps, summarise
+from tcdeploy.bench.stats import Summary, intervals, summarise
 
 
 @dataclass
-class Served:
+class RequestTiming:
     """A request on the benchmark's clock, in seconds: when it arrived, and when each token was on the host."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
 
     @property
-    def first_token_seconds(self) -> float:
+    def ttft_seconds(self) -> float:
         """Counted from the arrival, so that waiting to be submitted is in it."""
         return self.token_times[0] - self.arrival
 
     @property
-    def mean_gap(self) -> float | None:
+    def tpot_seconds(self) -> float | None:
         """None for a single token, which has no gap."""
         if len(self.token_times) < 2:
             return None
@@ -45,7 +45,7 @@ class Latencies:
     token_gap_ms: Summary | None  # over all gaps of all requests
 
 
-def arrivals(requests: int, rate: float, seed: int) -> list[float]:
+def arrival_times(requests: int, rate: float, seed: int) -> list[float]:
     """Seconds from the beginning: all at 0 for an infinite rate, else a Poisson process, whose gaps are exponential."""
     if math.isinf(rate):
         return [0.0] * requests
@@ -56,12 +56,12 @@ def arrivals(requests: int, rate: float, seed: int) -> list[float]:
     return found
 
 
-def latencies(served: Iterable[Served]) -> Latencies:
-    served = list(served)
-    means = [one.mean_gap * 1e3 for one in served if one.mean_gap is not None]
-    all_gaps = [gap * 1e3 for one in served for gap in gaps(one.token_times)]
+def latencies(request_timings: Iterable[RequestTiming]) -> Latencies:
+    request_timings = list(request_timings)
+    means = [one.tpot_seconds * 1e3 for one in request_timings if one.tpot_seconds is not None]
+    all_gaps = [gap * 1e3 for one in request_timings for gap in intervals(one.token_times)]
     return Latencies(
-        summarise(one.first_token_seconds * 1e3 for one in served),
+        summarise(one.ttft_seconds * 1e3 for one in request_timings),
         summarise(means) if means else None,
         summarise(all_gaps) if all_gaps else None,
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from tcdeploy.bundle.header import PATH_FIELDS
 from tcdeploy.cache.manifest import Manifest
-from tcdeploy.planning.environment import Difference, differing
+from tcdeploy.planning.environment import Difference, diff_mappings
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Comparison:
 
 def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
     differences = [
-        *differing(_without_paths(first.environment), _without_paths(second.environment), "environment."),
-        *differing(_without_paths(first.plan), _without_paths(second.plan), "plan."),
-        *differing(first.origin.model_config, second.origin.model_config, "config."),
-        *differing(first.origin.torch_settings, second.origin.torch_settings, "torch."),
-        *differing({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
+        *diff_mappings(_without_paths(first.environment), _without_paths(second.environment), "environment."),
+        *diff_mappings(_without_paths(first.plan), _without_paths(second.plan), "plan."),
+        *diff_mappings(first.origin.model_config, second.origin.model_config, "config."),
+        *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
+        *diff_mappings({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
     ]
     mine, theirs = ({file.path: file.sha256 for file in one.files} for one in (first, second))
     shared = mine.keys() & theirs.keys()

@@ -92,7 +92,7 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
 
 def _check_compatible(decided: Decided, cached: Manifest, name: str) -> None:
     if not decided.environment.compiler:
-        decided = pipeline.with_compiler(decided, str(cached.environment["compiler"]))  # the bundle brings a stand-in
+        decided = pipeline.with_cxx_compiler(decided, str(cached.environment["compiler"]))  # the bundle brings a stand-in
     found = forecast(cached, decided.plan, decided.environment, pipeline.origin_of(decided))
     if decided.plan.key != cached.plan["key"] or found.misses:
         names = [one.name for one in found.differences] or [one.reasons[0] for one in found.misses]

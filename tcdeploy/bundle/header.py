@@ -71,7 +71,7 @@ def _check_required_fields(manifest: Manifest) -> None:
     """Of plan and machine, what a bundle is judged by. Raises KeyError, TypeError or AttributeError."""
     if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
         raise TypeError("its plan is none")
-    Environment(**manifest.environment).program_factors()
+    Environment(**manifest.environment).cache_factors()
 
 
 def header_bytes(header: Header) -> bytes:

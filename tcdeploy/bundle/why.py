@@ -14,16 +14,16 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tcdeploy.planning.architecture import is_in_programs
+from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin
-from tcdeploy.planning.environment import Difference, Environment, diff, differing
-from tcdeploy.planning.plan import NOT_IN_PROGRAMS, Bucket, Plan
+from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings
+from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 
 # Of the plan: what says where, what and how much, and is in no program.
-NON_BUCKET_FIELDS = NOT_IN_PROGRAMS | {
-    "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "other_attention",
+NON_BUCKET_FIELDS = IGNORED_PLAN_FIELDS | {
+    "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "alternative_attention",
 }  # fmt: skip
-PREFILL_FIELDS = {"prefill_attention", "prefill_sequences"}
+PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences"}
 DECODE_FIELDS = {"decode_attention"}
 # Of transformers' config: what the program of one layer does not hold, and what only those before and after them do.
 NON_LAYER_CONFIG_KEYS = {
@@ -61,15 +61,15 @@ class Forecast:
 def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Origin) -> Forecast:
     """What a start of `plan` on this machine, from `origin`, will find in the cache that `cached` describes."""
     head_differences: list[Difference] = []
-    shared_differences = diff(environment, _environment(cached))
+    shared_differences = diff_environments(environment, _environment(cached))
     if origin.sources != cached.origin.sources:
         shared_differences.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
-    shared_differences += differing(origin.torch_settings, cached.origin.torch_settings, "torch.")
-    for one in differing(_layer_config(origin.model_config), _layer_config(cached.origin.model_config), "config."):
+    shared_differences += diff_mappings(origin.torch_settings, cached.origin.torch_settings, "torch.")
+    for one in diff_mappings(_layer_config(origin.model_config), _layer_config(cached.origin.model_config), "config."):
         (head_differences if one.name.removeprefix("config.") in HEAD_CONFIG_KEYS else shared_differences).append(one)
     here, there = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
     fields = [name for name in here if name not in NON_BUCKET_FIELDS]
-    plan_differences = differing({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+    plan_differences = diff_mappings({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
     found = [
         _forecast_bucket(
             bucket, cached, plan, [*shared_differences, *(head_differences if _compiles_head(bucket, plan) else ()), *_relevant_differences(bucket, plan_differences)]
@@ -100,9 +100,9 @@ def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
 
 def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
     """What of `environment.installed_versions()` is not as where the cache was made; local labels (+cu130) aside."""
-    there = _environment(cached).program_factors()
+    there = _environment(cached).cache_factors()
     wanted = {name: _without_local_label(there[name]) for name in installed}
-    return tuple(differing({name: _without_local_label(value) for name, value in installed.items()}, wanted))
+    return tuple(diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, wanted))
 
 
 def _without_local_label(version: Any) -> Any:
@@ -153,7 +153,7 @@ def _lists_to_tuples(value: Any) -> Any:
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if is_in_programs(name) and name not in NON_LAYER_CONFIG_KEYS}
+    return {name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS}
 
 
 def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,8 +39,8 @@ app.add_typer(cache, name="cache")
 app.command("recipes")(recipes)
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def _print_version(value: bool) -> None:
+    if value:
         print(f"tcdeploy {__version__}")
         raise typer.Exit()
 
@@ -64,11 +64,11 @@ def main() -> None:
     try:
         app()
     except TcdeployError as error:
-        _explain(error.message, error.hint)
+        _print_error(error.message, error.hint)
         sys.exit(error.exit_code)
 
 
-def _explain(message: str, hint: str) -> None:
+def _print_error(message: str, hint: str) -> None:
     if os.environ.get("TCDEPLOY_DEBUG"):
         traceback.print_exc()
     print(f"error: {message}", file=sys.stderr)

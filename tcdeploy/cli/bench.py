@@ -73,7 +73,7 @@ def decode(
     )
     from tcdeploy.cli import display
 
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy.bench import decode
 
         report = decode.run(recipe, settings, progress)
@@ -101,7 +101,7 @@ def prefill(
 ) -> None:
     """The time to the first token of a prompt alone, by its length."""
     settings = PrefillSettings(
-        lengths=None if lengths is None else _whole_numbers("--lengths", lengths),
+        lengths=None if lengths is None else _parse_ints("--lengths", lengths),
         repeats=repeats,
         baselines=tuple(baseline or ()),
         plot=plot,
@@ -110,7 +110,7 @@ def prefill(
     )
     from tcdeploy.cli import display
 
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy.bench import prefill
 
         report = prefill.run(recipe, settings, progress)
@@ -139,7 +139,7 @@ def throughput(
         requests=requests,
         input_length=input_length,
         output_length=output_length,
-        request_rate=_rate(request_rate),
+        request_rate=_parse_rate(request_rate),
         concurrency=concurrency,
         baselines=tuple(baseline or ()),
         plot=plot,
@@ -149,7 +149,7 @@ def throughput(
     )
     from tcdeploy.cli import display
 
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy.bench import throughput
 
         report = throughput.run(recipe, settings, progress)
@@ -178,9 +178,9 @@ def startup(
     if child:
         from tcdeploy.cli import display
 
-        with display.reporting() as progress:
-            told = startup.first_token(recipe, settings, progress)
-        print(json.dumps(told))
+        with display.show_progress() as progress:
+            child_report = startup.measure_first_token(recipe, settings, progress)
+        print(json.dumps(child_report))
         return
     from tcdeploy.cli import display
 
@@ -204,7 +204,7 @@ def serve(
     """Load on a running OpenAI-compatible server, ours or another's."""
     settings = ServeSettings(
         url=url.rstrip("/"), served_model=served_model, api_key=api_key, requests=requests, input_length=input_length,
-        output_length=output_length, request_rate=_rate(request_rate), concurrency=concurrency, seed=seed,
+        output_length=output_length, request_rate=_parse_rate(request_rate), concurrency=concurrency, seed=seed,
     )  # fmt: skip
     from tcdeploy.bench import serving
 
@@ -233,14 +233,14 @@ def _write(path: str, text: str) -> None:
         raise UsageError(f"{path} cannot be written: {error.strerror}", "the document stands on stdout") from error
 
 
-def _whole_numbers(option: str, text: str) -> tuple[int, ...]:
+def _parse_ints(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
         raise UsageError(f"{option} is {text!r}, which is no list of whole numbers", f"{option} 128,512") from None
 
 
-def _rate(text: str) -> float:
+def _parse_rate(text: str) -> float:
     try:
         return float(text)
     except ValueError:

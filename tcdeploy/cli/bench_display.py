@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from tcdeploy.bench.report import Failed, Report
+from tcdeploy.bench.report import FailedRow, Report
 
-NONE = "-"
+NO_VALUE = "-"
 
 
 class BenchTable(NamedTuple):
@@ -17,7 +17,7 @@ class BenchTable(NamedTuple):
 
 def tables(report: Report) -> list[BenchTable]:
     """The figures of all that could be measured."""
-    rows: list[Any] = [row for row in report.rows if not isinstance(row, Failed)]
+    rows: list[Any] = [row for row in report.rows if not isinstance(row, FailedRow)]
     headers, cells = _TABLES[report.command]
     if any(getattr(row, "price_per_million_tokens", None) is not None for row in rows):
         priced = BenchTable((*headers, "per 1M tok"), [(*cells(row), _price(row)) for row in rows])
@@ -27,13 +27,13 @@ def tables(report: Report) -> list[BenchTable]:
 
 def remarks(report: Report) -> list[str]:
     """What a reader of the tables has to know: the machine's rates, and who is missing."""
-    found = [f"{row.subject}: not measured: {row.reason}" for row in report.rows if isinstance(row, Failed)]
+    found = [f"{row.subject}: not measured: {row.reason}" for row in report.rows if isinstance(row, FailedRow)]
     found += report.extra.get("notes", [])
     machine = report.extra.get("machine")
     if machine:
         found.append(
             f"floor: copy {machine['copy_bytes_per_second'] / 1e9:.0f} GB/s, "
-            f"{machine['dtype']} products {machine['matrix_flop_per_second'] / 1e12:.3g} TFLOP/s, measured in this run"
+            f"{machine['dtype']} products {machine['matmul_flop_per_second'] / 1e12:.3g} TFLOP/s, measured in this run"
         )
     return found
 
@@ -75,8 +75,8 @@ def _throughput_cells(row: Any) -> tuple[str, ...]:
         _percentiles(row.latencies.first_token_ms),
         _percentiles(row.latencies.request_gap_ms),
         _percentiles(row.latencies.token_gap_ms),
-        *((str(engine.peak_running), str(engine.preemptions)) if engine else (NONE, NONE)),
-        *((_number(engine.host_us), f"{engine.compiles}/{engine.captures}") if engine else (NONE, NONE)),
+        *((str(engine.peak_running), str(engine.preemptions)) if engine else (NO_VALUE, NO_VALUE)),
+        *((_number(engine.host_us), f"{engine.compiles}/{engine.captures}") if engine else (NO_VALUE, NO_VALUE)),
     )
 
 
@@ -91,7 +91,7 @@ def _serve_cells(row: Any) -> tuple[str, ...]:
         *(
             (_percentiles(times.first_token_ms), _percentiles(times.request_gap_ms), _percentiles(times.token_gap_ms))
             if times
-            else (NONE, NONE, NONE)
+            else (NO_VALUE, NO_VALUE, NO_VALUE)
         ),
     )
 
@@ -145,16 +145,16 @@ def _breakdown_tables(rows: list[Any]) -> list[BenchTable]:
 def _number(value: float | None) -> str:
     """Three figures that mean something, and thousands in full."""
     if value is None:
-        return NONE
+        return NO_VALUE
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{share:.0%}"
+    return NO_VALUE if share is None else f"{share:.0%}"
 
 
 def _percentiles(summary: Any) -> str:
-    return NONE if summary is None else "/".join(_number(one) for one in (summary.p50, summary.p90, summary.p99))
+    return NO_VALUE if summary is None else "/".join(_number(one) for one in (summary.p50, summary.p90, summary.p99))
 
 
 def _price(row: Any) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcdeploy.cli.remote_cache import AllowUnsigned, TrustedKeys
-from tcdeploy.cli.options import Asked, asked_command, recipe_command
+from tcdeploy.cli.options import RecipeOptions, recipe_options_command, recipe_command
 from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe, build_recipe
 
@@ -50,28 +50,28 @@ def pack(
     from tcdeploy.cli import cache_display
 
     folder = Path(recipe.model)
-    if _is_cache(folder):
+    if _is_cache_folder(folder):
         if recipe != build_recipe({"model": recipe.model}):
             raise UsageError(f"{folder} was filled already: flags of a model change nothing", "--plan KEY names a plan")
         plan_key = plan or packing.single_plan_key(folder)
     else:
         if plan is not None:
             raise UsageError("--plan is for a cache folder", "leave it out: MODEL and its flags are one plan")
-        folder, plan_key = _warmed(recipe)
+        folder, plan_key = _warm_model(recipe)
     packed = packing.warm_start_and_pack(folder, plan_key, out, key)
-    cache_display.show_packed(packed, _manifest_in(folder, plan_key), json)
+    cache_display.show_packed(packed, _read_plan_manifest(folder, plan_key), json)
 
 
-def _warmed(recipe: Recipe) -> tuple[Path, str]:
+def _warm_model(recipe: Recipe) -> tuple[Path, str]:
     from tcdeploy.cli import display
 
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
         place, key = Path(deployment.cache_dir), deployment.plan.key
         del deployment
-        pipeline.release()  # the start that proves it needs the memory
+        pipeline.release_memory()  # the start that proves it needs the memory
     return place, key
 
 
@@ -129,7 +129,7 @@ def verify(
         verified = [verifying.verify_bundle(target, trusted, allow_unsigned)]
     replayed = {}
     if run:
-        with _as_folder(target, trusted, allow_unsigned) as folder:
+        with _temporary_copy(target, trusted, allow_unsigned) as folder:
             replayed = {one.plan_key: _replay(folder, one.plan_key, model) for one in verified}
     cache_display.show_verified(target, verified, replayed, json)
     wrong = [f"{key} {one.bucket}" for key, found in replayed.items() for one in found if not one.passed]
@@ -138,7 +138,7 @@ def verify(
 
 
 @contextlib.contextmanager
-def _as_folder(target: Path, trusted: Path, allow_unsigned: bool) -> Iterator[Path]:
+def _temporary_copy(target: Path, trusted: Path, allow_unsigned: bool) -> Iterator[Path]:
     """A copy of a cache folder, or a bundle unpacked, for the time being: a start writes into what it starts from."""
     from tcdeploy.bundle.unpack import unpack as put
 
@@ -156,10 +156,10 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[Any]:
 
     packed = packed_manifest(folder, plan_key)
     flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy import pipeline
 
-        deployment = pipeline.prepare(build_recipe(flags, below=_asked_there(packed)), progress)
+        deployment = pipeline.prepare(build_recipe(flags, defaults=_origin_recipe(packed)), progress)
     missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
     if missed:
         raise ThresholdError(f"here {', '.join(missed)} had to compile", "tcdeploy cache why tells what differs")
@@ -167,8 +167,8 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[Any]:
 
 
 @app.command("why")
-@asked_command
-def why(asked: Asked, target: Target, json: Json = False) -> None:
+@recipe_options_command
+def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
     """Say before any start whether it will be a hit here, which factor differs, and what a miss costs; 3: a miss.
 
     Without MODEL and flags: for the recipe that the cache was made with.
@@ -176,8 +176,8 @@ def why(asked: Asked, target: Target, json: Json = False) -> None:
     from tcdeploy.bundle.why import merge_forecasts, forecast
     from tcdeploy.cli import cache_display
 
-    manifests = _manifests_of(target)
-    recipe = asked.build(below=_asked_there(manifests[0]) if len(manifests) == 1 else None)
+    manifests = _read_manifests(target)
+    recipe = options.build(defaults=_origin_recipe(manifests[0]) if len(manifests) == 1 else None)
     from tcdeploy import pipeline
 
     decided = pipeline.decide(recipe)
@@ -185,7 +185,7 @@ def why(asked: Asked, target: Target, json: Json = False) -> None:
     for manifest in manifests:
         seen = decided
         if not decided.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
-            seen = pipeline.with_compiler(decided, str(manifest.environment["compiler"]))  # it brings a stand-in
+            seen = pipeline.with_cxx_compiler(decided, str(manifest.environment["compiler"]))  # it brings a stand-in
         forecasts.append(forecast(manifest, seen.plan, seen.environment, pipeline.origin_of(seen)))
     found = merge_forecasts(forecasts)
     cache_display.show_forecast(found, json)
@@ -202,7 +202,7 @@ def list_cache(folder: Folder, json: Json = False) -> None:
     from tcdeploy.cache.inventory import list_plans
     from tcdeploy.cli import cache_display
 
-    cache_display.show_plans(list_plans(_existing(folder)), json)
+    cache_display.show_plans(list_plans(_require_cache_folder(folder)), json)
 
 
 @app.command("du")
@@ -211,7 +211,7 @@ def disk_usage(folder: Folder, json: Json = False) -> None:
     from tcdeploy.cache.inventory import usage_by_kind
     from tcdeploy.cli import cache_display
 
-    cache_display.show_usage(usage_by_kind(_existing(folder)), json)
+    cache_display.show_usage(usage_by_kind(_require_cache_folder(folder)), json)
 
 
 @app.command("gc")
@@ -226,9 +226,9 @@ def collect_garbage(
     from tcdeploy.cache.inventory import collect_garbage as remove
     from tcdeploy.cli import cache_display
 
-    seconds = _quantity(older_than, ("s", "min", "h", "d"), "--older-than 30d")
-    size = _quantity(max_size, ("", "k", "m", "g"), "--max-size 5g")
-    removed = remove(_existing(folder), seconds, None if size is None else int(size), dry_run)
+    seconds = _parse_quantity(older_than, ("s", "min", "h", "d"), "--older-than 30d")
+    size = _parse_quantity(max_size, ("", "k", "m", "g"), "--max-size 5g")
+    removed = remove(_require_cache_folder(folder), seconds, None if size is None else int(size), dry_run)
     cache_display.show_removed(removed, dry_run, json)
 
 
@@ -242,7 +242,7 @@ def diff(
     from tcdeploy.bundle.compare import compare_manifests
     from tcdeploy.cli import cache_display
 
-    cache_display.show_comparison(compare_manifests(_only_manifest(first), _only_manifest(second)), json)
+    cache_display.show_comparison(compare_manifests(_read_single_manifest(first), _read_single_manifest(second)), json)
 
 
 @app.command("push")
@@ -257,7 +257,7 @@ def push(
 
     if file.is_dir():
         raise UsageError(f"{file} is a folder", "pack a bundle first: tcdeploy cache pack -o FILE.tcb")
-    (manifest,) = _manifests_of(file)
+    (manifest,) = _read_manifests(file)
     cache_display.show_pushed(store(file, url, str(manifest.plan["key"])), json)
 
 
@@ -319,17 +319,17 @@ def trust(
     print(f"{key.name} {key.fingerprint} is trusted")
 
 
-def _is_cache(path: Path) -> bool:
+def _is_cache_folder(path: Path) -> bool:
     return (path / "manifests").is_dir()
 
 
-def _existing(folder: Path) -> Path:
-    if not _is_cache(folder):
+def _require_cache_folder(folder: Path) -> Path:
+    if not _is_cache_folder(folder):
         raise UsageError(f"{folder} is no cache folder", "name one that tcdeploy filled, such as ~/.cache/tcdeploy")
     return folder
 
 
-def _manifests_of(target: Path) -> list[Manifest]:
+def _read_manifests(target: Path) -> list[Manifest]:
     """Of a bundle (its signature is not judged: nothing of it runs) or of all plans of a folder."""
     from tcdeploy.bundle.container import read_signed_header
     from tcdeploy.bundle.header import parse_header
@@ -347,14 +347,14 @@ def _manifests_of(target: Path) -> list[Manifest]:
         raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
 
 
-def _only_manifest(target: Path) -> Manifest:
-    manifests = _manifests_of(target)
+def _read_single_manifest(target: Path) -> Manifest:
+    manifests = _read_manifests(target)
     if len(manifests) > 1:
         raise UsageError(f"{target} holds {len(manifests)} plans", "compare bundles, or folders of one plan")
     return manifests[0]
 
 
-def _manifest_in(folder: Path, plan_key: str) -> Manifest:
+def _read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
     from tcdeploy.cache.manifest import manifest_path, read_manifest
 
     manifest = read_manifest(manifest_path(folder, plan_key))
@@ -363,12 +363,12 @@ def _manifest_in(folder: Path, plan_key: str) -> Manifest:
     return manifest
 
 
-def _asked_there(manifest: Manifest) -> dict[str, Any]:
+def _origin_recipe(manifest: Manifest) -> dict[str, Any]:
     """The recipe that a cache was made with, but for the place it was made in."""
     return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key != "cache_dir"}
 
 
-def _quantity(text: str | None, units: tuple[str, ...], example: str) -> float | None:
+def _parse_quantity(text: str | None, units: tuple[str, ...], example: str) -> float | None:
     if text is None:
         return None
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]*)", text.lower())

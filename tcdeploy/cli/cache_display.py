@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
 
-LISTED = 20  # files that a comparison names of each kind
+MAX_LISTED_FILES = 20  # files that a comparison names of each kind
 
 
 def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
@@ -49,7 +49,7 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
     done = "was there already" if unpacked.already_present else "is there now"
     print(
         f"plan {unpacked.plan_key} {done}: {unpacked.files} files, {_mb(unpacked.bytes)} MB in {folder}; "
-        f"{_signed(unpacked.signer)}"
+        f"{_signer_text(unpacked.signer)}"
     )
     return None
 
@@ -60,10 +60,10 @@ def show_fetched(fetched: FetchResult) -> None:
         print(f"cache: the plan {fetched.plan_key} is here already, nothing was fetched", file=sys.stderr)
         return
     size, seconds = _mb(fetched.bytes), f"{fetched.seconds:.1f} s"
-    print(f"cache: {fetched.url}, {size} MB in {seconds}, {_signed(fetched.signer)}", file=sys.stderr)
+    print(f"cache: {fetched.url}, {size} MB in {seconds}, {_signer_text(fetched.signer)}", file=sys.stderr)
 
 
-def show_sent(pushed: PushResult) -> None:
+def show_cache_pushed(pushed: PushResult) -> None:
     done = "was there already" if pushed.already_present else "is there now"
     print(f"cache: {pushed.url} {done}, {_mb(pushed.bytes)} MB", file=sys.stderr)
 
@@ -83,7 +83,7 @@ def show_verified(target: Path, verified: list[VerifiedPlan], replayed: dict[str
         print(json_document("cache verify", plans=plans, replayed=answers))
         return
     for one in verified:
-        origin = _signed(one.signer) if one.is_from_bundle else "made here"
+        origin = _signer_text(one.signer) if one.is_from_bundle else "made here"
         origin += f", but {one.files_not_from_bundle} of them made here" if one.files_not_from_bundle else ""
         print(f"{one.plan_key} {one.model}: {one.files} files, {_mb(one.bytes)} MB, every byte as recorded; {origin}")
     rows = [_replayed_row(one) for found in replayed.values() for one in found]
@@ -179,15 +179,15 @@ def show_comparison(found: Comparison, json: bool) -> None:
         show_table(("differs", "first", "second"), rows, right=False)
     kinds = {"only in the first": found.only_first, "only in the second": found.only_second, "other": found.changed}
     for kind, paths in kinds.items():
-        for path in paths[:LISTED]:
+        for path in paths[:MAX_LISTED_FILES]:
             print(f"{kind}: {path}")
-        if len(paths) > LISTED:
-            print(f"{kind}: {len(paths) - LISTED} more")
+        if len(paths) > MAX_LISTED_FILES:
+            print(f"{kind}: {len(paths) - MAX_LISTED_FILES} more")
     print(f"{found.same} files are the same")
     return None
 
 
-def _signed(signer: Any) -> str:
+def _signer_text(signer: Any) -> str:
     return f"signed by {signer.name}" if signer else "signed by nobody you trust"
 
 

@@ -23,7 +23,7 @@ def compile_model(
     """Compile MODEL and compare it with eager, bucket by bucket."""
     from tcdeploy.cli import display
 
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy import pipeline
 
         show: Callable[[Any, bool], None]

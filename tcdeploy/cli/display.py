@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 JSON_SCHEMA = 1
 PLAIN_WIDTH = 160
-OWN_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
-OWN_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")
+COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
+COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")
 
 
 @contextmanager
-def reporting() -> Iterator[PlainProgress | BarProgress]:
+def show_progress() -> Iterator[PlainProgress | BarProgress]:
     """The progress for this stderr: bars on a terminal, lines elsewhere. It begins with the imports of torch."""
     if not sys.stderr.isatty():
         plain = PlainProgress()
@@ -55,7 +55,7 @@ def reporting() -> Iterator[PlainProgress | BarProgress]:
         yield progress
 
 
-def _warn_of_fallbacks(plan: Plan) -> None:
+def _warn_about_fallbacks(plan: Plan) -> None:
     for decision in plan.decisions:
         if decision.is_fallback:
             print(f"warning: {decision.name} is {decision.value}: {decision.reason}", file=sys.stderr)
@@ -75,7 +75,7 @@ class PlainProgress:
         print(f"{name} ...", file=sys.stderr, flush=True)
 
     def planned(self, plan: Plan) -> None:
-        _warn_of_fallbacks(plan)
+        _warn_about_fallbacks(plan)
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
         self._label = f"[{number}/{total}] {bucket}"
@@ -98,7 +98,7 @@ class BarProgress:
             self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
 
     def planned(self, plan: Plan) -> None:
-        _warn_of_fallbacks(plan)
+        _warn_about_fallbacks(plan)
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
         self._bucket = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
@@ -118,7 +118,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         _print_json("plan", plan=dataclasses.asdict(plan))
         return
     _console().print(_plan_table(plan))
-    _warn_of_fallbacks(plan)
+    _warn_about_fallbacks(plan)
 
 
 def show_breaks(breaks: list[GraphBreak], as_json: bool) -> None:
@@ -153,7 +153,7 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     if skipped:
         print(f"torch's own CUDA graphs passed over {skipped} regions: those that write KV or read the host")
     _print_totals(deployment)
-    print(f"next: tcdeploy warm {_same_arguments()}")
+    print(f"next: tcdeploy warm {_carried_arguments()}")
 
 
 def show_warm_report(deployment: Deployment, as_json: bool) -> None:
@@ -162,7 +162,7 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
         return
     _console().print(_warm_table(deployment))
     _print_totals(deployment)
-    print(f'next: tcdeploy generate {_same_arguments()} "This module provides"')
+    print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
 
 def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
@@ -231,7 +231,7 @@ def _print_totals(deployment: Deployment) -> None:
     programs = sum(record.programs for record in records)
     print(
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
-        f"{len(deployment.architecture.attentions)} layers; compile {compile_seconds:.1f} s"
+        f"{len(deployment.architecture.attention_layers)} layers; compile {compile_seconds:.1f} s"
     )
     for record in records:
         if record.trials:
@@ -254,7 +254,7 @@ def _trials(record: BucketRecord) -> str:
     return ", ".join([f"{variant} {step_ms:.3f} ms" for step_ms, variant in timed] + failed)
 
 
-def _same_arguments() -> str:
+def _carried_arguments() -> str:
     """The words after the command as they were typed, so that the next command means the same deployment.
 
     Without those that are this command's own: the next one does not know them, and a URL may hold secrets.
@@ -263,9 +263,9 @@ def _same_arguments() -> str:
     is_value = False
     for word in sys.argv[2:]:
         name = word.partition("=")[0]
-        if not is_value and name not in OWN_FLAGS and name not in OWN_OPTIONS:
+        if not is_value and name not in COMMAND_FLAGS and name not in COMMAND_OPTIONS:
             kept.append(word)
-        is_value = not is_value and word in OWN_OPTIONS
+        is_value = not is_value and word in COMMAND_OPTIONS
     return shlex.join(kept)
 
 

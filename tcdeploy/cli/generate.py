@@ -34,7 +34,7 @@ def generate(
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
     text = sys.stdin.read() if prompt == "-" else prompt
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)

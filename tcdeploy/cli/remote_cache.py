@@ -37,15 +37,15 @@ def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_un
     return fetched.seconds
 
 
-def send_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
+def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
     """After a start, when its deployment was let go."""
     from tcdeploy.bundle.fetch import pack_and_push
     from tcdeploy.cli import cache_display
 
-    cache_display.show_sent(pack_and_push(cache_dir, plan_key, destination, key))
+    cache_display.show_cache_pushed(pack_and_push(cache_dir, plan_key, destination, key))
 
 
-def seconds_of(text: str) -> float:
+def parse_seconds(text: str) -> float:
     """`6s` or `6`. Raises UsageError."""
     try:
         seconds = float(text.removesuffix("s"))

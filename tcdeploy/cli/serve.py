@@ -39,7 +39,7 @@ def serve(
         raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
     if api_key == "":
         raise UsageError("the API key is empty", "leave out --api-key and TCDEPLOY_API_KEY to serve without one")
-    with display.reporting() as progress:
+    with display.show_progress() as progress:
         from tcdeploy.server.run import ServerSettings, run_server
 
         settings = ServerSettings(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, seconds_of, send_cache
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, parse_seconds, push_cache
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
@@ -44,8 +44,8 @@ def warm(
         raise UsageError("--sign is for what is pushed", "add --cache-to URL")
     if cache_from is None and allow_unsigned:
         raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
-    most_seconds, fetch_seconds = None if budget is None else seconds_of(budget), 0.0
-    with display.reporting() as progress:
+    budget_seconds, fetch_seconds = None if budget is None else parse_seconds(budget), 0.0
+    with display.show_progress() as progress:
         from tcdeploy import pipeline
 
         if missed_shapes is not None:
@@ -63,17 +63,17 @@ def warm(
         return
     display.show_warm_report(deployment, json)
     if require_hit:
-        _insist_on_hits(deployment)
-    if most_seconds is not None:
-        _insist_on_budget(fetch_seconds + sum(deployment.stage_seconds.values()), most_seconds)
+        _enforce_hits(deployment)
+    if budget_seconds is not None:
+        _enforce_budget(fetch_seconds + sum(deployment.stage_seconds.values()), budget_seconds)
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
-        pipeline.release()  # the start that proves it needs the memory
-        send_cache(cache_dir, plan_key, cache_to, key)
+        pipeline.release_memory()  # the start that proves it needs the memory
+        push_cache(cache_dir, plan_key, cache_to, key)
 
 
-def _insist_on_hits(deployment: Deployment) -> None:
+def _enforce_hits(deployment: Deployment) -> None:
     compiled = [
         record.bucket if record.cache_misses else f"{record.bucket} ({record.kernels_compiled} kernels of its programs)"
         for record in deployment.records
@@ -86,8 +86,8 @@ def _insist_on_hits(deployment: Deployment) -> None:
         )
 
 
-def _insist_on_budget(taken: float, most_seconds: float) -> None:
-    if taken > most_seconds:
+def _enforce_budget(seconds: float, budget_seconds: float) -> None:
+    if seconds > budget_seconds:
         raise ThresholdError(
-            f"the start took {taken:.1f} s, and {most_seconds:g} s was the most", "the stages above tell where it went"
+            f"the start took {seconds:.1f} s, and {budget_seconds:g} s was the most", "the stages above tell where it went"
         )

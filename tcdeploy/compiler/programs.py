@@ -94,7 +94,7 @@ def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
     rewrite = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
-    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor)}
+    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor_config)}
 
 
 def _mark_token_dims_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:

@@ -23,7 +23,7 @@ class DecoderLayer:
 
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
-    return [_find_layer(model, facts.path) for facts in architecture.attentions]
+    return [_find_layer(model, spec.path) for spec in architecture.attention_layers]
 
 
 def _find_layer(model: nn.Module, attention_path: str) -> DecoderLayer:

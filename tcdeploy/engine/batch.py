@@ -102,7 +102,7 @@ class PrefillBuffers:
 
     def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: AttentionMetadata) -> None:
         self.plan, self.state = plan, state
-        sequences, width = plan.prefill_sequences, _block_table_width(plan)
+        sequences, width = plan.max_prefill_sequences, _block_table_width(plan)
         self._int64_layout = _PackedLayout(ids=tokens, positions=tokens, slots=tokens, logits_indices=sequences, rows=sequences)
         self._int32_layout = _PackedLayout(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
         self._packed = torch.zeros(self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device)
@@ -136,7 +136,7 @@ class PrefillBuffers:
         flat[: self._zeroed_size] = 0
         longs["slots"][:] = PADDING_SLOT
         longs["rows"][:] = self.state.padding_row
-        tables = ints["tables"].reshape(self.plan.prefill_sequences, -1)
+        tables = ints["tables"].reshape(self.plan.max_prefill_sequences, -1)
         grid = _block_coordinates(self.plan.context, self.plan.block_size)
         end = 0
         for number, (sequence, start, stop) in enumerate(chunks):

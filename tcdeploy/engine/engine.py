@@ -70,7 +70,7 @@ class Engine:
             SchedulerConfig(
                 max_rows=plan.decode_buckets[-1].size,
                 prefill_tokens=plan.prefill_buckets[-1].size,
-                prefill_sequences=plan.prefill_sequences,
+                max_prefill_sequences=plan.max_prefill_sequences,
                 max_consecutive_prefills=plan.max_consecutive_prefills,
             ),
             self.allocator,

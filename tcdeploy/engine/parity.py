@@ -26,7 +26,7 @@ TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1
 
 def reference_attn_implementation(architecture: Architecture) -> str:
     """sdpa, or transformers' eager formula where the model needs what sdpa lacks."""
-    plain = all(not facts.softcap and not facts.has_sinks for facts in architecture.attentions)
+    plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
     return "sdpa" if plain else "eager"
 
 

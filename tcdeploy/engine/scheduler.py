@@ -34,7 +34,7 @@ class SchedulerConfig(NamedTuple):
 
     max_rows: int
     prefill_tokens: int
-    prefill_sequences: int
+    max_prefill_sequences: int
     max_consecutive_prefills: int = 4
 
 
@@ -137,7 +137,7 @@ class Scheduler:
         """Fill a step first come, first served; the last prompt is cut where the step is full."""
         chunks: list[Chunk] = []
         room = self.limits.prefill_tokens
-        while room and len(chunks) < self.limits.prefill_sequences:
+        while room and len(chunks) < self.limits.max_prefill_sequences:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:
                 break

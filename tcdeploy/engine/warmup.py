@@ -273,7 +273,7 @@ class _BucketWarmer:
         size = self.bucket.size
         packed = [size - size // 4 - size // 8 - 1, size // 4, size // 8]
         blocks = sum(self.allocator.blocks_for(length) for length in packed)
-        fits = size >= 8 and self.plan.prefill_sequences >= len(packed) and blocks <= self.allocator.free
+        fits = size >= 8 and self.plan.max_prefill_sequences >= len(packed) and blocks <= self.allocator.free
         return packed if fits else [size]
 
     def _decode_lengths(self) -> list[int]:
@@ -301,7 +301,7 @@ class _BucketWarmer:
                     chunk = Chunk(sequence, start, min(start + largest, len(sequence.token_ids) - 1))
                     used = sum(stop - begin for _, begin, stop in chunks)
                     if chunks and (
-                        used + chunk.stop - chunk.start > largest or len(chunks) == self.plan.prefill_sequences
+                        used + chunk.stop - chunk.start > largest or len(chunks) == self.plan.max_prefill_sequences
                     ):
                         self.runner.prefill(chunks)
                         chunks = []

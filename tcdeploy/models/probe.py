@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.planning.architecture import Architecture, AttentionFacts, digest_config
+from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 
@@ -72,13 +72,13 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         model = _run_on_fake_tensors(config, name, trust_remote_code, linear_inputs)
     finally:
         ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_ATTN_IMPLEMENTATION, None)
-    attentions = _read_calls(model, recorder, name)
-    _check_all_layers_attend(model, attentions, name)
+    attention_layers = _read_calls(model, recorder, name)
+    _check_all_layers_attend(model, attention_layers, name)
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
         raise UnsupportedModelError(f"{name} names no longest context in its config", HINT)
-    _check_windows(text_config, attentions, name)
+    _check_windows(text_config, attention_layers, name)
     return Architecture(
         model_type=name,
         class_name=type(model).__name__,
@@ -86,9 +86,9 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         context=int(context),
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
-        attentions=attentions,
-        rope_limit=_rope_limit(text_config),
-        activation_values=_activation_values(linear_inputs, text_config),
+        attention_layers=attention_layers,
+        longrope_limit=_rope_limit(text_config),
+        peak_activation_elements=_activation_values(linear_inputs, text_config),
         packed_linears=_find_packed_linears(model, linear_inputs),
         config_digest=digest_config(config_to_dict(config)),
     )
@@ -143,18 +143,18 @@ def _check_layer_types(config: PreTrainedConfig) -> None:
             )
 
 
-def _check_windows(text_config: Any, attentions: tuple[AttentionFacts, ...], name: str) -> None:
+def _check_windows(text_config: Any, attention_layers: tuple[AttentionSpec, ...], name: str) -> None:
     """A window that lives only in the mask never reaches attention: such a layer would see too far."""
     window = getattr(text_config, "sliding_window", None)
     if not window or window >= text_config.max_position_embeddings:
         return
     types = getattr(text_config, "layer_types", None)
     everywhere = getattr(text_config, "use_sliding_window", True)
-    for number, facts in enumerate(attentions):
+    for number, spec in enumerate(attention_layers):
         is_sliding = types[number] == "sliding_attention" if types else everywhere
-        if is_sliding and not facts.window:
+        if is_sliding and not spec.window:
             raise UnsupportedModelError(
-                f"{name}: {facts.path} has a window of {window} and does not tell attention", HINT
+                f"{name}: {spec.path} has a window of {window} and does not tell attention", HINT
             )
 
 
@@ -190,17 +190,17 @@ def _run_on_fake_tensors(config: PreTrainedConfig, name: str, trust_remote_code:
     return model
 
 
-def _read_calls(model: nn.Module, recorder: _AttentionRecorder, name: str) -> tuple[AttentionFacts, ...]:
+def _read_calls(model: nn.Module, recorder: _AttentionRecorder, name: str) -> tuple[AttentionSpec, ...]:
     if not recorder.calls:
         raise UnsupportedModelError(f"{name} never calls transformers' AttentionInterface", HINT)
-    facts = []
+    spec = []
     for path, module in model.named_modules():
         calls = recorder.calls.get(id(module), [])
         if len(calls) > 1:
             raise UnsupportedModelError(f"{name}: {path} attends {len(calls)} times in one pass", HINT)
         for call in calls:
-            facts.append(_read_call(path, name, *call))
-    return tuple(facts)
+            spec.append(_read_call(path, name, *call))
+    return tuple(spec)
 
 
 def _read_call(
@@ -212,7 +212,7 @@ def _read_call(
     value: Tensor,
     mask: Any,
     kwargs: dict[str, Any],
-) -> AttentionFacts:
+) -> AttentionSpec:
     for keyword, given in kwargs.items():
         if keyword not in SUPPORTED_ATTENTION_KWARGS | IGNORED_ATTENTION_KWARGS and given is not None and given is not False:
             raise UnsupportedModelError(
@@ -224,7 +224,7 @@ def _read_call(
         raise UnsupportedModelError(f"{name}: {path} is not causal", HINT)
     if query.shape[2] != PROBE_TOKENS or key.shape[2] != PROBE_TOKENS:
         raise UnsupportedModelError(f"{name}: {path} attends to other tokens than the layer's own", HINT)
-    return AttentionFacts(
+    return AttentionSpec(
         path=path,
         heads=query.shape[1],
         kv_heads=key.shape[1],
@@ -236,14 +236,14 @@ def _read_call(
     )
 
 
-def _check_all_layers_attend(model: nn.Module, attentions: tuple[AttentionFacts, ...], name: str) -> None:
+def _check_all_layers_attend(model: nn.Module, attention_layers: tuple[AttentionSpec, ...], name: str) -> None:
     """Every layer of the stack must attend through the interface, or it keeps a state that the KV cache misses."""
-    stack_path, _ = decoder_layer_position(model, attentions[0].path)
-    covered = {decoder_layer_position(model, attention.path) for attention in attentions}
+    stack_path, _ = decoder_layer_position(model, attention_layers[0].path)
+    covered = {decoder_layer_position(model, attention.path) for attention in attention_layers}
     missing = [index for index in range(len(model.get_submodule(stack_path))) if (stack_path, index) not in covered]  # type: ignore[arg-type]
     if missing:
         raise UnsupportedModelError(f"{name}: layers {missing} never call the AttentionInterface", HINT)
-    if len(covered) != len(attentions):
+    if len(covered) != len(attention_layers):
         raise UnsupportedModelError(f"{name}: a layer attends in more than one module", HINT)
 
 

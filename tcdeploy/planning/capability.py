@@ -15,40 +15,40 @@ from tcdeploy.planning.recipe import Attention
 
 
 @dataclass(frozen=True)
-class Accepted:
+class Supported:
     backend: Attention
 
 
 @dataclass(frozen=True)
-class Rejected:
+class Unsupported:
     backend: Attention
     reason: str
 
 
-Verdict = Accepted | Rejected
+BackendSupport = Supported | Unsupported
 
-HEAD_DIM_LIMIT = {"triton": 256, "torch-flash": 256, "flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
+MAX_HEAD_DIM = {"triton": 256, "torch-flash": 256, "flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
 FLASH_CAPABILITIES = {  # compute capabilities (major) that the kernels are built for
     "torch-flash": range(8, 100),
     "flash-attn-2": range(8, 100),
     "flash-attn-3": range(9, 10),
     "flash-attn-4": range(9, 12),
 }
-WITHOUT_SOFTCAP = {"torch-flash"}
+BACKENDS_WITHOUT_SOFTCAP = {"torch-flash"}
 
 
-def judge_backend(
+def check_backend(
     backend: Attention, environment: Environment, architecture: Architecture, device: str, dtype: str
-) -> Verdict:
+) -> BackendSupport:
     """The first reason why `backend` cannot serve prefill here, or Accepted."""
     if backend == "reference":
-        return Accepted(backend)
-    for reason in _objections(backend, environment, architecture, device, dtype):
-        return Rejected(backend, reason)
-    return Accepted(backend)
+        return Supported(backend)
+    for reason in _unsupported_reasons(backend, environment, architecture, device, dtype):
+        return Unsupported(backend, reason)
+    return Supported(backend)
 
 
-def _objections(
+def _unsupported_reasons(
     backend: Attention, environment: Environment, architecture: Architecture, device: str, dtype: str
 ) -> Iterable[str]:
     if device != "cuda":
@@ -56,7 +56,7 @@ def _objections(
     if backend == "triton":
         if not environment.triton:
             yield "triton is not installed"
-        yield from _head_dim_objections(backend, architecture)
+        yield from _head_dim_reasons(backend, architecture)
         return
     if backend in FLASH_PACKAGES and backend not in dict(environment.flash_packages):
         yield f"{FLASH_PACKAGES[backend][1]} is not installed"
@@ -64,16 +64,16 @@ def _objections(
         yield f"its kernels are not built for compute capability {environment.gpu_capability}"
     if dtype == "float32":
         yield "it computes in bfloat16 and float16 only"
-    yield from _head_dim_objections(backend, architecture)
-    for attention in architecture.attentions:
+    yield from _head_dim_reasons(backend, architecture)
+    for attention in architecture.attention_layers:
         if attention.v_head_dim != attention.head_dim:
             yield f"keys have head_dim {attention.head_dim} and values {attention.v_head_dim}"
-        if attention.softcap and backend in WITHOUT_SOFTCAP:
+        if attention.softcap and backend in BACKENDS_WITHOUT_SOFTCAP:
             yield "it has no logit soft-capping, which this model needs"
 
 
-def _head_dim_objections(backend: Attention, architecture: Architecture) -> Iterable[str]:
-    limit = HEAD_DIM_LIMIT[backend]
-    for head_dim in sorted({dim for facts in architecture.attentions for dim in (facts.head_dim, facts.v_head_dim)}):
+def _head_dim_reasons(backend: Attention, architecture: Architecture) -> Iterable[str]:
+    limit = MAX_HEAD_DIM[backend]
+    for head_dim in sorted({dim for spec in architecture.attention_layers for dim in (spec.head_dim, spec.v_head_dim)}):
         if head_dim > limit or head_dim % 8:
             yield f"head_dim {head_dim} is not a multiple of 8 up to {limit}"

@@ -1,6 +1,6 @@
 """What this machine is: the record that the Plan is made from, and that a cache is compared with.
 
-`Environment` is plain data without torch, so that a laptop can plan for an H100 in a test, and so that `diff` can
+`Environment` is plain data without torch, so that a laptop can plan for an H100 in a test, and so that `diff_environments` can
 explain a cache that was made elsewhere. `detect_environment` fills it and is the one place that imports torch, late.
 
 flash-attn packages are found without importing them: FlashAttention-4 takes 5 to 10 s to import on an H100 machine.
@@ -49,19 +49,19 @@ class Environment:
     inductor_cache_dir: str = ""  # an already set TORCHINDUCTOR_CACHE_DIR
     user_cache_dir: str = ""
 
-    def program_factors(self) -> dict[str, object]:
+    def cache_factors(self) -> dict[str, object]:
         """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory.
 
         With a GPU neither the C++ compiler nor the CPU is in them: an image that serves needs no compiler, and a
         machine with more cores starts from the same cache. Of Python's version the first two parts count.
         """
-        left_out = NOT_IN_PROGRAMS | (ONLY_IN_CPU_PROGRAMS if self.gpu else set())
-        factors = {key: value for key, value in asdict(self).items() if key not in left_out}
+        ignored = IGNORED_FACTORS | (CPU_ONLY_FACTORS if self.gpu else set())
+        factors = {key: value for key, value in asdict(self).items() if key not in ignored}
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
-ONLY_IN_CPU_PROGRAMS = {"compiler", "install_paths", "cpu", "cpu_threads"}
-NOT_IN_PROGRAMS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes"}
+CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
+IGNORED_FACTORS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes"}
 
 
 @dataclass(frozen=True)
@@ -71,14 +71,14 @@ class Difference:
     there: str
 
 
-def diff(here: Environment, there: Environment) -> list[Difference]:
+def diff_environments(here: Environment, there: Environment) -> list[Difference]:
     """Every factor of both environments' programs in which they differ, in the order of the fields."""
-    mine, theirs = here.program_factors(), there.program_factors()
+    mine, theirs = here.cache_factors(), there.cache_factors()
     shared = [name for name in mine if name in theirs]
-    return differing({name: mine[name] for name in shared}, {name: theirs[name] for name in shared})
+    return diff_mappings({name: mine[name] for name in shared}, {name: theirs[name] for name in shared})
 
 
-def differing(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
+def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
     """Every name under which two records hold something else; a "-" stands for nothing."""
     return [
         Difference(f"{prefix}{name}", str(here.get(name, "-")), str(there.get(name, "-")))
@@ -99,7 +99,7 @@ def detect_environment() -> Environment:
         transformers=_version("transformers"),
         triton=_version("triton"),
         cuda=torch.version.cuda or "" if has_gpu else "",
-        driver=_driver() if has_gpu else "",
+        driver=_driver_version() if has_gpu else "",
         gpu=properties.name if properties else "",
         gpu_capability=(properties.major, properties.minor) if properties else (0, 0),
         gpu_memory_bytes=properties.total_memory if properties else 0,
@@ -107,7 +107,7 @@ def detect_environment() -> Environment:
         cpu=torch.backends.cpu.get_cpu_capability(),
         cpu_threads=torch.get_num_threads(),
         host_memory_bytes=_host_memory_bytes(),
-        compiler=_first_line("g++", "--version"),
+        compiler=_first_output_line("g++", "--version"),
         flash_packages=installed_flash_packages(),
         install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
         inductor_cache_dir=os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
@@ -117,7 +117,7 @@ def detect_environment() -> Environment:
 
 def installed_versions() -> dict[str, object]:
     """Those factors that can be told without importing torch; the GPU by its driver's tool, where there is one."""
-    gpu = _first_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: _version(name) for name in ("torch", "transformers", "triton")},
@@ -164,11 +164,11 @@ def _version(distribution: str) -> str:
         return ""
 
 
-def _driver() -> str:
-    return _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+def _driver_version() -> str:
+    return _first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
 
-def _first_line(*command: str) -> str:
+def _first_output_line(*command: str) -> str:
     try:
         out = subprocess.run(command, capture_output=True, text=True, timeout=10).stdout
     except (OSError, subprocess.TimeoutExpired):

@@ -19,21 +19,21 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 # which these constants say 1.40; in mode auto Qwen 2.5 7B with five took 1.26 (1.26), and the 8B shape with an 8,192
 # bucket and batches up to 256 took 2.26 (2.18). Three runs of earlier versions took 1.42, 1.25 and 1.17, of which these
 # would say 1.58, 1.22 and 1.22.
-CONTEXT_BYTES = 1090 << 20  # the CUDA context, the code of torch's, cuBLAS's and Triton's kernels, and fragments
+CUDA_CONTEXT_BYTES = 1090 << 20  # the CUDA context, the code of torch's, cuBLAS's and Triton's kernels, and fragments
 CUBLAS_BYTES = 3 * (32 << 20)  # a workspace for each stream that multiplies matrices: eager, and while recording
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one recorded step, in the driver
-CHECK_SHARE = 1.5  # of a step's activations: transformers' own attention beside it, while a bucket is checked
-SAMPLING_BYTES = 3  # for each row and token of the vocabulary: a count and a mark (engine/sampling.py)
+PARITY_CHECK_FACTOR = 1.5  # of a step's activations: transformers' own attention beside it, while a bucket is checked
+SAMPLING_BYTES_PER_LOGIT = 3  # for each row and token of the vocabulary: a count and a mark (engine/sampling.py)
 HOST_KV_FRACTION = 0.25
 
 
-class Demand(NamedTuple):
+class CacheDemand(NamedTuple):
     """What the buckets ask of memory: lengths in tokens, batches in sequences, slots per block."""
 
     context: int
     batch_sizes: tuple[int, ...]
-    longest_prefill: int
-    prefill_buckets: int
+    max_prefill_tokens: int
+    num_prefill_buckets: int
     block_size: int
 
     @property
@@ -52,27 +52,27 @@ class Workspace(NamedTuple):
     check: int
 
     @property
-    def kept(self) -> int:
+    def serving_bytes(self) -> int:
         """What stays taken while serving."""
         return sum(self) - self.check
 
 
-def predict_workspace(architecture: Architecture, dtype: str, demand: Demand, prefill_sequences: int) -> Workspace:
+def predict_workspace(architecture: Architecture, dtype: str, demand: CacheDemand, max_prefill_sequences: int) -> Workspace:
     """For a GPU with step graphs. Every bucket keeps its logits; activations are shared, the largest step's count."""
     item = DTYPE_BYTES[dtype]
     rows = demand.max_batch + 1
     table_width = -(-demand.context // demand.block_size)
-    activations = demand.longest_prefill * architecture.activation_values * item
-    outputs = sum(demand.batch_sizes) + prefill_sequences * demand.prefill_buckets
+    activations = demand.max_prefill_tokens * architecture.peak_activation_elements * item
+    outputs = sum(demand.batch_sizes) + max_prefill_sequences * demand.num_prefill_buckets
     return Workspace(
-        context=CONTEXT_BYTES + CUBLAS_BYTES,
+        context=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
         activations=activations,
-        decode_rows=rows * (architecture.vocab_size * SAMPLING_BYTES + table_width * 4),
+        decode_rows=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + table_width * 4),
         logits=outputs * architecture.vocab_size * item,
-        graphs=(len(demand.batch_sizes) + demand.prefill_buckets)
-        * len(architecture.attentions)
+        graphs=(len(demand.batch_sizes) + demand.num_prefill_buckets)
+        * len(architecture.attention_layers)
         * GRAPH_BYTES_PER_LAYER,
-        check=int(CHECK_SHARE * activations),
+        check=int(PARITY_CHECK_FACTOR * activations),
     )
 
 
@@ -92,20 +92,20 @@ def size_kv_cache(
     architecture: Architecture,
     device: str,
     dtype: str,
-    demand: Demand,
+    demand: CacheDemand,
     workspace: Workspace,
 ) -> KVSize:
     """One block more than the sequences need, for padding. Raises SpaceError when the buckets cannot be held."""
     weight_bytes = architecture.parameters * DTYPE_BYTES[dtype]
-    block_bytes = architecture.kv_values_per_token * DTYPE_BYTES[dtype] * demand.block_size
+    block_bytes = architecture.kv_elements_per_token * DTYPE_BYTES[dtype] * demand.block_size
     budget = _kv_budget(recipe, environment, device, weight_bytes, sum(workspace))
     if budget < block_bytes:
         raise SpaceError(
-            f"{gib(weight_bytes)} of {dtype} weights leave no room for KV: {_memory_name(recipe, environment, device)}",
+            f"{gib(weight_bytes)} of {dtype} weights leave no room for KV: {_describe_memory(recipe, environment, device)}",
             "a smaller model, a smaller --dtype, or more memory",
         )
-    blocks, reason = _choose_blocks(recipe.kv_blocks, budget // block_bytes, demand)
-    least = max(demand.max_batch, -(-demand.longest_prefill // demand.block_size)) + 1
+    blocks, reason = _decide_kv_blocks(recipe.kv_blocks, budget // block_bytes, demand)
+    least = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
     if not least <= blocks <= budget // block_bytes:
         raise SpaceError(
             f"{blocks} KV blocks of {gib(block_bytes)}: the buckets need {least}, memory holds {budget // block_bytes}",
@@ -119,13 +119,13 @@ def size_kv_cache(
     return KVSize(blocks, blocks * block_bytes, weight_bytes, min(demand.context, capacity), reason)
 
 
-def _choose_blocks(asked: int | None, affordable: int, demand: Demand) -> tuple[int, str]:
-    wanted = demand.max_batch * -(-demand.context // demand.block_size) + 1
-    if asked is not None:
-        return asked, "asked for"
-    if wanted <= affordable:
-        return wanted, f"{demand.max_batch} sequences of {demand.context} tokens, and one block for padding"
-    return affordable, f"what is left of memory; {demand.max_batch} full sequences would take {wanted}"
+def _decide_kv_blocks(requested_blocks: int | None, affordable: int, demand: CacheDemand) -> tuple[int, str]:
+    needed_blocks = demand.max_batch * -(-demand.context // demand.block_size) + 1
+    if requested_blocks is not None:
+        return requested_blocks, "asked for"
+    if needed_blocks <= affordable:
+        return needed_blocks, f"{demand.max_batch} sequences of {demand.context} tokens, and one block for padding"
+    return affordable, f"what is left of memory; {demand.max_batch} full sequences would take {needed_blocks}"
 
 
 def _kv_budget(recipe: Recipe, environment: Environment, device: str, weight_bytes: int, workspace_bytes: int) -> int:
@@ -136,7 +136,7 @@ def _kv_budget(recipe: Recipe, environment: Environment, device: str, weight_byt
     return int(environment.gpu_memory_bytes * recipe.memory_fraction) - weight_bytes - workspace_bytes
 
 
-def _memory_name(recipe: Recipe, environment: Environment, device: str) -> str:
+def _describe_memory(recipe: Recipe, environment: Environment, device: str) -> str:
     if device == "cpu":
         return f"the host has {gib(environment.host_memory_bytes)}"
     total = gib(environment.gpu_memory_bytes)

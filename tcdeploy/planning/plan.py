@@ -16,21 +16,21 @@ from dataclasses import dataclass
 from tcdeploy import __version__
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.variants import DEFAULT, Variant, variants, attention_variant
-from tcdeploy.planning.capability import Accepted, Rejected, judge_backend
+from tcdeploy.planning.capability import Supported, Unsupported, check_backend
 from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import UsageError
-from tcdeploy.planning.memory import Demand, KVSize, gib, predict_workspace, size_kv_cache
+from tcdeploy.planning.memory import CacheDemand, KVSize, gib, predict_workspace, size_kv_cache
 from tcdeploy.planning.recipe import Attention, Recipe
 
-PREFILL_LADDER = (128, 512, 2048)
-DECODE_LADDER = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
+DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
+DEFAULT_BATCH_SIZES = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
 # That one prefill step may pack. Programs hold their number, so it is the same up to a usual size of buckets.
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 # Where weights come from, which CI need not have (of remote code see _plan_key), and sizes that a program holds as
 # symbols.
-NOT_IN_PROGRAMS = {
+IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "max_consecutive_prefills",
 }  # fmt: skip
@@ -45,8 +45,8 @@ PREFERRED_ATTENTION: dict[Attention, str] = {
     "flash-attn-2": "installed",
 }
 # What mode auto tries, and from where on attention is enough of a step for another kernel to matter.
-TRIED_ATTENTION: tuple[Attention, ...] = ("flash-attn-4",)
-OTHER_ATTENTION_TOKENS = 4096
+ALTERNATIVE_ATTENTION: tuple[Attention, ...] = ("flash-attn-4",)
+ALTERNATIVE_ATTENTION_MIN_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Plan:
     dtype: str
     prefill_attention: Attention
     decode_attention: Attention
-    other_attention: tuple[Attention, ...]  # prefill backends that mode auto tries in long buckets
+    alternative_attention: tuple[Attention, ...]  # prefill backends that mode auto tries in long buckets
     region: str
     mode: str
     graphs: str
@@ -96,7 +96,7 @@ class Plan:
     tune_seconds: float
     max_consecutive_prefills: int  # prefill steps in a row while sequences wait for their next token
     buckets: tuple[Bucket, ...]
-    prefill_sequences: int
+    max_prefill_sequences: int
     context: int
     block_size: int
     kv_blocks: int
@@ -121,8 +121,8 @@ class Plan:
         Rows are chosen early in whole layers and static shapes alone.
         """
         known = variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
-        if bucket.is_prefill and bucket.size >= OTHER_ATTENTION_TOKENS:
-            known += tuple(map(attention_variant, self.other_attention))
+        if bucket.is_prefill and bucket.size >= ALTERNATIVE_ATTENTION_MIN_TOKENS:
+            known += tuple(map(attention_variant, self.alternative_attention))
         can_choose = self.region == "layer" and not bucket.min_size
         return tuple(variant for variant in known if can_choose or not variant.last_token_rows)
 
@@ -137,29 +137,29 @@ class Plan:
         return -(-self.context // self.block_size)
 
 
-def prefill_sequences(longest_prefill: int) -> int:
+def max_prefill_sequences(max_prefill_tokens: int) -> int:
     """Prompts that a prefill step may pack, where the largest bucket holds so many tokens."""
-    return max(MIN_PREFILL_SEQUENCES, longest_prefill // TOKENS_PER_PREFILL_SEQUENCE)
+    return max(MIN_PREFILL_SEQUENCES, max_prefill_tokens // TOKENS_PER_PREFILL_SEQUENCE)
 
 
 def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
     """Decide everything. Raises UsageError for what cannot be asked, SpaceError for what does not fit."""
-    log: list[Decision] = []
+    decisions: list[Decision] = []
     if recipe.max_consecutive_prefills < 1:
         raise UsageError(f"a prefill burst of {recipe.max_consecutive_prefills} steps would never prefill", "--max-consecutive-prefills 4")
-    device = _decide_device(recipe, environment, log)
-    dtype = _decide_dtype(recipe, architecture, device, log)
-    prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, log)
-    decode_attention = _decide_decode_attention(recipe, environment, architecture, device, dtype, log)
-    graphs = _decide_graphs(recipe, device, decode_attention, log)
-    context = _decide_context(recipe, architecture, log)
-    batch_sizes = _decide_batch_sizes(recipe, device, log)
-    prefill = _decide_prefill_buckets(recipe, context, log)
-    block_size = _decide_block_size(recipe, log)
-    demand = Demand(context, batch_sizes, prefill[-1].size, len(prefill), block_size)
-    workspace_bytes, memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, log)
-    _record_asked(recipe, log)
-    cache_dir = _decide_cache_dir(recipe, environment, log)
+    device = _decide_device(recipe, environment, decisions)
+    dtype = _decide_dtype(recipe, architecture, device, decisions)
+    prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, decisions)
+    decode_attention = _decide_decode_attention(recipe, environment, architecture, device, dtype, decisions)
+    graphs = _decide_graphs(recipe, device, decode_attention, decisions)
+    context = _decide_context(recipe, architecture, decisions)
+    batch_sizes = _decide_batch_sizes(recipe, device, decisions)
+    prefill = _decide_prefill_buckets(recipe, context, decisions)
+    block_size = _decide_block_size(recipe, decisions)
+    demand = CacheDemand(context, batch_sizes, prefill[-1].size, len(prefill), block_size)
+    workspace_bytes, memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, decisions)
+    _decide_region_and_mode(recipe, decisions)
+    cache_dir = _decide_cache_dir(recipe, environment, decisions)
     decode = tuple(Bucket("decode", size) for size in batch_sizes)
     fields: dict[str, object] = {
         "model": recipe.model,
@@ -170,7 +170,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "dtype": dtype,
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
-        "other_attention": _decide_other_attention(recipe, environment, architecture, device, dtype, log),
+        "alternative_attention": _decide_alternative_attention(recipe, environment, architecture, device, dtype, decisions),
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
@@ -178,7 +178,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "tune_seconds": recipe.tune_seconds,
         "max_consecutive_prefills": recipe.max_consecutive_prefills,
         "buckets": prefill + decode,
-        "prefill_sequences": prefill_sequences(demand.longest_prefill),
+        "max_prefill_sequences": max_prefill_sequences(demand.max_prefill_tokens),
         "context": memory.context,
         "block_size": block_size,
         "kv_blocks": memory.blocks,
@@ -187,162 +187,162 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "workspace_bytes": workspace_bytes,
     }
     key = _plan_key(fields, environment, architecture)
-    return Plan(**fields, cache_dir=cache_dir, decisions=tuple(log), key=key)  # type: ignore[arg-type]
+    return Plan(**fields, cache_dir=cache_dir, decisions=tuple(decisions), key=key)  # type: ignore[arg-type]
 
 
 def _plan_key(fields: dict[str, object], environment: Environment, architecture: Architecture) -> str:
     """The same for a model and its fine-tunes, with and without their weights: `architecture` stands for the config."""
-    program_fields = {name: value for name, value in fields.items() if name not in NOT_IN_PROGRAMS}
+    program_fields = {name: value for name, value in fields.items() if name not in IGNORED_PLAN_FIELDS}
     remote_code = (fields["model"], fields["revision"]) if fields["trust_remote_code"] else None
-    plain = [__version__, program_fields, remote_code, environment.program_factors(), architecture]
+    plain = [__version__, program_fields, remote_code, environment.cache_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 
 
-def _decide_device(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
+def _decide_device(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> str:
     if recipe.device == "cuda" and not environment.gpu:
         raise UsageError("device cuda was asked for, and torch sees no GPU", "tcdeploy compile ... --device cpu")
     if recipe.device:
-        log.append(Decision("device", recipe.device, "asked for"))
+        decisions.append(Decision("device", recipe.device, "asked for"))
         return recipe.device
     if environment.gpu:
-        log.append(Decision("device", "cuda", f"{environment.gpu} is present"))
+        decisions.append(Decision("device", "cuda", f"{environment.gpu} is present"))
         return "cuda"
-    log.append(Decision("device", "cpu", "torch sees no GPU"))
+    decisions.append(Decision("device", "cpu", "torch sees no GPU"))
     return "cpu"
 
 
-def _decide_dtype(recipe: Recipe, architecture: Architecture, device: str, log: list[Decision]) -> str:
+def _decide_dtype(recipe: Recipe, architecture: Architecture, device: str, decisions: list[Decision]) -> str:
     if recipe.dtype:
-        log.append(Decision("dtype", recipe.dtype, "asked for"))
+        decisions.append(Decision("dtype", recipe.dtype, "asked for"))
         return recipe.dtype
     if device == "cpu":
-        log.append(Decision("dtype", "float32", "the CPU's default: exact, so text equals transformers' own"))
+        decisions.append(Decision("dtype", "float32", "the CPU's default: exact, so text equals transformers' own"))
         return "float32"
     if architecture.dtype in ("bfloat16", "float16"):
-        log.append(Decision("dtype", architecture.dtype, "the checkpoint's own"))
+        decisions.append(Decision("dtype", architecture.dtype, "the checkpoint's own"))
         return architecture.dtype
-    log.append(Decision("dtype", "bfloat16", f"the checkpoint is {architecture.dtype}: half the bytes per token"))
+    decisions.append(Decision("dtype", "bfloat16", f"the checkpoint is {architecture.dtype}: half the bytes per token"))
     return "bfloat16"
 
 
 def _decide_prefill_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
 ) -> Attention:
     if recipe.attention:
-        match judge_backend(recipe.attention, environment, architecture, device, dtype):
-            case Accepted(backend):
-                log.append(Decision("prefill attention", backend, "asked for"))
+        match check_backend(recipe.attention, environment, architecture, device, dtype):
+            case Supported(backend):
+                decisions.append(Decision("prefill attention", backend, "asked for"))
                 return backend
-            case Rejected(backend, reason):
+            case Unsupported(backend, reason):
                 raise UsageError(
                     f"attention {backend} cannot be used: {reason}", "leave --attention out to let it choose"
                 )
     if device == "cpu":
-        log.append(Decision("prefill attention", "reference", "FlashAttention needs a GPU"))
+        decisions.append(Decision("prefill attention", "reference", "FlashAttention needs a GPU"))
         return "reference"
-    noes: list[str] = []
+    rejections: list[str] = []
     for variant in PREFERRED_ATTENTION:
-        match judge_backend(variant, environment, architecture, device, dtype):
-            case Accepted(backend):
-                log.append(Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[variant], *noes])))
+        match check_backend(variant, environment, architecture, device, dtype):
+            case Supported(backend):
+                decisions.append(Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[variant], *rejections])))
                 return backend
-            case Rejected(backend, reason):
-                noes.append(f"not {backend}: {reason}")
-    log.append(Decision("prefill attention", "reference", "; ".join(noes), is_fallback=True))
+            case Unsupported(backend, reason):
+                rejections.append(f"not {backend}: {reason}")
+    decisions.append(Decision("prefill attention", "reference", "; ".join(rejections), is_fallback=True))
     return "reference"
 
 
-def _decide_other_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
+def _decide_alternative_attention(
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
 ) -> tuple[Attention, ...]:
     """Installed packages that are worth a trial in long buckets, unless a backend was asked for."""
     if recipe.mode != "auto" or recipe.attention:
         return ()
-    verdicts = (judge_backend(one, environment, architecture, device, dtype) for one in TRIED_ATTENTION)
-    found = tuple(verdict.backend for verdict in verdicts if isinstance(verdict, Accepted))
+    verdicts = (check_backend(one, environment, architecture, device, dtype) for one in ALTERNATIVE_ATTENTION)
+    found = tuple(verdict.backend for verdict in verdicts if isinstance(verdict, Supported))
     if found:
-        reason = f"installed: timed in prefill buckets of {OTHER_ATTENTION_TOKENS} tokens and more"
-        log.append(Decision("other attention", ",".join(found), reason))
+        reason = f"installed: timed in prefill buckets of {ALTERNATIVE_ATTENTION_MIN_TOKENS} tokens and more"
+        decisions.append(Decision("other attention", ",".join(found), reason))
     return found
 
 
 def _decide_decode_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, log: list[Decision]
+    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
 ) -> Attention:
     if device == "cpu":
-        log.append(Decision("decode attention", "reference", "the Triton kernel needs a GPU"))
+        decisions.append(Decision("decode attention", "reference", "the Triton kernel needs a GPU"))
         return "reference"
     if recipe.attention == "reference":
-        log.append(Decision("decode attention", "reference", "asked for"))
+        decisions.append(Decision("decode attention", "reference", "asked for"))
         return "reference"
-    match judge_backend("triton", environment, architecture, device, dtype):
-        case Accepted(backend):
+    match check_backend("triton", environment, architecture, device, dtype):
+        case Supported(backend):
             reason = "split-KV paged decode; FlashAttention-2 took 3 times as long on an H100"
-            log.append(Decision("decode attention", backend, reason))
+            decisions.append(Decision("decode attention", backend, reason))
             return backend
-        case Rejected(_, reason):
-            log.append(Decision("decode attention", "reference", reason, is_fallback=True))
+        case Unsupported(_, reason):
+            decisions.append(Decision("decode attention", "reference", reason, is_fallback=True))
             return "reference"
 
 
-def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, log: list[Decision]) -> str:
-    asked = recipe.graphs
-    if asked == "region" and recipe.shapes == "dynamic":
+def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, decisions: list[Decision]) -> str:
+    requested_graphs = recipe.graphs
+    if requested_graphs == "region" and recipe.shapes == "dynamic":
         raise UsageError(
             "graphs region would record a graph for every length of a dynamic range", "--graphs step --shapes dynamic"
         )
     if device == "cuda" and decode_attention == "reference":
-        if asked not in (None, "none"):
-            raise UsageError(f"graphs {asked} cannot hold the reference attention: it reads lengths", "--graphs none")
-        log.append(Decision("graphs", "none", "the reference attention reads lengths on the host", is_fallback=True))
+        if requested_graphs not in (None, "none"):
+            raise UsageError(f"graphs {requested_graphs} cannot hold the reference attention: it reads lengths", "--graphs none")
+        decisions.append(Decision("graphs", "none", "the reference attention reads lengths on the host", is_fallback=True))
         return "none"
     if device == "cpu":
         reason = "there are no CUDA graphs on a CPU"
-        log.append(Decision("graphs", "none", reason, is_fallback=asked not in (None, "none")))
+        decisions.append(Decision("graphs", "none", reason, is_fallback=requested_graphs not in (None, "none")))
         return "none"
     if recipe.mode == "default":
-        if asked not in (None, "none"):
+        if requested_graphs not in (None, "none"):
             raise UsageError(
-                f"mode default takes no CUDA graphs, and graphs {asked} was asked for",
-                f"--mode reduce-overhead --graphs {asked}",
+                f"mode default takes no CUDA graphs, and graphs {requested_graphs} was asked for",
+                f"--mode reduce-overhead --graphs {requested_graphs}",
             )
-        log.append(Decision("graphs", "none", "mode default takes no CUDA graphs"))
+        decisions.append(Decision("graphs", "none", "mode default takes no CUDA graphs"))
         return "none"
-    if asked:
-        log.append(Decision("graphs", asked, "asked for"))
-        return asked
-    log.append(Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100"))
+    if requested_graphs:
+        decisions.append(Decision("graphs", requested_graphs, "asked for"))
+        return requested_graphs
+    decisions.append(Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100"))
     return "step"
 
 
-def _decide_context(recipe: Recipe, architecture: Architecture, log: list[Decision]) -> int:
-    limit = architecture.rope_limit or architecture.context
+def _decide_context(recipe: Recipe, architecture: Architecture, decisions: list[Decision]) -> int:
+    limit = architecture.longrope_limit or architecture.context
     if recipe.context is None:
-        reason = "beyond it the whole batch would change its rotary factors" if architecture.rope_limit else ""
-        log.append(Decision("context", str(limit), reason or "the model's own", is_fallback=bool(reason)))
+        reason = "beyond it the whole batch would change its rotary factors" if architecture.longrope_limit else ""
+        decisions.append(Decision("context", str(limit), reason or "the model's own", is_fallback=bool(reason)))
         return limit
     if not 2 <= recipe.context <= limit:
         raise UsageError(
             f"context {recipe.context} is not between 2 and the {limit} tokens that this model can be served with",
             f"--context {limit}",
         )
-    log.append(Decision("context", str(recipe.context), "asked for"))
+    decisions.append(Decision("context", str(recipe.context), "asked for"))
     return recipe.context
 
 
-def _decide_batch_sizes(recipe: Recipe, device: str, log: list[Decision]) -> tuple[int, ...]:
+def _decide_batch_sizes(recipe: Recipe, device: str, decisions: list[Decision]) -> tuple[int, ...]:
     if recipe.batch_sizes is None:
-        log.append(Decision("decode buckets", _listed(DECODE_LADDER[device]), f"the default on {device}"))
-        return DECODE_LADDER[device]
+        decisions.append(Decision("decode buckets", _comma_separated(DEFAULT_BATCH_SIZES[device]), f"the default on {device}"))
+        return DEFAULT_BATCH_SIZES[device]
     _check_ascending("batch sizes", recipe.batch_sizes)
-    log.append(Decision("decode buckets", _listed(recipe.batch_sizes), "asked for"))
+    decisions.append(Decision("decode buckets", _comma_separated(recipe.batch_sizes), "asked for"))
     return recipe.batch_sizes
 
 
-def _decide_prefill_buckets(recipe: Recipe, context: int, log: list[Decision]) -> tuple[Bucket, ...]:
+def _decide_prefill_buckets(recipe: Recipe, context: int, decisions: list[Decision]) -> tuple[Bucket, ...]:
     if recipe.buckets is None:
-        lengths = tuple(length for length in PREFILL_LADDER if length <= context) or (context,)
+        lengths = tuple(length for length in DEFAULT_PREFILL_BUCKETS if length <= context) or (context,)
         reason = f"the default, up to the context of {context}"
     else:
         lengths, reason = recipe.buckets, "asked for"
@@ -356,25 +356,25 @@ def _decide_prefill_buckets(recipe: Recipe, context: int, log: list[Decision]) -
         if lengths[-1] <= DYNAMIC_MIN_TOKENS:
             raise UsageError(f"a dynamic range cannot end at {lengths[-1]} tokens", "--buckets 512 --shapes dynamic")
         bucket = Bucket("prefill", lengths[-1], DYNAMIC_MIN_TOKENS)
-        log.append(Decision("prefill buckets", bucket.name.partition(":")[2], "one dynamic program, without graphs"))
+        decisions.append(Decision("prefill buckets", bucket.name.partition(":")[2], "one dynamic program, without graphs"))
         return (bucket,)
-    log.append(Decision("prefill buckets", _listed(lengths), reason))
+    decisions.append(Decision("prefill buckets", _comma_separated(lengths), reason))
     return tuple(Bucket("prefill", length) for length in lengths)
 
 
 def _check_ascending(name: str, values: tuple[int, ...]) -> None:
     if not values or values[0] < 1:
-        raise UsageError(f"{name} must be 1 or more, and {_listed(values) or 'none'} was given", "such as 1,4,16")
+        raise UsageError(f"{name} must be 1 or more, and {_comma_separated(values) or 'none'} was given", "such as 1,4,16")
     if any(low >= high for low, high in zip(values, values[1:], strict=False)):
-        raise UsageError(f"{name} {_listed(values)} are not ascending", _listed(tuple(sorted(set(values)))))
+        raise UsageError(f"{name} {_comma_separated(values)} are not ascending", _comma_separated(tuple(sorted(set(values)))))
 
 
-def _decide_block_size(recipe: Recipe, log: list[Decision]) -> int:
+def _decide_block_size(recipe: Recipe, decisions: list[Decision]) -> int:
     size = BLOCK_SIZE if recipe.block_size is None else recipe.block_size
     if size < 16 or size & (size - 1):
         raise UsageError(f"block size {size} is not a power of two from 16 on", "--block-size 16")
     reason = "the smallest that the kernels take" if recipe.block_size is None else "asked for"
-    log.append(Decision("block size", str(size), reason))
+    decisions.append(Decision("block size", str(size), reason))
     return size
 
 
@@ -384,47 +384,47 @@ def _decide_memory(
     architecture: Architecture,
     device: str,
     dtype: str,
-    demand: Demand,
-    log: list[Decision],
+    demand: CacheDemand,
+    decisions: list[Decision],
 ) -> tuple[int, KVSize]:
-    workspace = predict_workspace(architecture, dtype, demand, prefill_sequences(demand.longest_prefill))
+    workspace = predict_workspace(architecture, dtype, demand, max_prefill_sequences(demand.max_prefill_tokens))
     size = size_kv_cache(recipe, environment, architecture, device, dtype, demand, workspace)
     if size.context < demand.context:
-        log[:] = [decision for decision in log if decision.name != "context"]
+        decisions[:] = [decision for decision in decisions if decision.name != "context"]
         reason = f"KV memory ends before the model's {demand.context}"
-        log.append(Decision("context", str(size.context), reason, is_fallback=True))
-    log.append(Decision("KV blocks", f"{size.blocks} ({gib(size.kv_bytes)})", size.reason))
+        decisions.append(Decision("context", str(size.context), reason, is_fallback=True))
+    decisions.append(Decision("KV blocks", f"{size.blocks} ({gib(size.kv_bytes)})", size.reason))
     if device == "cuda":
         parts = ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items())
-        log.append(Decision("workspace", gib(workspace.kept), f"predicted: {parts} (given back)"))
-    return workspace.kept if device == "cuda" else 0, size
+        decisions.append(Decision("workspace", gib(workspace.serving_bytes), f"predicted: {parts} (given back)"))
+    return workspace.serving_bytes if device == "cuda" else 0, size
 
 
-def _decide_cache_dir(recipe: Recipe, environment: Environment, log: list[Decision]) -> str:
+def _decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> str:
     if recipe.cache_dir:
         folder, reason = os.path.expanduser(recipe.cache_dir), "asked for"
     elif environment.inductor_cache_dir:
         folder, reason = environment.inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was set already"
     else:
         folder, reason = f"{environment.user_cache_dir}/tcdeploy", "the default; CI and images want one of their own"
-    log.append(Decision("cache folder", folder, reason))
+    decisions.append(Decision("cache folder", folder, reason))
     return folder
 
 
-def _record_asked(recipe: Recipe, log: list[Decision]) -> None:
+def _decide_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
     """The choices that have a plain default, so that the printed Plan is complete."""
     region_reasons = {
         "layer": "one program a layer, norms and residuals fused",
         "blocks": "asked for",
         "model": "asked for; compile time grows with the number of layers",
     }
-    log.append(Decision("region", recipe.region, region_reasons[recipe.region]))
+    decisions.append(Decision("region", recipe.region, region_reasons[recipe.region]))
     mode_reasons = {
         "max-autotune": "autotuned kernels",
         "auto": f"each bucket keeps the fastest of several; {recipe.tune_seconds:.0f} s for those beyond the first",
     }
-    log.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
+    decisions.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))
 
 
-def _listed(values: tuple[int, ...]) -> str:
+def _comma_separated(values: tuple[int, ...]) -> str:
     return ",".join(str(value) for value in values)

@@ -36,10 +36,10 @@ Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
-NO_RECIPE_KEYS = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"}
+NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"}
 
 
-def _asked(default: Any, help: str) -> Any:
+def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
@@ -47,46 +47,46 @@ def _asked(default: Any, help: str) -> Any:
 class Recipe:
     """What was asked, unchecked against machine and model. Lengths are in tokens, sizes in sequences."""
 
-    model: str = _asked(MISSING, "hub id, local folder, or builtin:tiny")
-    revision: str | None = _asked(None, "branch, tag or commit of a hub model")
-    load_format: LoadFormat = _asked("auto", "dummy: random weights from the config alone")
-    trust_remote_code: bool = _asked(False, "run modelling code that comes with the model")
-    device: Device | None = _asked(None, "cuda if there is one, else cpu")
-    dtype: DType | None = _asked(None, "the checkpoint's on a GPU, float32 on a CPU")
-    attention: Attention | None = _asked(None, "prefill attention backend; the best one installed if not given")
-    region: Region = _asked("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
-    mode: Mode = _asked("reduce-overhead", "PyTorch's name for the effort; auto: what measures fastest, per bucket")
-    tune_seconds: float = _asked(300.0, "for what mode auto tries beyond one candidate a bucket")
-    graphs: Graphs | None = _asked(None, "CUDA graphs of the whole step, per region, or none")
-    shapes: Shapes = _asked("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
-    buckets: tuple[int, ...] | None = _asked(None, "prefill buckets in tokens, ascending: 128,512,2048")
-    batch_sizes: tuple[int, ...] | None = _asked(None, "decode buckets in sequences, ascending: 1,4,16,32")
-    context: int | None = _asked(None, "longest sequence to serve, in tokens; the model's own if not given")
-    block_size: int | None = _asked(None, "KV slots in a block, a power of two")
-    kv_blocks: int | None = _asked(None, "KV blocks to hold; what memory allows if not given")
-    max_consecutive_prefills: int = _asked(4, "prefill steps in a row before the running sequences get a token")
-    memory_fraction: float = _asked(0.9, "share of the GPU's memory that this process may fill")
-    cache_dir: str | None = _asked(None, "root of the persistent compile cache")
-    on_bad_cache: OnBadCache = _asked("refuse", "a damaged cache is an error, or discarded and compiled again")
+    model: str = _option(MISSING, "hub id, local folder, or builtin:tiny")
+    revision: str | None = _option(None, "branch, tag or commit of a hub model")
+    load_format: LoadFormat = _option("auto", "dummy: random weights from the config alone")
+    trust_remote_code: bool = _option(False, "run modelling code that comes with the model")
+    device: Device | None = _option(None, "cuda if there is one, else cpu")
+    dtype: DType | None = _option(None, "the checkpoint's on a GPU, float32 on a CPU")
+    attention: Attention | None = _option(None, "prefill attention backend; the best one installed if not given")
+    region: Region = _option("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
+    mode: Mode = _option("reduce-overhead", "PyTorch's name for the effort; auto: what measures fastest, per bucket")
+    tune_seconds: float = _option(300.0, "for what mode auto tries beyond one candidate a bucket")
+    graphs: Graphs | None = _option(None, "CUDA graphs of the whole step, per region, or none")
+    shapes: Shapes = _option("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
+    buckets: tuple[int, ...] | None = _option(None, "prefill buckets in tokens, ascending: 128,512,2048")
+    batch_sizes: tuple[int, ...] | None = _option(None, "decode buckets in sequences, ascending: 1,4,16,32")
+    context: int | None = _option(None, "longest sequence to serve, in tokens; the model's own if not given")
+    block_size: int | None = _option(None, "KV slots in a block, a power of two")
+    kv_blocks: int | None = _option(None, "KV blocks to hold; what memory allows if not given")
+    max_consecutive_prefills: int = _option(4, "prefill steps in a row before the running sequences get a token")
+    memory_fraction: float = _option(0.9, "share of the GPU's memory that this process may fill")
+    cache_dir: str | None = _option(None, "root of the persistent compile cache")
+    on_bad_cache: OnBadCache = _option("refuse", "a damaged cache is an error, or discarded and compiled again")
 
 
 def build_recipe(
     flags: Mapping[str, Any],
     recipe: str | None = None,
     environ: Mapping[str, str] | None = None,
-    below: Mapping[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path; `below` comes under all.
+    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path; `defaults` comes under all.
 
     Raises RecipeError: unknown key, value of the wrong kind, no such recipe, no model named anywhere.
     """
-    merged: dict[str, Any] = _checked(below or {}, "the bundle")
+    merged: dict[str, Any] = _validate(defaults or {}, "the bundle")
     if recipe is not None:
         path = find_recipe(recipe)
-        merged.update(_checked(read_recipe(path), f"recipe {path}"))
+        merged.update(_validate(read_recipe(path), f"recipe {path}"))
     environ = os.environ if environ is None else environ
-    merged.update(_checked(_from_environment(environ), "environment"))
-    merged.update(_checked({key: value for key, value in flags.items() if value is not None}, "flags"))
+    merged.update(_validate(_from_environment(environ), "environment"))
+    merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
         raise RecipeError("no model was named", "give one: tcdeploy compile builtin:tiny, or --recipe NAME")
     return Recipe(**merged)
@@ -112,7 +112,7 @@ def find_recipe(name: str) -> Path:
     for folder in recipe_folders():
         if (folder / f"{name}.yaml").is_file():
             return folder / f"{name}.yaml"
-    raise RecipeError(f"no recipe is called {name!r}{_nearest(name, recipe_names())}", "tcdeploy recipes lists them")
+    raise RecipeError(f"no recipe is called {name!r}{_suggestion(name, recipe_names())}", "tcdeploy recipes lists them")
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -141,45 +141,45 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in NO_RECIPE_KEYS
+        if name.startswith(ENVIRONMENT_PREFIX) and name not in NON_RECIPE_VARIABLES
     }
 
 
-def _checked(values: Mapping[str, Any], source: str) -> dict[str, Any]:
+def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     hints = typing.get_type_hints(Recipe)
     known = [item.name for item in fields(Recipe)]
     checked = {}
     for key, value in values.items():
         if key not in known:
-            raise RecipeError(f"{source}: unknown key {key!r}{_nearest(key, known)}", f"known keys: {', '.join(known)}")
+            raise RecipeError(f"{source}: unknown key {key!r}{_suggestion(key, known)}", f"known keys: {', '.join(known)}")
         checked[key] = _coerce(key, value, hints[key], source)
     return checked
 
 
 def _coerce(key: str, value: Any, wanted: Any, source: str) -> Any:
     """YAML gives values, the environment gives text: both become the field's type, or an error says which."""
-    kind = field_kind(wanted)
+    kind = field_type(wanted)
     if value is None and kind is not wanted:
         return None
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
         if value not in choices:
-            raise RecipeError(f"{source}: {key} is {value!r}{_nearest(str(value), choices)}", f"one of {choices}")
+            raise RecipeError(f"{source}: {key} is {value!r}{_suggestion(str(value), choices)}", f"one of {choices}")
         return value
     try:
         return _PARSERS[kind](value)
     except (TypeError, ValueError, OverflowError) as error:
-        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_KINDS[kind]}", _help_of(key)) from error
+        raise RecipeError(f"{source}: {key} is {value!r}, which is not {_TYPE_NAMES[kind]}", _help_text(key)) from error
 
 
-def field_kind(hint: Any) -> Any:
+def field_type(hint: Any) -> Any:
     """The type of a field that may also be None: `int` for `int | None`."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
     return next(one for one in typing.get_args(hint) if one is not type(None))
 
 
-def _help_of(key: str) -> str:
+def _help_text(key: str) -> str:
     return f"{key}: " + next(item.metadata["help"] for item in fields(Recipe) if item.name == key)
 
 
@@ -221,7 +221,7 @@ _PARSERS: dict[Any, Any] = {
     float: _parse_float,
     str: _parse_text,
 }
-_KINDS: dict[Any, str] = {
+_TYPE_NAMES: dict[Any, str] = {
     int: "a whole number",
     tuple[int, ...]: "a list of whole numbers such as 128,512,2048",
     bool: "true or false",
@@ -230,6 +230,6 @@ _KINDS: dict[Any, str] = {
 }
 
 
-def _nearest(word: str, known: typing.Iterable[str]) -> str:
+def _suggestion(word: str, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return f"; the nearest is {close[0]!r}" if close else ""

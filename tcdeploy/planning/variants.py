@@ -84,7 +84,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Variant:
-    """`inductor` are settings of torch._inductor.config by dotted name.
+    """`inductor_config` are settings of torch._inductor.config by dotted name.
 
     `skinny_gemm` gives products of few rows to our own kernels (linear/). `inplace_residual` has cuBLAS add a layer's last product to
     the residual in its place. `fused_epilogues` has a product of our kernels end in the MLP's gate and, of one row, normalise its
@@ -95,7 +95,7 @@ class Variant:
     """
 
     name: str
-    inductor: tuple[tuple[str, bool | str], ...] = ()
+    inductor_config: tuple[tuple[str, bool | str], ...] = ()
     skinny_gemm: bool = False
     inplace_residual: bool = False
     fused_epilogues: bool = False
@@ -110,36 +110,36 @@ class Variant:
 
     @property
     def _layer_program_key(self) -> tuple[object, ...]:
-        return self.inductor, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
+        return self.inductor_config, self.skinny_gemm, self.inplace_residual, self.fused_epilogues, self.attention
 
 
 PDL = ("triton.enable_pdl", True)  # a kernel may start while the one before it ends
-COMBO = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
+COMBO_KERNELS = ("combo_kernels", True)  # small kernels that do not wait for one another in one launch
 # The next start reads again what a descent found only for kernels that are not launched statically (torch 2.11; with
 # PDL none are), that no worker hands over (compiler/programs.py), and whose blocks torch does not halve afterwards: it
 # saves the half as if there had been no descent.
-DESCENT = (
+COORDINATE_DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip
-AUTOTUNE = (("max_autotune", True), *DESCENT)
+AUTOTUNE = (("max_autotune", True), *COORDINATE_DESCENT)
 DEFAULT = Variant("default", compile_head=False)
 PDL_ONLY = Variant("pdl", (PDL,))
-PDL_COMBO = Variant("pdl+combo", (PDL, COMBO))
-DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*DESCENT, PDL, COMBO))
+PDL_COMBO = Variant("pdl+combo", (PDL, COMBO_KERNELS))
+COORDINATE_DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*COORDINATE_DESCENT, PDL, COMBO_KERNELS))
 SKINNY_PDL = Variant("streamed+pdl", (PDL,), skinny_gemm=True)
-SKINNY_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO), skinny_gemm=True)
-SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO), skinny_gemm=True, fused_epilogues=True)
+SKINNY_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm=True)
+SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.
 DECODE_BATCH_1 = (
-    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DESCENT_PDL_COMBO, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, COORDINATE_DESCENT_PDL_COMBO, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_SMALL_BATCH = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_LARGE_BATCH = (PDL_COMBO, PDL_ONLY, DEFAULT)
-DECODE_NOT_HOPPER = (Variant("descent", DESCENT), DEFAULT, MAX_AUTOTUNE)
+DECODE_NOT_HOPPER = (Variant("descent", COORDINATE_DESCENT), DEFAULT, MAX_AUTOTUNE)
 LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows=True)
 LAST_TOKEN_ROWS_INPLACE = Variant("last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True)
 # Default first: what it compiles serves last-token-rows too.

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tcdeploy.bench import baselines
-from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.timing import Marks
+from tcdeploy.bench.baselines import BaselineModel
+from tcdeploy.bench.timing import Timestamps
 from tcdeploy.errors import TcdeployError
 
 PROMPTS = [[3 + (5 * position + row) % 240 for position in range(20)] for row in range(2)]
@@ -22,20 +22,20 @@ def plan(tiny_deployment: Any) -> Any:
 
 @pytest.mark.parametrize("name", ["eager", "generate"])
 def test_each_token_of_a_batch_has_its_time(name: str, reference_tiny: Any, plan: Any) -> None:
-    times = PlainModel(name, reference_tiny, plan).token_seconds(PROMPTS, 6)
+    times = BaselineModel(name, reference_tiny, plan).token_times(PROMPTS, 6)
     assert len(times) == 6
     assert times == sorted(times) and times[0] > 0
 
 
 @pytest.mark.parametrize("name", ["eager", "generate"])
 def test_a_shape_runs_once_untimed(name: str, reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, runs = PlainModel(name, reference_tiny, plan), []
-    timed = plain._timed
-    monkeypatch.setattr(plain, "_timed", lambda prompts, new: runs.append(new) or timed(prompts, new))
-    plain.token_seconds(PROMPTS, 3)
-    plain.token_seconds(PROMPTS, 3)
-    plain.first_call_seconds(PROMPTS, 2)
-    plain.token_seconds(PROMPTS, 2)
+    baseline, runs = BaselineModel(name, reference_tiny, plan), []
+    timed = baseline._run_timed
+    monkeypatch.setattr(baseline, "_run_timed", lambda prompts, new: runs.append(new) or timed(prompts, new))
+    baseline.token_times(PROMPTS, 3)
+    baseline.token_times(PROMPTS, 3)
+    baseline.first_call_seconds(PROMPTS, 2)
+    baseline.token_times(PROMPTS, 2)
     assert runs == [3, 3, 3, 2, 2]
 
 
@@ -47,7 +47,7 @@ def test_the_eager_loop_takes_the_tokens_that_generate_takes(reference_tiny: Any
     )
     try:
         with torch.no_grad():
-            baselines._run_eager(reference_tiny, ids, 7, Marks("cpu"))
+            baselines._run_eager(reference_tiny, ids, 7, Timestamps("cpu"))
     finally:
         hook.remove()
     out = reference_tiny.generate(
@@ -62,16 +62,16 @@ def test_an_answer_does_not_end_before_its_length(
     """Not even at the model's own end token."""
     out = reference_tiny.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False, pad_token_id=0)
     monkeypatch.setattr(reference_tiny.generation_config, "eos_token_id", int(out[0, -1]))
-    assert len(PlainModel("generate", reference_tiny, plan).token_seconds(PROMPTS[:1], 6)) == 6
+    assert len(BaselineModel("generate", reference_tiny, plan).token_times(PROMPTS[:1], 6)) == 6
 
 
 def test_fewer_tokens_than_asked_for_are_no_result(reference_tiny: Any, plan: Any) -> None:
-    plain = PlainModel("eager", reference_tiny, plan)
-    plain._run = lambda model, ids, new_tokens, marks: marks.mark()
+    baseline = BaselineModel("eager", reference_tiny, plan)
+    baseline._run = lambda model, ids, new_tokens, timestamps: timestamps.mark()
     with pytest.raises(TcdeployError, match="gave 1 tokens of the 6"):
-        plain.token_seconds(PROMPTS, 6)
+        baseline.token_times(PROMPTS, 6)
 
 
 def test_on_a_cpu_generate_says_that_it_is_not_compiled(reference_tiny: Any, plan: Any) -> None:
-    assert "not compiled" in PlainModel("generate", reference_tiny, plan).note
-    assert PlainModel("eager", reference_tiny, plan).note == ""
+    assert "not compiled" in BaselineModel("generate", reference_tiny, plan).note
+    assert BaselineModel("eager", reference_tiny, plan).note == ""

@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_kernels
+from tcdeploy.bench.breakdown import TOP_KERNELS, Kernel, gap_us, kernel_kind, summarise_kernels
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from tcdeploy.bench.breakdown import TOP, Kernel, gap_us, kind_of, summarise_ker
     ],
 )
 def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
-    assert kind_of(name) == kind
+    assert kernel_kind(name) == kind
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_our_own_kernels_are_what_their_room_says(module: str, kind: str) -> Non
     found = importlib.import_module(f"tcdeploy.{module}")
     kernels = [name for name in vars(found) if name.endswith("_kernel")]
     assert kernels
-    assert {kind_of(name) for name in kernels} == {kind}
+    assert {kernel_kind(name) for name in kernels} == {kind}
 
 
 def test_gaps_are_when_nothing_runs() -> None:
@@ -79,4 +79,4 @@ def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
 
 def test_only_the_longest_kernels_are_listed() -> None:
     found = summarise_kernels([[Kernel(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
-    assert [one.name for one in found.top] == [f"k{number}" for number in range(29, 29 - TOP, -1)]
+    assert [one.name for one in found.top] == [f"k{number}" for number in range(29, 29 - TOP_KERNELS, -1)]

@@ -63,11 +63,11 @@ def measured(canned: Canned, **settings: object) -> serving.ServeRow:
         server = await asyncio.start_server(canned, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         asked = ServeSettings(url=url, requests=4, input_length=3, output_length=2, concurrency=1)
-        row = await serving.load(dataclasses.replace(asked, **settings))  # type: ignore[arg-type]
+        row = await serving.run_load(dataclasses.replace(asked, **settings))  # type: ignore[arg-type]
         server.close()
         return row
 
-    with asyncio.Runner(loop_factory=serving.NEW_LOOP) as runner:
+    with asyncio.Runner(loop_factory=serving.LOOP_FACTORY) as runner:
         return runner.run(run())
 
 
@@ -114,7 +114,7 @@ def test_clients_at_once_have_a_connection_each() -> None:
 
 def test_nobody_there_is_a_network_error() -> None:
     with pytest.raises(NetworkError, match="gives no model"):
-        asyncio.run(serving.load(ServeSettings(url="http://127.0.0.1:9")))
+        asyncio.run(serving.run_load(ServeSettings(url="http://127.0.0.1:9")))
 
 
 def test_a_path_before_the_api_and_another_port_are_kept() -> None:

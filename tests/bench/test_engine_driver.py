@@ -11,8 +11,8 @@ from tcdeploy.bench.engine_driver import (
     Prompts,
     decode_step,
     drain,
-    first_token_seconds,
-    placed,
+    measure_ttft,
+    placed_sequences,
     prefill_step,
     run_steady,
     steady_shape,
@@ -40,7 +40,7 @@ def test_prompts_are_drawn_from_the_seed(prompts: Prompts) -> None:
 
 
 def test_a_placed_step_stands_at_its_context_each_time(engine: Any, prompts: Prompts) -> None:
-    with placed(engine, prompts, 4, 40) as sequences:
+    with placed_sequences(engine, prompts, 4, 40) as sequences:
         restore, step = decode_step(engine, sequences)
         lengths = engine.runner.state.seq_lens
         for _ in range(3):
@@ -53,7 +53,7 @@ def test_a_placed_step_stands_at_its_context_each_time(engine: Any, prompts: Pro
 
 def test_blocks_come_back_when_a_measurement_fails(engine: Any, prompts: Prompts) -> None:
     free = engine.allocator.free
-    with pytest.raises(ZeroDivisionError), placed(engine, prompts, 2, 40):
+    with pytest.raises(ZeroDivisionError), placed_sequences(engine, prompts, 2, 40):
         assert engine.allocator.free == free - 2 * 3
         raise ZeroDivisionError
     assert engine.allocator.free == free
@@ -63,7 +63,7 @@ def test_a_prompt_longer_than_the_largest_bucket_is_taken_in_chunks(engine: Any,
     largest = engine.plan.prefill_buckets[-1].size
     lengths: list[int] = []
     prefill = engine.runner.prefill
-    with placed(engine, prompts, 1, 2 * largest + 1) as (sequence,):
+    with placed_sequences(engine, prompts, 1, 2 * largest + 1) as (sequence,):
         step = prefill_step(engine, sequence)
         engine.runner.prefill = lambda chunks: lengths.extend(stop - start for _, start, stop in chunks)
         try:
@@ -84,12 +84,12 @@ def test_a_submitted_request_is_the_one_that_is_returned(engine: Any, prompts: P
 
 def test_a_first_token_gets_no_help_from_an_earlier_prompt(engine: Any, prompts: Prompts) -> None:
     prompt = prompts.draw(64)
-    first_token_seconds(engine, prompt)
+    measure_ttft(engine, prompt)
     hits: list[int] = []
     match = engine.allocator.match
     engine.allocator.match = lambda token_ids: hits.append(len(match(token_ids))) or []  # type: ignore[func-returns-value]
     try:
-        assert first_token_seconds(engine, prompt) > 0
+        assert measure_ttft(engine, prompt) > 0
     finally:
         del engine.allocator.match
     assert hits == [0]

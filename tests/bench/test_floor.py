@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from tcdeploy.bench.floor import Rates, Reads, decode_floor, key_bytes, measure_rates, prefill_floor_ms, weigh
-from tests.machines import LLAMA_8B, attentions
+from tcdeploy.bench.floor import Rates, WeightSizes, decode_floor, kv_read_bytes, measure_rates, prefill_floor_ms, count_weights
+from tests.machines import LLAMA_8B, attention_layers
 
 RATES = Rates(3e12, 1 << 30, 8e14, 8192, "bfloat16")
 EMBEDDING = 32 * 16
@@ -35,48 +35,48 @@ def bytes_of(model: Any) -> int:
 
 def test_an_untied_embedding_is_not_read() -> None:
     model = small(tie_word_embeddings=False)
-    reads = weigh(model, bytes_of(model))
-    assert reads.step_bytes == bytes_of(model) - 4 * EMBEDDING
-    assert reads.body_parameters == bytes_of(model) // 4 - 2 * EMBEDDING
+    weights = count_weights(model, bytes_of(model))
+    assert weights.step_bytes == bytes_of(model) - 4 * EMBEDDING
+    assert weights.body_parameters == bytes_of(model) // 4 - 2 * EMBEDDING
 
 
 def test_a_tied_embedding_is_read_as_the_head() -> None:
     model = small(tie_word_embeddings=True)
-    reads = weigh(model, bytes_of(model))
-    assert reads.step_bytes == bytes_of(model)
-    assert reads.body_parameters == bytes_of(model) // 4 - EMBEDDING
+    weights = count_weights(model, bytes_of(model))
+    assert weights.step_bytes == bytes_of(model)
+    assert weights.body_parameters == bytes_of(model) // 4 - EMBEDDING
 
 
 def test_a_mixture_of_experts_has_no_floor() -> None:
     model = small(MixtralConfig, num_local_experts=4, num_experts_per_tok=2)
-    reads = weigh(model, bytes_of(model))
-    assert not reads.is_dense
-    assert decode_floor(reads, LLAMA_8B, "bfloat16", RATES, 1, 512).floor_ms is None
-    assert prefill_floor_ms(128, RATES, reads) is None
+    weights = count_weights(model, bytes_of(model))
+    assert not weights.is_dense
+    assert decode_floor(weights, LLAMA_8B, "bfloat16", RATES, 1, 512).floor_ms is None
+    assert prefill_floor_ms(128, RATES, weights) is None
 
 
 def test_keys_of_a_window_are_no_more_than_the_window() -> None:
-    architecture = replace(LLAMA_8B, attentions=(*attentions(1), *attentions(1, window=100)))
-    assert key_bytes(architecture, "bfloat16", 512) == 2 * 8 * 256 * (512 + 100)
-    assert key_bytes(architecture, "bfloat16", 60) == 2 * 8 * 256 * (60 + 60)
+    architecture = replace(LLAMA_8B, attention_layers=(*attention_layers(1), *attention_layers(1, window=100)))
+    assert kv_read_bytes(architecture, "bfloat16", 512) == 2 * 8 * 256 * (512 + 100)
+    assert kv_read_bytes(architecture, "bfloat16", 60) == 2 * 8 * 256 * (60 + 60)
 
 
 def test_the_floor_of_a_decode_step_is_bytes_over_bandwidth() -> None:
     """Llama 8B: 15.0 GB of weights, and 128 KiB of keys and values a token."""
-    reads = Reads(15_009_669_120, 6_979_588_096, is_dense=True)
-    found = decode_floor(reads, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
+    weights = WeightSizes(15_009_669_120, 6_979_588_096, is_dense=True)
+    found = decode_floor(weights, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
     assert found.bytes_read == 15_009_669_120 + 16 * 512 * 131072
     assert found.floor_ms == pytest.approx(found.bytes_read / 3e9)
 
 
 def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> None:
-    reads = Reads(15_000_000_000, 7_000_000_000, is_dense=True)
-    assert prefill_floor_ms(1, RATES, reads) == pytest.approx(5.0)
-    assert prefill_floor_ms(2048, RATES, reads) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
+    weights = WeightSizes(15_000_000_000, 7_000_000_000, is_dense=True)
+    assert prefill_floor_ms(1, RATES, weights) == pytest.approx(5.0)
+    assert prefill_floor_ms(2048, RATES, weights) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
 
 
 def test_rates_of_this_machine_are_possible_ones() -> None:
     """Wide bounds that still catch a wrong unit or a factor of a thousand: between 100 MB/s and 10 TB/s."""
     rates = measure_rates("cpu", "float32")
     assert 1e8 < rates.copy_bytes_per_second < 1e13
-    assert 1e8 < rates.matrix_flop_per_second < 1e14
+    assert 1e8 < rates.matmul_flop_per_second < 1e14

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tcdeploy.bench import decode, prefill, throughput
-from tcdeploy.bench.baselines import PlainModel
-from tcdeploy.bench.timing import Marks, step_seconds
+from tcdeploy.bench.baselines import BaselineModel
+from tcdeploy.bench.timing import Timestamps, step_seconds
 from tcdeploy.bench.floor import Rates
 from tcdeploy.bench.session import Session, region_recipe
 from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, ThroughputSettings
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import decide
-from tcdeploy.progress import Silent
+from tcdeploy.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tests.conftest import TINY, TINY_BATCH_SIZES, TINY_BUCKETS
 
@@ -27,18 +27,18 @@ RATES = Rates(1e10, 1 << 20, 1e11, 256, "float32")
 def session(cache_dir: str) -> Session:
     flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
     recipe = build_recipe(flags, environ={})
-    return Session(recipe, DecodeSettings(), Silent(), decide(recipe), RATES)
+    return Session(recipe, DecodeSettings(), NullProgress(), decide(recipe), RATES)
 
 
 @pytest.fixture
-def plain(reference_tiny: Any, session: Session) -> PlainModel:
-    return PlainModel("eager", reference_tiny, session.decided.plan)
+def baseline(reference_tiny: Any, session: Session) -> BaselineModel:
+    return BaselineModel("eager", reference_tiny, session.decided.plan)
 
 
-def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, plain: PlainModel) -> None:
+def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
     settings = DecodeSettings(context_length=48, repeats=4, steps=6, price_per_hour=3.6)
     rows = list(decode.measure("tcdeploy", tiny_deployment, session, settings))
-    rows += list(decode.measure_plain(plain, session, settings))
+    rows += list(decode.measure_baseline(baseline, session, settings))
     assert [(row.subject, row.batch, row.context) for row in rows] == [
         ("tcdeploy", 1, 48), ("tcdeploy", 4, 48), ("eager", 1, 48), ("eager", 4, 48),
     ]  # fmt: skip
@@ -54,17 +54,17 @@ def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, pl
 
 def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
     plan = session.decided.plan
-    assert decode.held_context(plan, 4, DecodeSettings()) == 512
-    assert decode.held_context(plan, 4, DecodeSettings(context_length=700)) == 700
-    assert decode.held_context(plan, plan.kv_blocks - 1, DecodeSettings()) == plan.block_size
+    assert decode.effective_context(plan, 4, DecodeSettings()) == 512
+    assert decode.effective_context(plan, 4, DecodeSettings(context_length=700)) == 700
+    assert decode.effective_context(plan, plan.kv_blocks - 1, DecodeSettings()) == plan.block_size
 
 
-def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, plain: PlainModel) -> None:
+def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
     settings = PrefillSettings(lengths=(8, 200), repeats=3)
     begin = time.perf_counter()
     rows = list(prefill.measure("tcdeploy", tiny_deployment, (8, 200), session, settings))
     spent_ms = (time.perf_counter() - begin) * 1e3
-    rows += list(prefill.measure_plain(plain, (8, 200), session, settings))
+    rows += list(prefill.measure_baseline(baseline, (8, 200), session, settings))
     assert [(row.subject, row.tokens) for row in rows] == [
         ("tcdeploy", 8), ("tcdeploy", 200), ("eager", 8), ("eager", 200),
     ]  # fmt: skip
@@ -95,7 +95,7 @@ def test_every_request_is_served_whole(tiny_deployment: Any, session: Session, r
     assert 1 <= row.engine.peak_running <= 4
     assert (row.engine.compiles, row.engine.captures, row.engine.preemptions) == (0, 0, 0)
     assert row.engine.prefix_hit_tokens == 0 and row.engine.host_us is None
-    assert all(arrival <= first <= last <= row.seconds + 1e-9 for arrival, first, last in row.served)
+    assert all(arrival <= first <= last <= row.seconds + 1e-9 for arrival, first, last in row.request_timings)
     assert not tiny_deployment.engine.has_work
 
 
@@ -104,32 +104,32 @@ def test_a_client_that_waits_asks_again_when_it_has_its_answer(tiny_deployment: 
     [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
     assert isinstance(row, throughput.ThroughputRow) and row.engine
     assert row.requests == 6 and row.engine.peak_running == 2
-    arrivals, ends = sorted(one[0] for one in row.served), sorted(one[2] for one in row.served)
-    assert all(end <= arrival for end, arrival in zip(ends, arrivals[2:], strict=False))
+    arrival_times, ends = sorted(one[0] for one in row.request_timings), sorted(one[2] for one in row.request_timings)
+    assert all(end <= arrival for end, arrival in zip(ends, arrival_times[2:], strict=False))
     assert not tiny_deployment.engine.has_work
 
 
-def test_a_baseline_serves_batches_one_after_another(session: Session, plain: PlainModel) -> None:
+def test_a_baseline_serves_batches_one_after_another(session: Session, baseline: BaselineModel) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5)
-    [row] = throughput.measure_plain(plain, session, settings)
+    [row] = throughput.measure_baseline(baseline, session, settings)
     assert isinstance(row, throughput.ThroughputRow) and row.engine is None
-    firsts = [first for _, first, _ in row.served]
+    firsts = [first for _, first, _ in row.request_timings]
     assert len(set(firsts[:4])) == len(set(firsts[4:])) == 1 and firsts[0] < firsts[4]
     assert row.output_tokens_per_second * row.seconds == pytest.approx(30)
 
 
-def test_a_baseline_refuses_arrivals_over_time(session: Session, plain: PlainModel) -> None:
+def test_a_baseline_refuses_arrivals_over_time(session: Session, baseline: BaselineModel) -> None:
     for settings in (ThroughputSettings(request_rate=1.0), ThroughputSettings(concurrency=1)):
         with pytest.raises(UsageError, match="whole batches"):
-            next(throughput.measure_plain(plain, session, settings))
+            next(throughput.measure_baseline(baseline, session, settings))
 
 
 def test_a_timeline_is_thinned_and_keeps_its_end() -> None:
     timeline = [(float(number), 1, 0) for number in range(1001)]
-    found = throughput._thinned(timeline)
+    found = throughput._downsample(timeline)
     assert len(found) <= throughput.TIMELINE_POINTS + 1
     assert (found[0], found[-1]) == (timeline[0], timeline[-1])
-    assert throughput._thinned(timeline[:1]) == (timeline[0],)
+    assert throughput._downsample(timeline[:1]) == (timeline[0],)
 
 
 def test_the_region_baseline_differs_in_nothing_else() -> None:
@@ -144,7 +144,7 @@ def test_restoring_comes_before_each_step_and_is_not_timed() -> None:
 
     def restore() -> None:
         calls.append("restore")
-        Marks("cpu")
+        Timestamps("cpu")
         sum(range(2_000_000))
 
     seconds = step_seconds("cpu", restore, lambda: calls.append("step"), repeats=3)

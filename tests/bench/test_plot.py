@@ -9,21 +9,21 @@ import pytest
 from tcdeploy.bench.decode import DecodeRow
 from tcdeploy.bench.plot import draw
 from tcdeploy.bench.prefill import PrefillRow
-from tcdeploy.bench.report import Failed, Report, Row
+from tcdeploy.bench.report import FailedRow, Report, Row
 from tcdeploy.bench.startup import StartupRow
 from tcdeploy.bench.stats import Summary
 from tcdeploy.bench.throughput import ThroughputRow
-from tcdeploy.bench.traffic import Served, latencies
+from tcdeploy.bench.traffic import RequestTiming, latencies
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")
 MS = Summary(3, 1.0, 2.0, 3.0, 3.0)
-SERVED = [Served(0.0, [1.0, 2.0]), Served(0.5, [1.5, 2.5])]
+SERVED = [RequestTiming(0.0, [1.0, 2.0]), RequestTiming(0.5, [1.5, 2.5])]
 ROWS: dict[str, list[Row]] = {
     "decode": [
         DecodeRow("tcdeploy", 1, 512, MS, 10**9, 0.5, 0.25, 500.0, None),
         DecodeRow("tcdeploy", 4, 512, MS, 10**9, 0.6, 0.3, None, None),
         DecodeRow("eager", 1, 512, MS, 10**9, None, None, 100.0, None),
-        Failed("generate", "why"),
+        FailedRow("generate", "why"),
     ],
     "prefill": [PrefillRow("tcdeploy", 128, MS, MS, 0.5, 0.25), PrefillRow("eager", 512, MS, None, None, None)],
     "throughput": [

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.bench.report import Failed, Report, Row, or_failed, price_per_million
+from tcdeploy.bench.report import FailedRow, Report, Row, rows_or_failure, price_per_million
 from tcdeploy.errors import UsageError
 
 
@@ -17,14 +17,14 @@ def test_what_a_baseline_gave_before_it_failed_stays() -> None:
         yield Row("eager")
         raise RuntimeError("CUDA out of memory\nlong story")
 
-    assert or_failed("eager", rows) == [Row("eager"), Failed("eager", "RuntimeError: CUDA out of memory")]
+    assert rows_or_failure("eager", rows) == [Row("eager"), FailedRow("eager", "RuntimeError: CUDA out of memory")]
 
 
 def test_a_baseline_that_cannot_even_begin_is_a_row() -> None:
     def refuse() -> Iterator[Row]:
         raise UsageError("no arrivals", "hint")
 
-    assert or_failed("generate", refuse) == [Failed("generate", "no arrivals")]
+    assert rows_or_failure("generate", refuse) == [FailedRow("generate", "no arrivals")]
 
 
 def test_an_interrupt_is_no_result() -> None:
@@ -32,11 +32,11 @@ def test_an_interrupt_is_no_result() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        or_failed("eager", interrupted)
+        rows_or_failure("eager", interrupted)
 
 
 def test_infinity_is_text_in_the_document() -> None:
-    report = Report("throughput", {}, {}, {"request_rate": math.inf, "requests": 3}, [Failed("eager", "why")])
+    report = Report("throughput", {}, {}, {"request_rate": math.inf, "requests": 3}, [FailedRow("eager", "why")])
     document = json.loads(json.dumps(report.document(), allow_nan=False))
     assert document["settings"] == {"request_rate": "inf", "requests": 3}
     assert document["rows"] == [{"subject": "eager", "reason": "why"}]

@@ -102,12 +102,12 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
     ],
 )
 def test_lengths_end_at_the_context(plan: Plan, fits: Any, beyond: dict[str, Any]) -> None:
-    fits.check_against(plan)
+    fits.check_against_plan(plan)
     with pytest.raises(UsageError, match="the context is 1024"):
-        replace(fits, **beyond).check_against(plan)
+        replace(fits, **beyond).check_against_plan(plan)
 
 
 def test_a_breakdown_needs_a_gpu(plan: Plan) -> None:
     with pytest.raises(UsageError, match="needs a GPU"):
-        DecodeSettings(breakdown=True).check_against(plan)
-    DecodeSettings(breakdown=True).check_against(replace(plan, device="cuda"))
+        DecodeSettings(breakdown=True).check_against_plan(plan)
+    DecodeSettings(breakdown=True).check_against_plan(replace(plan, device="cuda"))

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.bench.settings import StartupSettings
-from tcdeploy.bench.startup import StartupRow, recipe_flags, run, start_process
+from tcdeploy.bench.startup import StartupRow, recipe_flags, run, run_process
 from tcdeploy.errors import TcdeployError
-from tcdeploy.progress import Silent
+from tcdeploy.progress import NullProgress
 from tcdeploy.planning.recipe import Recipe, build_recipe
 
 
@@ -33,8 +33,8 @@ def child(seen: list[list[str]], stages: dict[str, float]) -> object:
     def start(command: list[str]) -> str:
         seen.append(command)
         now = time.time()
-        told = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
-        return json.dumps({**told, "environment": {"gpu": ""}})
+        child_report = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
+        return json.dumps({**child_report, "environment": {"gpu": ""}})
 
     return start
 
@@ -42,7 +42,7 @@ def child(seen: list[list[str]], stages: dict[str, float]) -> object:
 def test_one_cold_start_then_warm_ones_on_the_same_fresh_folder() -> None:
     seen: list[list[str]] = []
     start = child(seen, {"import": 1.0, "compile": 2.0})
-    report = run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), Silent(), start)  # type: ignore[arg-type]
+    report = run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), NullProgress(), start)  # type: ignore[arg-type]
     rows = [row for row in report.rows if isinstance(row, StartupRow)]
     assert [row.start for row in rows] == ["cold", "warm", "warm"]
     folders = {command[command.index("--cache-dir") + 1] for command in seen}
@@ -52,7 +52,7 @@ def test_one_cold_start_then_warm_ones_on_the_same_fresh_folder() -> None:
 
 
 def test_stages_add_up_to_the_first_token() -> None:
-    report = run(Recipe(model="m"), StartupSettings(), Silent(), child([], {"import": 1.0, "compile": 2.0}))  # type: ignore[arg-type]
+    report = run(Recipe(model="m"), StartupSettings(), NullProgress(), child([], {"import": 1.0, "compile": 2.0}))  # type: ignore[arg-type]
     row = report.rows[0]
     assert isinstance(row, StartupRow)
     assert list(row.stage_seconds) == ["interpreter", "import", "compile", "other"]
@@ -61,9 +61,9 @@ def test_stages_add_up_to_the_first_token() -> None:
 
 def test_a_child_that_fails_gives_its_exit_code() -> None:
     with pytest.raises(TcdeployError, match="exit code 7") as found:
-        start_process([sys.executable, "-c", "import sys; sys.exit(7)"])
+        run_process([sys.executable, "-c", "import sys; sys.exit(7)"])
     assert found.value.exit_code == 7
 
 
 def test_what_a_child_writes_comes_back() -> None:
-    assert start_process([sys.executable, "-c", "print('{}')"]) == "{}\n"
+    assert run_process([sys.executable, "-c", "print('{}')"]) == "{}\n"

@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from tcdeploy.bench.stats import gaps, median, percentile, summarise
+from tcdeploy.bench.stats import intervals, median, percentile, summarise
 from tcdeploy.errors import TcdeployError
 
 
@@ -43,5 +43,5 @@ def test_a_summary_takes_an_iterator_and_counts_it() -> None:
 
 
 def test_gaps_are_one_fewer_than_times() -> None:
-    assert gaps([1.0, 1.5, 4.0]) == [0.5, 2.5]
-    assert gaps([1.0]) == gaps([]) == []
+    assert intervals([1.0, 1.5, 4.0]) == [0.5, 2.5]
+    assert intervals([1.0]) == intervals([]) == []

@@ -112,7 +112,7 @@ def test_the_process_that_startup_measures_tells_when_its_first_token_came(run_c
     """As the parent calls it; on a cache that is warm already, so that the test is quick."""
     before = time.time()
     child = ("--child", "--prompt-length", "5", "--cache-dir", shared_cache)
-    told = document_of(run_cli("bench", "startup", "builtin:tiny", *SMALL, *child))
-    assert before < told["began"] < told["ended"] < time.time()
-    assert list(told["stage_seconds"]) == ["import", "decide", "load", "compile", "record", "first token"]
-    assert told["plan"]["model"] == "builtin:tiny" and told["environment"]["torch"]
+    child_report = document_of(run_cli("bench", "startup", "builtin:tiny", *SMALL, *child))
+    assert before < child_report["began"] < child_report["ended"] < time.time()
+    assert list(child_report["stage_seconds"]) == ["import", "decide", "load", "compile", "record", "first token"]
+    assert child_report["plan"]["model"] == "builtin:tiny" and child_report["environment"]["torch"]

@@ -21,7 +21,7 @@ from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, SchedulerConfig, Schedul
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 
 BLOCK = 4
-ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, prefill_sequences=3)
+ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, max_prefill_sequences=3)
 
 
 def make(blocks: int = 100, limits: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
@@ -158,7 +158,7 @@ def test_a_half_done_prompt_takes_a_row_too() -> None:
 
 
 def test_running_sequences_get_a_token_after_so_many_prefill_steps() -> None:
-    scheduler = make(max_consecutive_prefills=2, max_rows=10, prefill_sequences=1)
+    scheduler = make(max_consecutive_prefills=2, max_rows=10, max_prefill_sequences=1)
     submitted(scheduler, *[2] * 6)
     kinds = ["prefill" if step.chunks else "decode" for step in (scheduler.schedule() for _ in range(8)) if step]
     assert kinds == "prefill prefill decode prefill prefill decode prefill prefill".split()
@@ -231,7 +231,7 @@ def test_the_last_row_moves_into_the_place_of_one_that_left() -> None:
 
 
 def test_rows_that_leave_together_leave_no_gap() -> None:
-    scheduler = make(max_rows=6, prefill_sequences=6)
+    scheduler = make(max_rows=6, max_prefill_sequences=6)
     submitted(scheduler, 2, 2, 2, 2, 2)
     for first, sequence in enumerate(scheduler.waiting):
         sequence.params = SamplingParams(max_new_tokens=1 if first in (1, 4) else 9)
@@ -437,7 +437,7 @@ def test_who_was_sent_back_comes_before_those_who_wait_and_finds_its_keys() -> N
 
 
 def test_those_sent_back_together_keep_their_order() -> None:
-    scheduler = make(blocks=8, max_rows=4, prefill_sequences=4, prefill_tokens=64)
+    scheduler = make(blocks=8, max_rows=4, max_prefill_sequences=4, prefill_tokens=64)
     sequences = [request(length, 12, first) for first, length in enumerate((8, 4, 4, 4))]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -553,7 +553,7 @@ class FakeEngine:
 
     def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         limits = self.scheduler.limits
-        assert len(step.chunks) <= limits.prefill_sequences
+        assert len(step.chunks) <= limits.max_prefill_sequences
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= limits.prefill_tokens
         for sequence, start, _ in step.chunks:
             self.check_start(sequence, start)

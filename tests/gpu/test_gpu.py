@@ -11,7 +11,7 @@ import torch
 
 from tcdeploy.planning.variants import (
     DEFAULT,
-    DESCENT_PDL_COMBO,
+    COORDINATE_DESCENT_PDL_COMBO,
     LAST_TOKEN_ROWS,
     LAST_TOKEN_ROWS_INPLACE,
     MAX_AUTOTUNE_PDL,
@@ -152,7 +152,7 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
         sequences = sequences_for(deployment, bucket.size)
         logits = {}
         for variant in (
-            DEFAULT, PDL_COMBO, SKINNY_PDL_COMBO, SKINNY_PDL_COMBO_FUSED, DESCENT_PDL_COMBO,
+            DEFAULT, PDL_COMBO, SKINNY_PDL_COMBO, SKINNY_PDL_COMBO_FUSED, COORDINATE_DESCENT_PDL_COMBO,
             MAX_AUTOTUNE_PDL,
         ):  # fmt: skip
             runner.set_variant(bucket, variant)

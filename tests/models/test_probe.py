@@ -31,20 +31,20 @@ def test_the_facts_are_those_of_the_model(family: str) -> None:
     assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert found.class_name == type(model).__name__
     assert (found.context, found.vocab_size) == (512, 256)
-    assert len(found.attentions) == config.num_hidden_layers >= LAYERS
-    assert {(one.heads, one.head_dim, one.v_head_dim) for one in found.attentions} == {(4, 16, 16)}
-    assert {one.kv_heads for one in found.attentions} == {4 if family == "gpt2" else 2}
+    assert len(found.attention_layers) == config.num_hidden_layers >= LAYERS
+    assert {(one.heads, one.head_dim, one.v_head_dim) for one in found.attention_layers} == {(4, 16, 16)}
+    assert {one.kv_heads for one in found.attention_layers} == {4 if family == "gpt2" else 2}
 
 
 def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
-    def facts(family: str) -> Any:
-        return probe(AutoConfig.for_model(family, **SUPPORTED[family])).attentions
+    def spec(family: str) -> Any:
+        return probe(AutoConfig.for_model(family, **SUPPORTED[family])).attention_layers
 
-    assert [one.window for one in facts("mistral")] == [WINDOW] * LAYERS
-    assert sorted({one.window for one in facts("gemma2")}) == [0, WINDOW]
-    assert {one.softcap for one in facts("gemma2")} == {2.0}
-    assert {one.softcap for one in facts("llama")} == {0.0}
-    assert all(one.has_sinks for one in facts("gpt_oss")) and not any(one.has_sinks for one in facts("llama"))
+    assert [one.window for one in spec("mistral")] == [WINDOW] * LAYERS
+    assert sorted({one.window for one in spec("gemma2")}) == [0, WINDOW]
+    assert {one.softcap for one in spec("gemma2")} == {2.0}
+    assert {one.softcap for one in spec("llama")} == {0.0}
+    assert all(one.has_sinks for one in spec("gpt_oss")) and not any(one.has_sinks for one in spec("llama"))
 
 
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
@@ -52,7 +52,7 @@ def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     sizes = {**SUPPORTED["mixtral"], "sliding_window": 100}
     with pytest.raises(UnsupportedModelError, match="has a window of 100 and does not tell attention"):
         probe(AutoConfig.for_model("phimoe", **sizes))
-    assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attentions
+    assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attention_layers
 
 
 def test_longrope_is_known_to_switch_at_its_original_length() -> None:
@@ -60,8 +60,8 @@ def test_longrope_is_known_to_switch_at_its_original_length() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 256}  # fmt: skip
     sizes = {**SUPPORTED["llama"], "rope_parameters": rope, "original_max_position_embeddings": 256}
-    assert probe(AutoConfig.for_model("phi3", **sizes)).rope_limit == 256
-    assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).rope_limit == 0
+    assert probe(AutoConfig.for_model("phi3", **sizes)).longrope_limit == 256
+    assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).longrope_limit == 0
 
 
 def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,4 +87,4 @@ def test_a_large_model_is_probed_without_its_memory(tmp_path: Path) -> None:
              "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}  # fmt: skip
     found = probe(AutoConfig.for_model("llama", **sizes))
     assert 70e9 < found.parameters < 71e9
-    assert found.kv_values_per_token == 80 * 8 * 2 * 128
+    assert found.kv_elements_per_token == 80 * 8 * 2 * 128

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.capability import Accepted, Rejected, judge_backend
+from tcdeploy.planning.capability import Supported, Unsupported, check_backend
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Attention
-from tests.machines import ALL_FLASH, DEEPSEEK_LITE, GEMMA_2_9B, GPT_OSS_20B, H100, LAPTOP, LLAMA_8B, attentions
+from tests.machines import ALL_FLASH, DEEPSEEK_LITE, GEMMA_2_9B, GPT_OSS_20B, H100, LAPTOP, LLAMA_8B, attention_layers
 
 BACKENDS: tuple[Attention, ...] = typing.get_args(Attention)
 FLASH = ("torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4")
@@ -22,20 +22,20 @@ def reason(
     backend: str, environment: Environment, architecture: Architecture, device: str = "cuda", dtype: str = "bfloat16"
 ) -> str:
     """Why not; "" when it is accepted. The verdict always names the backend that was judged."""
-    verdict = judge_backend(backend, environment, architecture, device, dtype)  # type: ignore[arg-type]
+    verdict = check_backend(backend, environment, architecture, device, dtype)  # type: ignore[arg-type]
     assert verdict.backend == backend
     match verdict:
-        case Accepted():
+        case Supported():
             return ""
-        case Rejected(_, why):
+        case Unsupported(_, why):
             assert why
             return why
 
 
 def with_heads(head_dim: int, v_head_dim: int | None = None) -> Architecture:
     """Llama 8B with other heads in its last layer alone: one layer is enough for a no."""
-    odd = attentions(32, head_dim=head_dim, v_head_dim=v_head_dim or head_dim)[-1]
-    return replace(LLAMA_8B, attentions=(*LLAMA_8B.attentions[:-1], odd))
+    odd = attention_layers(32, head_dim=head_dim, v_head_dim=v_head_dim or head_dim)[-1]
+    return replace(LLAMA_8B, attention_layers=(*LLAMA_8B.attention_layers[:-1], odd))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -133,7 +133,7 @@ def test_flash_attention_wants_keys_and_values_of_one_size(backend: str) -> None
 
 
 def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
-    capped = replace(LLAMA_8B, attentions=(*LLAMA_8B.attentions, *attentions(1, softcap=30.0)))
+    capped = replace(LLAMA_8B, attention_layers=(*LLAMA_8B.attention_layers, *attention_layers(1, softcap=30.0)))
     assert reason("torch-flash", FULL, capped) == "it has no logit soft-capping, which this model needs"
     for backend in set(BACKENDS) - {"torch-flash"}:
         assert reason(backend, FULL, capped) == ""
@@ -141,7 +141,7 @@ def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
 
 def test_the_first_reason_is_the_one_given() -> None:
     """The machine before the number format before the model."""
-    nothing_fits = replace(GEMMA_2_9B, attentions=attentions(1, head_dim=300, v_head_dim=64, softcap=1.0))
+    nothing_fits = replace(GEMMA_2_9B, attention_layers=attention_layers(1, head_dim=300, v_head_dim=64, softcap=1.0))
     turing = replace(H100, gpu_capability=(7, 5))
     assert reason("flash-attn-2", turing, nothing_fits, "cpu", "float32") == "it needs a GPU"
     assert reason("flash-attn-2", turing, nothing_fits, "cuda", "float32") == "flash-attn is not installed"

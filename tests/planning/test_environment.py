@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.planning.environment import Difference, Environment, diff, installed_flash_packages
+from tcdeploy.planning.environment import Difference, Environment, diff_environments, installed_flash_packages
 from tcdeploy.planning.plan import make_plan
 from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
 
@@ -39,14 +39,14 @@ def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) ->
             ".".join(one.python.split(".")[:2]) if name == "python" else getattr(one, name) for one in (here, there)
         ]
         expected = Difference(name, str(sides[0]), str(sides[1]))
-        assert diff(here, there) == ([] if name in irrelevant else [expected])
+        assert diff_environments(here, there) == ([] if name in irrelevant else [expected])
 
 
 def test_differences_stand_in_the_order_of_the_fields_and_have_two_sides() -> None:
     there = replace(H100, cpu="AVX2", torch="2.12.0", gpu="NVIDIA A100", cuda="12.8", driver="1", user_cache_dir="/x")
-    assert [item.name for item in diff(H100, there)] == ["torch", "cuda", "gpu"]
-    assert [(item.there, item.here) for item in diff(there, H100)] == [
-        (item.here, item.there) for item in diff(H100, there)
+    assert [item.name for item in diff_environments(H100, there)] == ["torch", "cuda", "gpu"]
+    assert [(item.there, item.here) for item in diff_environments(there, H100)] == [
+        (item.here, item.there) for item in diff_environments(H100, there)
     ]
 
 
@@ -54,7 +54,7 @@ def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_differe
     """Nor is the CPU; what was made on a laptop fails on other factors."""
     there = replace(LAPTOP, compiler="")
     names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
-    assert [item.name for item in diff(H100, there)] == [item.name for item in diff(there, H100)] == names
+    assert [item.name for item in diff_environments(H100, there)] == [item.name for item in diff_environments(there, H100)] == names
 
 
 @pytest.mark.parametrize(("machine", "is_another"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])
@@ -66,12 +66,12 @@ def test_another_compiler_is_another_plan_only_where_it_makes_the_programs(
 
 
 def test_another_patch_of_python_is_no_difference_and_the_next_python_is() -> None:
-    assert diff(H100, replace(H100, python=f"{H100.python}9")) == []
-    assert [item.name for item in diff(H100, replace(H100, python="3.99.0"))] == ["python"]
+    assert diff_environments(H100, replace(H100, python=f"{H100.python}9")) == []
+    assert [item.name for item in diff_environments(H100, replace(H100, python="3.99.0"))] == ["python"]
 
 
 def test_a_machine_does_not_differ_from_itself() -> None:
-    assert diff(LAPTOP, replace(LAPTOP)) == []
+    assert diff_environments(LAPTOP, replace(LAPTOP)) == []
 
 
 @pytest.fixture

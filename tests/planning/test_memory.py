@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import SpaceError, UsageError
-from tcdeploy.planning.memory import Demand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
+from tcdeploy.planning.memory import CacheDemand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
 from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, make_recipe
 
-DEMAND = Demand(context=4096, batch_sizes=(1, 32), longest_prefill=2048, prefill_buckets=3, block_size=16)
+DEMAND = CacheDemand(context=4096, batch_sizes=(1, 32), max_prefill_tokens=2048, num_prefill_buckets=3, block_size=16)
 RESERVE = 4 * GIB
 LLAMA_TOKEN_BYTES = 32 * 8 * (128 + 128) * 2  # layers x kv heads x (key and value) x bfloat16: 128 KiB
 LLAMA_WEIGHT_BYTES = 8_030_261_248 * 2
 
 
 def size(
-    demand: Demand = DEMAND,
+    demand: CacheDemand = DEMAND,
     environment: Environment = H100,
     architecture: Architecture = LLAMA_8B,
     device: str = "cuda",
@@ -57,7 +57,7 @@ def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: 
 
 
 def test_layers_of_different_sizes_are_added_up() -> None:
-    mixed = replace(LLAMA_8B, attentions=LLAMA_8B.attentions[:1] + DEEPSEEK_LITE.attentions[:2])
+    mixed = replace(LLAMA_8B, attention_layers=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
     found = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
     assert found.kv_bytes == found.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
 
@@ -126,11 +126,11 @@ def test_room_for_one_block_less_than_the_buckets_need_is_an_error() -> None:
     ("demand", "least"),
     [
         (DEMAND, 129),  # the longest prompt decides
-        (DEMAND._replace(longest_prefill=2049), 130),
-        (DEMAND._replace(longest_prefill=64), 33),  # the largest batch decides: a block for each
+        (DEMAND._replace(max_prefill_tokens=2049), 130),
+        (DEMAND._replace(max_prefill_tokens=64), 33),  # the largest batch decides: a block for each
     ],
 )
-def test_kv_blocks_that_were_asked_for_must_hold_every_bucket(demand: Demand, least: int) -> None:
+def test_kv_blocks_that_were_asked_for_must_hold_every_bucket(demand: CacheDemand, least: int) -> None:
     assert size(demand, kv_blocks=least).blocks == least
     for too_few in (least - 1, 1, 0, -5):
         with pytest.raises(SpaceError, match=rf"{too_few} KV blocks .* the buckets need {least}") as caught:
@@ -153,17 +153,17 @@ def test_kv_blocks_that_were_asked_for_limit_the_context() -> None:
 
 
 def test_the_workspace_counts_each_thing_that_grows() -> None:
-    wide = replace(LLAMA_8B, activation_values=51200)
-    found = predict_workspace(wide, "bfloat16", DEMAND, prefill_sequences=8)
+    wide = replace(LLAMA_8B, peak_activation_elements=51200)
+    found = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8)
     assert found.activations == 2048 * 51200 * 2
     assert found.decode_rows == 33 * (128256 * 3 + 256 * 4)
     assert found.logits == (1 + 32 + 8 * 3) * 128256 * 2
     assert found.check > found.activations
-    assert found.kept == sum(found) - found.check
+    assert found.serving_bytes == sum(found) - found.check
     assert (
         2 * found.graphs
         == predict_workspace(
-            replace(wide, attentions=wide.attentions * 2), "bfloat16", DEMAND, prefill_sequences=8
+            replace(wide, attention_layers=wide.attention_layers * 2), "bfloat16", DEMAND, max_prefill_sequences=8
         ).graphs
     )
 
@@ -187,7 +187,7 @@ def test_a_memory_fraction_that_is_none_is_a_usage_error(fraction: float, device
 def test_weights_cache_and_reserve_never_exceed_the_share(
     memory_gib: float, fraction: float, context: int, batch: int, block_size: int
 ) -> None:
-    demand = Demand(context, (batch,), min(context, 2048), 1, block_size)
+    demand = CacheDemand(context, (batch,), min(context, 2048), 1, block_size)
     machine = replace(H100, gpu_memory_bytes=int(memory_gib * GIB))
     try:
         found = size(demand, machine, memory_fraction=fraction)

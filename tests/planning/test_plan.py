@@ -70,7 +70,7 @@ def test_the_plan_of_an_h100() -> None:
     assert [bucket.name for bucket in plan.buckets] == [
         "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
     ]  # fmt: skip
-    assert (plan.prefill_sequences, plan.block_size, plan.blocks_per_sequence) == (8, 16, 1024)
+    assert (plan.max_prefill_sequences, plan.block_size, plan.blocks_per_sequence) == (8, 16, 1024)
 
 
 def test_the_plan_of_a_laptop() -> None:
@@ -215,8 +215,8 @@ def test_float32_on_a_gpu_needs_triton() -> None:
 
 
 def test_heads_too_wide_for_the_kernels_fall_back_in_decode_as_well() -> None:
-    wide = tuple(replace(facts, head_dim=512, v_head_dim=512) for facts in LLAMA_8B.attentions)
-    plan = plan_for(architecture=replace(LLAMA_8B, attentions=wide), context=2048)
+    wide = tuple(replace(spec, head_dim=512, v_head_dim=512) for spec in LLAMA_8B.attention_layers)
+    plan = plan_for(architecture=replace(LLAMA_8B, attention_layers=wide), context=2048)
     assert (plan.prefill_attention, plan.decode_attention, plan.graphs) == ("reference", "reference", "none")
     assert decision_named(plan, "decode attention").is_fallback and decision_named(plan, "graphs").is_fallback
 
@@ -234,7 +234,7 @@ def test_a_dynamic_range_and_graphs_per_region_exclude_one_another() -> None:
 
 
 def test_longrope_is_served_up_to_where_its_factors_change() -> None:
-    switching = replace(LLAMA_8B, rope_limit=4096)
+    switching = replace(LLAMA_8B, longrope_limit=4096)
     plan = plan_for(architecture=switching, context=None)
     assert plan.context == 4096 and decision_named(plan, "context").is_fallback
     assert plan_for(architecture=switching, context=4000).context == 4000
@@ -411,7 +411,7 @@ def test_default_buckets_end_at_the_context(context: int, sizes: list[int]) -> N
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 4), (1, 32)])
 def test_prefill_programs_do_not_depend_on_the_batch_sizes(sizes: tuple[int, ...]) -> None:
-    assert plan_for(batch_sizes=sizes).prefill_sequences == 8
+    assert plan_for(batch_sizes=sizes).max_prefill_sequences == 8
 
 
 def test_dynamic_shapes_are_one_prefill_bucket_over_the_whole_range() -> None:
@@ -660,5 +660,5 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
 
 
 def test_a_large_bucket_packs_more_prompts() -> None:
-    assert plan_for(buckets=(128, 2048)).prefill_sequences == plan_for(buckets=(4096,)).prefill_sequences == 8
-    assert plan_for(buckets=(128, 8192), context=8192).prefill_sequences == 16
+    assert plan_for(buckets=(128, 2048)).max_prefill_sequences == plan_for(buckets=(4096,)).max_prefill_sequences == 8
+    assert plan_for(buckets=(128, 8192), context=8192).max_prefill_sequences == 16

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from tcdeploy.errors import RecipeError
-from tcdeploy.planning.recipe import Recipe, build_recipe, field_kind, find_recipe, recipe_names
+from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_recipe, recipe_names
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 
@@ -222,7 +222,7 @@ TEXTS = {int: ("8", 8), tuple[int, ...]: ("1,8", (1, 8)), bool: ("true", True), 
 
 @pytest.mark.parametrize("key", [item.name for item in fields(Recipe)])
 def test_every_key_can_be_given_as_text(key: str) -> None:
-    kind = field_kind(typing.get_type_hints(Recipe)[key])
+    kind = field_type(typing.get_type_hints(Recipe)[key])
     is_choice = typing.get_origin(kind) is Literal
     for text, value in [(choice, choice) for choice in typing.get_args(kind)] if is_choice else [TEXTS[kind]]:
         assert getattr(from_text(key, text), key) == value
