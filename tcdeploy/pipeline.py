@@ -60,7 +60,7 @@ _prepare_calls = 0  # of this process
 
 
 @dataclass(frozen=True)
-class Decided:
+class PlannedDeployment:
     """What is known before a weight is loaded."""
 
     recipe: Recipe
@@ -102,12 +102,12 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     if gc.get_freeze_count():  # an earlier deployment of this process may be garbage by now, and hold memory
         gc.unfreeze()
         gc.collect()
-    decided = decide(recipe, progress, stages)
-    plan, architecture = decided.plan, decided.architecture
+    planned = decide(recipe, progress, stages)
+    plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
         cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
         pickle_memory_formats_by_name()
-        if plan.device == "cuda" and decided.environment.triton:
+        if plan.device == "cuda" and planned.environment.triton:
             from tcdeploy.torch_compat.triton_cache import patch_platform_key  # Triton, which a CPU may lack
             from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 
@@ -116,21 +116,21 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         cachedir.acquire_lease(cache_dir, plan.key)
         earlier = cachedir.read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)
-        if decided.toolchain:
-            toolchain.install_compiler_stub(decided.toolchain)
-        runner = _load(decided)
+        if planned.toolchain:
+            toolchain.install_compiler_stub(planned.toolchain)
+        runner = _load(planned)
     with stages.stage("compile"):
         layers = find_layers(runner.model, architecture)
         head_modules = find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
         compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
-        known = _earlier_results(decided, earlier)
+        known = _earlier_results(planned, earlier)
         with FileAccessTracker(cache_dir).track() as used:
             records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
         freeze_gc_after_startup()
     with stages.stage("record"):
-        files = _hash_used_files(decided, cache_dir, used, earlier)
+        files = _hash_used_files(planned, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)
-    environment, origin = decided.environment, origin_of(decided)
+    environment, origin = planned.environment, origin_of(planned)
     manifest = make_manifest(
         plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_prepare()
     )
@@ -138,22 +138,22 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
 
 
-def _earlier_results(decided: Decided, earlier: Manifest | None) -> PreviousRun:
+def _earlier_results(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
         return PreviousRun()
-    here, there = origin_of(decided), earlier.origin
+    here, there = origin_of(planned), earlier.origin
     is_same = (here.sources, here.torch_settings) == (there.sources, there.torch_settings)
     names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
     return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
 
 
-def origin_of(decided: Decided) -> Origin:
+def origin_of(planned: PlannedDeployment) -> Origin:
     """What programs are made from here, beside plan and machine."""
-    return make_origin(decided.recipe, config_to_dict(decided.config), sources_digest(), torch_settings())
+    return make_origin(planned.recipe, config_to_dict(planned.config), sources_digest(), torch_settings())
 
 
 def _hash_used_files(
-    decided: Decided, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
+    planned: PlannedDeployment, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
 ) -> tuple[FileRecord, ...]:
     """What this start used of the cache folder, hashed; the compiler's answers among it, if it made any of that.
 
@@ -188,7 +188,7 @@ def _workspace_bytes(plan: Plan) -> int | None:
     return total - free - plan.weight_bytes - plan.kv_bytes
 
 
-def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> Decided:
+def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> PlannedDeployment:
     """Everything that can be decided without weights; what `--dry-run` prints."""
     progress = progress or NullProgress()
     stages = stages or _StageTimer(progress)
@@ -196,55 +196,55 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         environment = detect_environment()
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
-        decided = Decided(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
+        planned = PlannedDeployment(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
         if not environment.compiler and toolchain.is_compiler_missing():
-            decided = _with_cached_toolchain(decided)
-    progress.planned(decided.plan)
-    return decided
+            planned = _with_cached_toolchain(planned)
+    progress.planned(planned.plan)
+    return planned
 
 
-def _with_cached_toolchain(decided: Decided) -> Decided:
+def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
     """Without a C++ compiler: as if there were the one that made the plan's programs in the cache, if one did."""
-    for recorded in toolchain.load_toolchains(decided.plan.cache_dir):
-        found = with_cxx_compiler(decided, recorded.version)
+    for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
+        found = with_cxx_compiler(planned, recorded.version)
         if manifest_path(found.plan.cache_dir, found.plan.key).is_file():
             return dataclasses.replace(found, toolchain=recorded)
-    return decided
+    return planned
 
 
-def with_cxx_compiler(decided: Decided, version: str) -> Decided:
+def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeployment:
     """What would be decided if the C++ compiler were this one."""
-    environment = dataclasses.replace(decided.environment, compiler=version)
-    plan = make_plan(decided.recipe, environment, decided.architecture)
-    return dataclasses.replace(decided, environment=environment, plan=plan)
+    environment = dataclasses.replace(planned.environment, compiler=version)
+    plan = make_plan(planned.recipe, environment, planned.architecture)
+    return dataclasses.replace(planned, environment=environment, plan=plan)
 
 
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
     """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
-    decided = decide(recipe, progress)
-    cachedir.activate(decided.plan.cache_dir, decided.plan.key, len(decided.plan.buckets))
-    runner = _load(decided)
+    planned = decide(recipe, progress)
+    cachedir.activate(planned.plan.cache_dir, planned.plan.key, len(planned.plan.buckets))
+    runner = _load(planned)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
-    regions = _regions(runner.model, decided)
+    regions = _regions(runner.model, planned)
     found = explain_regions(regions, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
     runner.row_assignment.assign_prefilled([prompt])
     found += explain_regions(regions, lambda: runner.decode([prompt]))
     return list(dict.fromkeys(found))
 
 
-def _load(decided: Decided) -> ModelRunner:
+def _load(planned: PlannedDeployment) -> ModelRunner:
     """Weights, KV cache and the bindings between them, with nothing compiled yet."""
-    plan, architecture = decided.plan, decided.architecture
+    plan, architecture = planned.plan, planned.architecture
     register_attention()
-    model = load_model(plan, decided.config, ATTN_IMPLEMENTATION)
+    model = load_model(plan, planned.config, ATTN_IMPLEMENTATION)
     pack_linears(model, architecture.packed_linears)
     step = empty_attention_metadata(plan, architecture)
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
     return ModelRunner(model, plan, step, architecture.vocab_size)
 
 
-def _regions(model: PreTrainedModel, decided: Decided) -> list[torch.nn.Module]:
-    return regions_to_compile(model, find_layers(model, decided.architecture), decided.plan.region)
+def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[torch.nn.Module]:
+    return regions_to_compile(model, find_layers(model, planned.architecture), planned.plan.region)
 
 
 @dataclass

@@ -120,7 +120,7 @@ def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: i
 
 def measure_baseline(baseline: BaselineModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
     """Whole batches from a prompt on, so that the context is passed half way."""
-    plan, architecture = baseline.plan, session.decided.architecture
+    plan, architecture = baseline.plan, session.planned.architecture
     prompts = Prompts(architecture.vocab_size, settings.seed)
     weights = count_weights(baseline.model, plan.weight_bytes)
     for bucket in plan.decode_buckets:

@@ -37,7 +37,7 @@ class PrefillRow(Row):
 
 def run(recipe: Recipe, settings: PrefillSettings, progress: Progress) -> Report:
     session = start_session(recipe, settings, progress)
-    plan = session.decided.plan
+    plan = session.planned.plan
     lengths = lengths_to_measure(plan, settings)
     rows = session.measure(
         lambda subject, deployment: measure(subject, deployment, lengths, session, settings),
@@ -76,7 +76,7 @@ def measure_baseline(
     baseline: BaselineModel, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
 ) -> Iterator[PrefillRow]:
     """One new token: `generate` compiles no prefill, so all of it is the model's own forward."""
-    prompts = Prompts(session.decided.architecture.vocab_size, settings.seed)
+    prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(baseline.model, baseline.plan.weight_bytes)
     for length in lengths:
         session.progress.stage(f"{baseline.name} prompts of {length}")

@@ -18,7 +18,7 @@ from tcdeploy import pipeline
 from tcdeploy.bench.baselines import BaselineModel, load_baseline
 from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
-from tcdeploy.pipeline import Decided, Deployment
+from tcdeploy.pipeline import PlannedDeployment, Deployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
@@ -36,7 +36,7 @@ class Session:
     recipe: Recipe
     settings: BenchSettings
     progress: Progress
-    decided: Decided
+    planned: PlannedDeployment
     rates: Rates
     notes: list[str] = field(default_factory=list)  # where a baseline is less than its name
 
@@ -66,7 +66,7 @@ class Session:
             self.notes.extend(f"{name}: {one.name} is {one.value}: {one.reason}" for one in fallbacks)
             yield from measure_deployment(name, deployment)
             return
-        model = load_baseline(name, self.decided.plan, self.decided.config)
+        model = load_baseline(name, self.planned.plan, self.planned.config)
         if model.note:
             self.notes.append(model.note)
         yield from baseline(model)
@@ -74,15 +74,15 @@ class Session:
 
 def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -> Session:
     """Raises UsageError for lengths that the context does not hold, before a weight is loaded."""
-    decided = pipeline.decide(recipe)
-    settings.check_against_plan(decided.plan)
+    planned = pipeline.decide(recipe)
+    settings.check_against_plan(planned.plan)
     progress.stage("floor")
-    return Session(recipe, settings, progress, decided, measure_rates(decided.plan.device, decided.plan.dtype))
+    return Session(recipe, settings, progress, planned, measure_rates(planned.plan.device, planned.plan.dtype))
 
 
 def make_report(session: Session, command: str, settings: Any, rows: Sequence[Row], **extra: Any) -> Report:
     """With what the rows are figures of."""
-    environment, plan = describe_environment(session.decided.environment), describe_plan(session.decided.plan)
+    environment, plan = describe_environment(session.planned.environment), describe_plan(session.planned.plan)
     extra = {"machine": dataclasses.asdict(session.rates), "notes": session.notes, **extra}
     return Report(command, environment, plan, dataclasses.asdict(settings), rows, extra)
 

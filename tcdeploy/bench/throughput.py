@@ -155,7 +155,7 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Throug
         raise UsageError(
             "it serves whole batches, and knows no arrivals over time", "without --request-rate and --concurrency"
         )
-    prompts = Prompts(session.decided.architecture.vocab_size, settings.seed)
+    prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
     largest = baseline.plan.decode_buckets[-1].size
     drawn = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
     batches = [drawn[start : start + largest] for start in range(0, len(drawn), largest)]

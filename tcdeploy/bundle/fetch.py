@@ -22,7 +22,7 @@ from tcdeploy.cache.folder import read_verified_manifest
 from tcdeploy.cache.manifest import Manifest, manifest_path
 from tcdeploy.planning.environment import Difference
 from tcdeploy.errors import MismatchError
-from tcdeploy.pipeline import Decided
+from tcdeploy.pipeline import PlannedDeployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
@@ -54,8 +54,8 @@ def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool 
     Raises MismatchError (none of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
     start = time.perf_counter()
-    decided = pipeline.decide(recipe)
-    plan = decided.plan
+    planned = pipeline.decide(recipe)
+    plan = planned.plan
     if manifest_path(plan.cache_dir, plan.key).is_file() and not _needs_refetch(plan, recipe):
         return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
     address = Address.parse(_resolve_bundle_url(source, plan.key))
@@ -64,7 +64,7 @@ def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool 
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
             path = pull(address.url, Path(place, "bundle.tcb"))
         header = open_bundle(path, trusted_keys, allow_unsigned).header
-        _check_compatible(decided, header.manifest, address.redacted)
+        _check_compatible(planned, header.manifest, address.redacted)
         unpacked = unpack(path, Path(plan.cache_dir), trusted_keys, allow_unsigned)
     return FetchResult(header.plan_key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 
@@ -90,11 +90,11 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
     return found[0]
 
 
-def _check_compatible(decided: Decided, cached: Manifest, name: str) -> None:
-    if not decided.environment.compiler:
-        decided = pipeline.with_cxx_compiler(decided, str(cached.environment["compiler"]))  # the bundle brings a stand-in
-    found = forecast(cached, decided.plan, decided.environment, pipeline.origin_of(decided))
-    if decided.plan.key != cached.plan["key"] or found.misses:
+def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -> None:
+    if not planned.environment.compiler:
+        planned = pipeline.with_cxx_compiler(planned, str(cached.environment["compiler"]))  # the bundle brings a stand-in
+    found = forecast(cached, planned.plan, planned.environment, pipeline.origin_of(planned))
+    if planned.plan.key != cached.plan["key"] or found.misses:
         names = [one.name for one in found.differences] or [one.reasons[0] for one in found.misses]
         raise EnvironmentMismatchError(
             f"the bundle {name} is of another plan: {', '.join(names[:5]) or 'another version of tcdeploy'}",

@@ -180,12 +180,12 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
     recipe = options.build(defaults=_origin_recipe(manifests[0]) if len(manifests) == 1 else None)
     from tcdeploy import pipeline
 
-    decided = pipeline.decide(recipe)
+    planned = pipeline.decide(recipe)
     forecasts = []
     for manifest in manifests:
-        seen = decided
-        if not decided.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
-            seen = pipeline.with_cxx_compiler(decided, str(manifest.environment["compiler"]))  # it brings a stand-in
+        seen = planned
+        if not planned.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
+            seen = pipeline.with_cxx_compiler(planned, str(manifest.environment["compiler"]))  # it brings a stand-in
         forecasts.append(forecast(manifest, seen.plan, seen.environment, pipeline.origin_of(seen)))
     found = merge_forecasts(forecasts)
     cache_display.show_forecast(found, json)

@@ -32,7 +32,7 @@ def session(cache_dir: str) -> Session:
 
 @pytest.fixture
 def baseline(reference_tiny: Any, session: Session) -> BaselineModel:
-    return BaselineModel("eager", reference_tiny, session.decided.plan)
+    return BaselineModel("eager", reference_tiny, session.planned.plan)
 
 
 def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
@@ -53,7 +53,7 @@ def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, ba
 
 
 def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
-    plan = session.decided.plan
+    plan = session.planned.plan
     assert decode.effective_context(plan, 4, DecodeSettings()) == 512
     assert decode.effective_context(plan, 4, DecodeSettings(context_length=700)) == 700
     assert decode.effective_context(plan, plan.kv_blocks - 1, DecodeSettings()) == plan.block_size
@@ -79,8 +79,8 @@ def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, b
 
 
 def test_default_lengths_are_those_that_the_context_holds(session: Session) -> None:
-    assert prefill.lengths_to_measure(session.decided.plan, PrefillSettings()) == (128, 512)
-    assert prefill.lengths_to_measure(session.decided.plan, PrefillSettings(lengths=(7,))) == (7,)
+    assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings()) == (128, 512)
+    assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings(lengths=(7,))) == (7,)
 
 
 @pytest.mark.parametrize("rate", [math.inf, 100.0])

@@ -32,9 +32,9 @@ def print_forecast_and_outcomes(asked: str) -> None:
     answer: dict[str, Any] = {}
     manifests = [read_manifest(path) for path in sorted(Path(question["cached"], "manifests").glob("*.json"))]
     if manifests:
-        decided = pipeline.decide(recipe)
-        origin = pipeline.origin_of(decided)
-        found = merge_forecasts([forecast(one, decided.plan, decided.environment, origin) for one in manifests if one])
+        planned = pipeline.decide(recipe)
+        origin = pipeline.origin_of(planned)
+        found = merge_forecasts([forecast(one, planned.plan, planned.environment, origin) for one in manifests if one])
         answer["forecast"] = {one.bucket: "hit" if one.is_hit else "miss" for one in found.buckets}
         answer["reasons"] = {one.bucket: one.reasons for one in found.buckets}
     deployment = pipeline.prepare(recipe)

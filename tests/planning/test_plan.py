@@ -597,9 +597,9 @@ def test_the_cache_folder_and_the_share_of_memory_do_not_enter_the_key(change: d
 
 
 def test_what_was_asked_for_and_what_was_decided_alike_have_one_key() -> None:
-    decided = plan_for(**SMALL)
+    planned = plan_for(**SMALL)
     asked = plan_for(**SMALL, device="cuda", dtype="bfloat16", attention="triton", graphs="step", block_size=16)
-    assert asked.key == decided.key
+    assert asked.key == planned.key
 
 
 # For any buckets
