@@ -22,14 +22,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.planning.architecture import Architecture
-from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, empty_attention_metadata, register_attention
+from tcdeploy.attention.interface import (
+    ATTN_IMPLEMENTATION,
+    bind_attention,
+    empty_attention_metadata,
+    register_attention,
+)
 from tcdeploy.attention.kv_cache import allocate_kv_cache
-from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.cache import folder as cachedir, toolchain
-from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileRecord, FileAccessTracker, hash_files
-from tcdeploy.compiler.explain import GraphBreak, explain_regions
-from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
+from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache import toolchain
+from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -39,21 +41,25 @@ from tcdeploy.cache.manifest import (
     manifest_path,
     write_manifest,
 )
-from tcdeploy.passes.post_grad import sources_digest
+from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_head_modules, find_layers, regions_to_compile
-from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
-from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
-from tcdeploy.models.probe import probe
 from tcdeploy.models.packed_linears import pack_linears
+from tcdeploy.models.probe import probe
+from tcdeploy.passes.post_grad import sources_digest
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
-from tcdeploy.progress import Progress, NullProgress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import NullProgress, Progress
+from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
+from tcdeploy.torch_compat.inductor_settings import torch_settings
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
 _prepare_calls = 0  # of this process
@@ -105,23 +111,27 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     planned = decide(recipe, progress, stages)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
-        cache_dir = cachedir.activate(plan.cache_dir, plan.key, len(plan.buckets))
+        cache_dir = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets))
         pickle_memory_formats_by_name()
         if plan.device == "cuda" and planned.environment.triton:
-            from tcdeploy.torch_compat.triton_cache import patch_platform_key  # Triton, which a CPU may lack
             from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
+            from tcdeploy.torch_compat.triton_cache import patch_platform_key  # Triton, which a CPU may lack
 
             patch_platform_key()
             relocate_autotune_cache()
-        cachedir.acquire_lease(cache_dir, plan.key)
-        earlier = cachedir.read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
+        cache_folder.acquire_lease(cache_dir, plan.key)
+        earlier = cache_folder.read_verified_manifest(
+            cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir
+        )
         toolchain.use_precompiled_headers(earlier is None)
         if planned.toolchain:
             toolchain.install_compiler_stub(planned.toolchain)
         runner = _load(planned)
     with stages.stage("compile"):
         layers = find_layers(runner.model, architecture)
-        head_modules = find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
+        head_modules = (
+            find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
+        )
         compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
         known = _earlier_results(planned, earlier)
         with FileAccessTracker(cache_dir).track() as used:
@@ -196,7 +206,9 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         environment = detect_environment()
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
-        planned = PlannedDeployment(recipe, config, environment, architecture, make_plan(recipe, environment, architecture))
+        planned = PlannedDeployment(
+            recipe, config, environment, architecture, make_plan(recipe, environment, architecture)
+        )
         if not environment.compiler and toolchain.is_compiler_missing():
             planned = _with_cached_toolchain(planned)
     progress.planned(planned.plan)
@@ -222,7 +234,7 @@ def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeploy
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
     """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
     planned = decide(recipe, progress)
-    cachedir.activate(planned.plan.cache_dir, planned.plan.key, len(planned.plan.buckets))
+    cache_folder.activate(planned.plan.cache_dir, planned.plan.key, len(planned.plan.buckets))
     runner = _load(planned)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     regions = _regions(runner.model, planned)

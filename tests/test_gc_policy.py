@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.gc_policy import STARTUP_THRESHOLD, relax_gc_for_startup, freeze_gc_after_startup
+from tcdeploy.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup, relax_gc_for_startup
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,12 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
-LAYERS = (  # from the ground up; what stands together in one storey does not import each other
-    {"errors", "collector"},
-    {"recipe", "environment", "architecture", "candidate"},
-    {"capability", "memory"},
-    {"plan"},
-    {"progress", "dependent_launch"},
+LAYERS = (  # from the ground up; packages of one layer do not import each other
+    {"errors", "gc_policy"},
+    {"planning"},
+    {"progress", "torch_compat"},
     {"models", "attention", "linear", "remote"},
+    {"passes", "cache"},
     {"compiler"},
     {"engine"},
     {"pipeline"},
@@ -37,8 +36,8 @@ LAYERS = (  # from the ground up; what stands together in one storey does not im
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "errors", "collector", "recipe", "environment", "architecture", "candidate", "capability", "memory", "plan",
-    "progress", "cache.contents", "cache.manifest", "cache.toolchain", "cache.folder", "engine.sequence",
+    "errors", "gc_policy", "planning.recipe", "planning.environment", "planning.architecture", "planning.variants",
+    "planning.capability", "planning.memory", "planning.plan", "progress", "cache.contents", "cache.manifest", "cache.toolchain", "cache.folder", "engine.sequence",
     "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol", "server.validation", "server.admission",
     "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
@@ -122,7 +121,9 @@ def upward_imports(root: Path) -> list[str]:
     return [
         f"{importer}:{line} imports {imported}"
         for importer, imported, line in inner_imports(root)
-        if imported and top_level_name(importer) != top_level_name(imported) and LAYER_OF[top_level_name(imported)] >= LAYER_OF[top_level_name(importer)]
+        if imported
+        and top_level_name(importer) != top_level_name(imported)
+        and LAYER_OF[top_level_name(imported)] >= LAYER_OF[top_level_name(importer)]
     ]
 
 
@@ -308,22 +309,22 @@ def build(root: Path, sources: dict[str, str]) -> Path:
 @pytest.mark.parametrize(
     "source",
     [
-        "from tcdeploy.planning.plan import Plan",
-        "from tcdeploy import plan",
-        "import tcdeploy.planning.plan",
-        "import tcdeploy.planning.plan as p",
-        "from .plan import Plan",
-        "from . import plan",
-        "def f():\n    from tcdeploy.planning.plan import Plan",
-        "class C:\n    def f(self):\n        if True:\n            import tcdeploy.planning.plan",
-        "try:\n    import tcdeploy.planning.plan\nexcept ImportError:\n    pass",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import tcdeploy.planning.plan",
+        "from tcdeploy.pipeline import Plan",
+        "from tcdeploy import pipeline",
+        "import tcdeploy.pipeline",
+        "import tcdeploy.pipeline as p",
+        "from .pipeline import Plan",
+        "from . import pipeline",
+        "def f():\n    from tcdeploy.pipeline import Plan",
+        "class C:\n    def f(self):\n        if True:\n            import tcdeploy.pipeline",
+        "try:\n    import tcdeploy.pipeline\nexcept ImportError:\n    pass",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import tcdeploy.pipeline",
     ],
 )
 def test_an_upward_import_is_found_however_it_is_written(source: str, tmp_path: Path) -> None:
-    package = build(tmp_path, {"__init__.py": "", "plan.py": "", "recipe.py": source})
+    package = build(tmp_path, {"__init__.py": "", "pipeline.py": "", "errors.py": source})
     [found] = upward_imports(package)
-    assert found.startswith("recipe:") and found.endswith("imports plan")
+    assert found.startswith("errors:") and found.endswith("imports pipeline")
 
 
 def test_an_upward_import_is_found_from_inside_a_package_too(tmp_path: Path) -> None:
@@ -349,7 +350,8 @@ def test_neighbours_in_one_storey_may_not_import_each_other_but_rooms_of_one_pac
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
 def test_what_only_a_type_checker_imports_does_not_count(test: str, tmp_path: Path) -> None:
     package = build(
-        tmp_path, {"recipe.py": f"if {test}:\n    from tcdeploy.planning.plan import Plan\n    import rich", "plan.py": ""}
+        tmp_path,
+        {"errors.py": f"if {test}:\n    from tcdeploy.pipeline import Plan\n    import rich", "pipeline.py": ""},
     )
     assert (upward_imports(package), importers_of(package, "rich")) == ([], set())
 
@@ -371,10 +373,10 @@ def test_other_offences_are_found(tmp_path: Path) -> None:
         {
             "cli/display.py": "'Draws.'\nimport rich\nprint(1)",
             "cli/warm.py": "def f():\n    from rich.table import Table",
-            "plan.py": "import sys\ntry:\n    print(1)\nexcept:\n    sys.stderr.write('x')",
+            "pipeline.py": "import sys\ntry:\n    print(1)\nexcept:\n    sys.stderr.write('x')",
         },
     )
     assert importers_of(package, "rich") == {"cli.display", "cli.warm"}
-    assert modules_that_print(package) == ["plan:3", "plan:5"]
-    assert bare_excepts(package) == ["plan:4"]
-    assert without_docstring(package) == ["cli.warm", "plan"]
+    assert modules_that_print(package) == ["pipeline:3", "pipeline:5"]
+    assert bare_excepts(package) == ["pipeline:4"]
+    assert without_docstring(package) == ["cli.warm", "pipeline"]

@@ -123,7 +123,14 @@ def test_the_actions_steps_warm_sign_push_and_comment_and_the_next_runs_hold_it_
     home = cli_environment(tmp_path)
     subprocess.run(cli_command("cache", "trust", "ci", str(tmp_path / "ci.pub"), *trusted), check=True, env=home)
     real = cli_command(
-        "warm", str(resolve_model_path(TINY)), *SMALL, "--cache-dir", str(tmp_path / "real"), "--cache-from", str(store), *trusted
+        "warm",
+        str(resolve_model_path(TINY)),
+        *SMALL,
+        "--cache-dir",
+        str(tmp_path / "real"),
+        "--cache-from",
+        str(store),
+        *trusted,
     )
     served = subprocess.run([*real, "--require-hit"], capture_output=True, text=True, env=home)
     assert served.returncode == 0, f"warmed without weights, started with them: {served.stderr}"

@@ -134,12 +134,16 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, ke
     return cache.flatten(0, 1).index_select(0, slot)
 
 
-def _flash_prefill(varlen: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
+def _flash_prefill(
+    varlen: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
+) -> Tensor:
     """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
     tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = batch.host_scalars.tolist()
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
-        k, v = (gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache))
+        k, v = (
+            gather_paged_kv(cache, batch.block_table, cu_seqlens_k, keys) for cache in (batch.k_cache, batch.v_cache)
+        )
     else:
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
@@ -164,7 +168,13 @@ def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, param
 
 
 def _triton_decode(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PagedDecodeBatch,
+    params: AttentionParams,
+    splits: int,
+    rotary: RotaryCosSin | None,
 ) -> Tensor:
     from tcdeploy.attention import decode
 
@@ -172,7 +182,13 @@ def _triton_decode(
 
 
 def _reference_decode(
-    q: Tensor, k: Tensor, v: Tensor, batch: PagedDecodeBatch, params: AttentionParams, splits: int, rotary: RotaryCosSin | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    batch: PagedDecodeBatch,
+    params: AttentionParams,
+    splits: int,
+    rotary: RotaryCosSin | None,
 ) -> Tensor:
     if rotary:
         q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
@@ -198,7 +214,9 @@ PREFILL_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, Attent
     "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
     "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
 }
-DECODE_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]] = {
+DECODE_BACKENDS: dict[
+    str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]
+] = {
     "reference": _reference_decode,
     "triton": _triton_decode,
 }

@@ -42,16 +42,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tcdeploy.attention.kernels import (
-    NO_WINDOW,
     DO_NOT_SPECIALIZE,
+    NO_WINDOW,
     attend_tile,
     block_ids,
-    scaled_tanh,
     key_slots,
     load_rows,
+    log2_score_scales,
     output_scale,
     padded_head_dim,
-    log2_score_scales,
+    scaled_tanh,
     store_rows,
 )
 from tcdeploy.torch_compat.pdl import supports_pdl
@@ -59,7 +59,10 @@ from tcdeploy.torch_compat.pdl import supports_pdl
 # What to tune on a GPU, all of it.
 TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight
 WARPS, STAGES = 4, 3
-HIGH_OCCUPANCY_PROGRAMS, HIGH_OCCUPANCY_STAGES = 384, 2  # where programs share a multiprocessor, the neighbours cover a program's waits
+HIGH_OCCUPANCY_PROGRAMS, HIGH_OCCUPANCY_STAGES = (
+    384,
+    2,
+)  # where programs share a multiprocessor, the neighbours cover a program's waits
 MERGE_ELEMENTS = 4096  # of the parts' float32 values, at a time
 
 

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention import ops
 from tcdeploy.attention.kv_cache import LayerKV
-from tcdeploy.planning.variants import DEFAULT, Variant
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.variants import DEFAULT, Variant
 
 ATTN_IMPLEMENTATION = "tcdeploy"
 UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # tokens: programs do not depend on how long sequences may get

@@ -37,7 +37,11 @@ class TileConfig(NamedTuple):
 
 
 # What to tune on a GPU, all of it. Block ids are loaded a tile ahead: else a stage more would hold no more keys.
-PREFILL_TILES = {64: TileConfig(128, 64, 4, 2), 128: TileConfig(64, 64, 4, 3), 256: TileConfig(128, 64, 8, 2)}  # by padded head_dim
+PREFILL_TILES = {
+    64: TileConfig(128, 64, 4, 2),
+    128: TileConfig(64, 64, 4, 3),
+    256: TileConfig(128, 64, 8, 2),
+}  # by padded head_dim
 PREFILL_TILES_FLOAT32 = TileConfig(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
 WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # of one token, per program
 
@@ -98,7 +102,7 @@ def log2_score_scales(scale: float, softcap: float) -> tuple[float, float]:
 
 # The kernels. Arguments that vary between calls are not specialised: else a batch of one, or a view that begins at an
 # odd element, would compile them again. `rows` are queries; `x[None, :]` runs over keys or a head's size.
-DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "arrivals"]
+DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "split_counters"]
 DO_NOT_SPECIALIZE += ["table_stride", "table_width", "splits", "tokens", "sequences", "window"]
 
 
@@ -167,7 +171,9 @@ def attend_tile(
 ):  # fmt: skip
     """One step of the online softmax: the KEYS keys and values in `slots`."""
     k = load_rows(k_cache, slots * HEAD_DIM, row_mask, HEAD_DIM, DIM)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # in units of `scale_log2`: the multiply joins exp2's subtract
+    scores = tl.dot(
+        q, tl.trans(k), input_precision="ieee"
+    )  # in units of `scale_log2`: the multiply joins exp2's subtract
     if SOFTCAP:
         scores = scaled_tanh(scores, tanh_scale)
     if MASKED:

@@ -12,8 +12,8 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.errors import SpaceError
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
 
 PADDING_SLOT = 0

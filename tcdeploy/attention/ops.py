@@ -84,7 +84,7 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-@torch.library.custom_op("tcdeploy::decode_attention", mutates_args=("k_cache", "v_cache", "arrivals"))
+@torch.library.custom_op("tcdeploy::decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -115,7 +115,9 @@ def decode_attention(
     assert (cos is None) == (sin is None)
     rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
     batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return backends.DECODE_BACKENDS[backend](q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary)
+    return backends.DECODE_BACKENDS[backend](
+        q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary
+    )
 
 
 @decode_attention.register_fake

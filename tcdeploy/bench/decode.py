@@ -15,17 +15,17 @@ import torch
 
 from tcdeploy.bench.baselines import BaselineModel
 from tcdeploy.bench.breakdown import Breakdown, profile_step
-from tcdeploy.bench.timing import step_seconds
-from tcdeploy.bench.floor import DecodeFloor, decode_floor, share_of_floor, count_weights
+from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
+from tcdeploy.bench.floor import DecodeFloor, count_weights, decode_floor, share_of_floor
 from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, start_session, make_report
+from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, intervals, summarise
-from tcdeploy.bench.engine_driver import Prompts, SteadyRun, decode_step, placed_sequences, run_steady, steady_shape
+from tcdeploy.bench.timing import step_seconds
 from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.plan import Plan
-from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
 
 
 @dataclass(frozen=True)

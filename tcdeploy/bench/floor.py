@@ -20,9 +20,9 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from tcdeploy.planning.architecture import Architecture
-from tcdeploy.bench.timing import Timestamps
 from tcdeploy.bench.stats import intervals, median
+from tcdeploy.bench.timing import Timestamps
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import DTYPE_BYTES
 
 WARMUP_SECONDS = 0.3  # clocks rise under load

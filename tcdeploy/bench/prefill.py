@@ -10,18 +10,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tcdeploy.bench.baselines import BaselineModel
-from tcdeploy.bench.timing import step_seconds
-from tcdeploy.bench.floor import WeightSizes, prefill_floor_ms, share_of_floor, count_weights
+from tcdeploy.bench.engine_driver import (
+    TTFT_NEW_TOKENS,
+    Prompts,
+    cool_down,
+    measure_ttft,
+    placed_sequences,
+    prefill_step,
+)
+from tcdeploy.bench.floor import WeightSizes, count_weights, prefill_floor_ms, share_of_floor
 from tcdeploy.bench.report import Report, Row
-from tcdeploy.bench.session import Session, start_session, make_report
+from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import PrefillSettings
 from tcdeploy.bench.stats import Summary, summarise
-from tcdeploy.bench.engine_driver import TTFT_NEW_TOKENS, Prompts, measure_ttft, placed_sequences, prefill_step, cool_down
+from tcdeploy.bench.timing import step_seconds
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.plan import Plan
-from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
 
 
 @dataclass(frozen=True)
@@ -88,7 +95,12 @@ def measure_baseline(
 
 
 def _row(
-    subject: str, length: int, seconds: list[float], device_seconds: list[float] | None, weights: WeightSizes, session: Session
+    subject: str,
+    length: int,
+    seconds: list[float],
+    device_seconds: list[float] | None,
+    weights: WeightSizes,
+    session: Session,
 ) -> PrefillRow:
     first_token_ms = summarise(one * 1e3 for one in seconds)
     floor_ms = prefill_floor_ms(length, session.rates, weights)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import TcdeployError
+from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Plan
 
 TCDEPLOY = "tcdeploy"

@@ -95,7 +95,9 @@ class _Clock:
         return time.perf_counter() - self._start
 
 
-async def _open_loop(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[RequestResult]:
+async def _open_loop(
+    client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
+) -> list[RequestResult]:
     async def later(request: bytes, arrival: float) -> RequestResult:
         await asyncio.sleep(max(0.0, arrival - clock.now()))
         return await _send_request(client, request, RequestResult(arrival), clock)
@@ -104,7 +106,9 @@ async def _open_loop(client: Client, settings: ServeSettings, requests: list[byt
     return list(await asyncio.gather(*map(later, requests, times)))
 
 
-async def _closed_loop(client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock) -> list[RequestResult]:
+async def _closed_loop(
+    client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
+) -> list[RequestResult]:
     waiting, result = iter(requests), []
 
     async def one() -> None:

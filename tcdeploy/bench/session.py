@@ -18,10 +18,10 @@ from tcdeploy import pipeline
 from tcdeploy.bench.baselines import BaselineModel, load_baseline
 from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
-from tcdeploy.pipeline import PlannedDeployment, Deployment
+from tcdeploy.pipeline import Deployment, PlannedDeployment
 from tcdeploy.planning.plan import Plan
-from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
 
 
 class BenchSettings(Protocol):
@@ -41,7 +41,9 @@ class Session:
     notes: list[str] = field(default_factory=list)  # where a baseline is less than its name
 
     def measure(
-        self, measure_deployment: Callable[[str, Deployment], Iterator[Row]], baseline: Callable[[BaselineModel], Iterator[Row]]
+        self,
+        measure_deployment: Callable[[str, Deployment], Iterator[Row]],
+        baseline: Callable[[BaselineModel], Iterator[Row]],
     ) -> list[Row]:
         """Rows of us, then of each baseline in the order asked. `measure_deployment` measures the region baseline too.
 

@@ -19,10 +19,10 @@ from typing import Any
 
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
-from tcdeploy.planning.environment import detect_environment
 from tcdeploy.errors import TcdeployError
-from tcdeploy.progress import Progress
+from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
 
 RunProcess = Callable[[list[str]], str]  # a command to what it wrote to stdout
 
@@ -74,12 +74,12 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
     """What the child does and tells: everything up to a first token, and when that was."""
     began = time.time()
     from tcdeploy import pipeline
-    from tcdeploy.bench.engine_driver import Prompts, first_token_seconds
+    from tcdeploy.bench.engine_driver import Prompts, measure_ttft
 
     deployment = pipeline.prepare(recipe, progress)
     settings.check_against_plan(deployment.plan)
     prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
-    seconds = first_token_seconds(deployment.engine, prompt)
+    seconds = measure_ttft(deployment.engine, prompt)
     ended = time.time()
     return {
         "began": began,

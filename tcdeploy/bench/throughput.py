@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tcdeploy.bench.baselines import BaselineModel
+from tcdeploy.bench.engine_driver import Prompts, can_time_host, count_captured_graphs, drain, submit
 from tcdeploy.bench.report import Report, Row, price_per_million
-from tcdeploy.bench.session import Session, start_session, make_report
+from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import ThroughputSettings
-from tcdeploy.bench.engine_driver import Prompts, count_captured_graphs, drain, can_time_host, submit
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Sequence
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
-from tcdeploy.progress import Progress
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
 
 TIMELINE_POINTS = 400
 MAX_SLEEP_SECONDS = 0.001  # seconds, while nothing runs and the next request is yet to come

@@ -192,7 +192,9 @@ def check_payload(path: Path, signed_header: SignedHeader, payload: Payload) -> 
         raise _damaged_error(str(path), "its files have other bytes")
 
 
-def read_files(path: Path, signed_header: SignedHeader, files: tuple[FileRecord, ...]) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
+def read_files(
+    path: Path, signed_header: SignedHeader, files: tuple[FileRecord, ...]
+) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
     """Each file with its bytes in chunks, which must be taken before the next one is.
 
     Raises IntegrityError where the payload is not exactly these files; a file's own bytes are checked as they go by.

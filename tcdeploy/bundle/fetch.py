@@ -20,9 +20,9 @@ from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
 from tcdeploy.cache.folder import read_verified_manifest
 from tcdeploy.cache.manifest import Manifest, manifest_path
-from tcdeploy.planning.environment import Difference
 from tcdeploy.errors import MismatchError
 from tcdeploy.pipeline import PlannedDeployment
+from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
@@ -79,7 +79,9 @@ def _needs_refetch(plan: Plan, recipe: Recipe) -> bool:
 def _resolve_bundle_url(source: str, plan_key: str) -> str:
     """The source itself where it is a bundle; else the newest of the plan in it. Raises MismatchError."""
     address = Address.parse(source)
-    if parse_bundle_name(address.host_and_path.rpartition("/")[2]) or (address.scheme in LOCAL_SCHEMES and Path(address.host_and_path).is_file()):
+    if parse_bundle_name(address.host_and_path.rpartition("/")[2]) or (
+        address.scheme in LOCAL_SCHEMES and Path(address.host_and_path).is_file()
+    ):
         return source
     found = find(source, plan_key)
     if not found:
@@ -92,7 +94,9 @@ def _resolve_bundle_url(source: str, plan_key: str) -> str:
 
 def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -> None:
     if not planned.environment.compiler:
-        planned = pipeline.with_cxx_compiler(planned, str(cached.environment["compiler"]))  # the bundle brings a stand-in
+        planned = pipeline.with_cxx_compiler(
+            planned, str(cached.environment["compiler"])
+        )  # the bundle brings a stand-in
     found = forecast(cached, planned.plan, planned.environment, pipeline.origin_of(planned))
     if planned.plan.key != cached.plan["key"] or found.misses:
         names = [one.name for one in found.differences] or [one.reasons[0] for one in found.misses]

@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.bundle.container import SignedHeader, Payload, check_files
+from tcdeploy.bundle.container import Payload, SignedHeader, check_files
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
-from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import IntegrityError
+from tcdeploy.planning.environment import Environment
 
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
 CACHE_FOLDER_DECISION = "cache folder"

@@ -20,11 +20,11 @@ from pathlib import Path
 
 import yaml
 
-from tcdeploy.bundle.container import Payload, signed_header_bytes, read_signed_header, replace_signatures, write_bundle
+from tcdeploy.bundle.container import Payload, read_signed_header, replace_signatures, signed_header_bytes, write_bundle
 from tcdeploy.bundle.header import Header, header_bytes, make_portable
 from tcdeploy.bundle.signing import sign
-from tcdeploy.cache.folder import folder_lock
 from tcdeploy.cache.contents import find_damage
+from tcdeploy.cache.folder import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
@@ -58,8 +58,12 @@ def pack(folder: Path, plan_key: str, target: Path, key: Path | None = None) -> 
     _check_packable(folder, manifest)
     with _translate_os_errors(target):
         _check_free_space(target, manifest)
-        with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():  # else nobody removes from it
-            payload = write_bundle(target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, key))
+        with (
+            folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext()
+        ):  # else nobody removes from it
+            payload = write_bundle(
+                target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, key)
+            )
     unpacked, packed = sum(file.bytes for file in manifest.files), target.stat().st_size
     return PackResult(target, plan_key, len(manifest.files), unpacked, packed, packed - payload.bytes)
 

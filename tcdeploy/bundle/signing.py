@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.bundle.container import SignedHeader, Signature
+from tcdeploy.bundle.container import Signature, SignedHeader
 from tcdeploy.errors import TcdeployError, TrustError, UsageError
 
 if TYPE_CHECKING:
@@ -86,7 +86,9 @@ def sign(header: bytes, secret: Path) -> Signature:
     return Signature(fingerprint(key.public_key()), key.sign(SIGNATURE_CONTEXT + header).hex())
 
 
-def verify_signature(signed_header: SignedHeader, name: str, folder: Path, allow_unsigned: bool = False) -> TrustedKey | None:
+def verify_signature(
+    signed_header: SignedHeader, name: str, folder: Path, allow_unsigned: bool = False
+) -> TrustedKey | None:
     """The trusted key that signed the head; None for one that nobody we know signed, where that is allowed.
 
     Raises TrustError: no signature of a trusted key, or one that does not fit.

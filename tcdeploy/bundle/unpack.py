@@ -20,11 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import SignedHeader, check_payload, signed_header_bytes, read_files, read_signed_header
+from tcdeploy.bundle.container import SignedHeader, check_payload, read_files, read_signed_header, signed_header_bytes
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, verify_signature
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, folder_lock
 from tcdeploy.cache.contents import FileRecord, find_damage
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 

@@ -14,8 +14,8 @@ from tcdeploy.bundle.container import read_files, read_signed_header
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, verify_signature
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, unlisted_files
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, find_damage
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, unlisted_files
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 
@@ -120,10 +120,14 @@ def _check_stored_headers(folder: Path) -> None:
             raise IntegrityError(f"the plan {path.stem} was unpacked here, and its manifest is gone", "unpack it again")
 
 
-def _verified_plan(manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool, files_not_from_bundle: int = 0) -> VerifiedPlan:
+def _verified_plan(
+    manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool, files_not_from_bundle: int = 0
+) -> VerifiedPlan:
     size = sum(file.bytes for file in manifest.files)
     plan = manifest.plan
-    return VerifiedPlan(plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle, files_not_from_bundle)
+    return VerifiedPlan(
+        plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle, files_not_from_bundle
+    )
 
 
 def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:

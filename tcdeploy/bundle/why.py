@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin
+from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 
@@ -72,7 +72,14 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     plan_differences = diff_mappings({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
     found = [
         _forecast_bucket(
-            bucket, cached, plan, [*shared_differences, *(head_differences if _compiles_head(bucket, plan) else ()), *_relevant_differences(bucket, plan_differences)]
+            bucket,
+            cached,
+            plan,
+            [
+                *shared_differences,
+                *(head_differences if _compiles_head(bucket, plan) else ()),
+                *_relevant_differences(bucket, plan_differences),
+            ],
         )
         for bucket in plan.buckets
     ]
@@ -121,13 +128,13 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, differences: 
     if not reasons:
         return BucketForecast(bucket.name, True)
     seconds = cached.cold_seconds().get(bucket.name)
-    return BucketForecast(bucket.name, False, tuple(reasons), seconds or _median_seconds(cached, bucket), seconds is None)
+    return BucketForecast(
+        bucket.name, False, tuple(reasons), seconds or _median_seconds(cached, bucket), seconds is None
+    )
 
 
 def _has_untimed_variant(bucket: Bucket, record: BucketRecord, plan: Plan) -> bool:
-    return bool(
-        {one.name for one in plan.variants(bucket)} - {one.variant for one in record.trials} - {record.variant}
-    )
+    return bool({one.name for one in plan.variants(bucket)} - {one.variant for one in record.trials} - {record.variant})
 
 
 def _variant_reasons(bucket: Bucket, cached: str, plan: Plan) -> list[str]:
@@ -153,7 +160,9 @@ def _lists_to_tuples(value: Any) -> Any:
 
 
 def _layer_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS}
+    return {
+        name: value for name, value in config.items() if is_config_factor(name) and name not in NON_LAYER_CONFIG_KEYS
+    }
 
 
 def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:

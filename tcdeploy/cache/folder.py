@@ -118,7 +118,11 @@ def _ignore_bookkeeping(root: str) -> Callable[[str, list[str]], list[str]]:
     def ignored(folder: str, names: list[str]) -> list[str]:
         inside = Path(folder).relative_to(root)
         paths = {name: (inside / name / "x" if (Path(folder) / name).is_dir() else inside / name) for name in names}
-        return [name for name, path in paths.items() if path.parts[0] != MANIFESTS_DIR and not is_cache_file(path.as_posix())]
+        return [
+            name
+            for name, path in paths.items()
+            if path.parts[0] != MANIFESTS_DIR and not is_cache_file(path.as_posix())
+        ]
 
     return ignored
 
@@ -178,7 +182,9 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
         yield
 
 
-def read_verified_manifest(folder: str, plan_key: str, rebuild: bool, display_path: str | None = None) -> Manifest | None:
+def read_verified_manifest(
+    folder: str, plan_key: str, rebuild: bool, display_path: str | None = None
+) -> Manifest | None:
     """The plan's manifest, with every file that it names found as it was; None where there is none.
 
     Raises IntegrityError naming what was damaged, or, with `rebuild`, discards the plan's files and returns None.

@@ -14,8 +14,8 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, LEASES_DIR, list_cache_files, is_leased, folder_lock
 from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, LEASES_DIR, folder_lock, is_leased, list_cache_files
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifests
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0  # younger, it may belong to a start that is under way
@@ -108,9 +108,19 @@ def collect_garbage(
     with folder_lock(folder):
         entries = list_plans(folder)
         wanted = _too_old(entries, older_than_seconds) | _over_size_limit(folder, entries, max_bytes)
-        retained = tuple((one.plan_key, _retention_reason(one)) for one in entries if one.plan_key in wanted and _retention_reason(one))
-        removed_keys = tuple(key for key in (one.plan_key for one in entries) if key in wanted - {key for key, _ in retained})
-        files = [] if _has_unfinished_start(folder) else _removable_files(folder, set(removed_keys), not _has_live_lease(folder))
+        retained = tuple(
+            (one.plan_key, _retention_reason(one))
+            for one in entries
+            if one.plan_key in wanted and _retention_reason(one)
+        )
+        removed_keys = tuple(
+            key for key in (one.plan_key for one in entries) if key in wanted - {key for key, _ in retained}
+        )
+        files = (
+            []
+            if _has_unfinished_start(folder)
+            else _removable_files(folder, set(removed_keys), not _has_live_lease(folder))
+        )
         size = sum((folder / path).stat().st_size for path in files)
         if not is_dry_run:
             _remove(folder, removed_keys, files)

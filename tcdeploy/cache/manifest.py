@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.contents import FileRecord
-from tcdeploy.planning.environment import Environment
 from tcdeploy.errors import IntegrityError, SpaceError
+from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MANIFESTS_DIR = "manifests"
 
 
@@ -259,8 +259,8 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
     _check_fields(document, BucketRecord)
     made: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
-        "oracle": _read_greedy_tokens(document["oracle"]),
-        "answers": _read_greedy_tokens(document["answers"]),
+        "eager_greedy_tokens": _read_greedy_tokens(document["oracle"]),
+        "greedy_tokens": _read_greedy_tokens(document["answers"]),
         "trials": tuple(Trial(**trial) for trial in document["trials"]),
     }
     return BucketRecord(**{**document, **made})
@@ -274,7 +274,7 @@ def _check_fields(document: dict[str, Any], kind: type[Manifest | BucketRecord])
 
 
 def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:
-    return GreedyTokens(document["inputs"], tuple(document["tokens"]), tuple(document["logprobs"]))
+    return GreedyTokens(document["inputs_sha256"], tuple(document["tokens"]), tuple(document["logprobs"]))
 
 
 def _corruption_error(path: Path, reason: str) -> IntegrityError:

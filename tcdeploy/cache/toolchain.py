@@ -108,7 +108,9 @@ def _stub_script(toolchain: Toolchain) -> str:
         f"{shlex.quote(asked)}) printf %s {shlex.quote(output.stdout)}; printf %s {shlex.quote(output.stderr)} >&2 ;;"
         for asked, output in toolchain.outputs.items()
     ]
-    return "\n".join(["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"])
+    return "\n".join(
+        ["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"]
+    )
 
 
 def use_precompiled_headers(enabled: bool) -> None:

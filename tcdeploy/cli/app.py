@@ -20,8 +20,8 @@ from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
-from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.errors import TcdeployError
+from tcdeploy.gc_policy import relax_gc_for_startup
 
 app = typer.Typer(
     name="tcdeploy",

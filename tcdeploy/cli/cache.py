@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tcdeploy.cli.options import RecipeOptions, recipe_command, recipe_options_command
 from tcdeploy.cli.remote_cache import AllowUnsigned, TrustedKeys
-from tcdeploy.cli.options import RecipeOptions, recipe_options_command, recipe_command
 from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe, build_recipe
 
@@ -173,7 +173,7 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
 
     Without MODEL and flags: for the recipe that the cache was made with.
     """
-    from tcdeploy.bundle.why import merge_forecasts, forecast
+    from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cli import cache_display
 
     manifests = _read_manifests(target)

@@ -13,11 +13,11 @@ from tcdeploy.cli.display import json_document, show_table
 if TYPE_CHECKING:
     from tcdeploy.bundle.compare import Comparison
     from tcdeploy.bundle.fetch import FetchResult
-    from tcdeploy.cache.inventory import CachedPlan, GcResult
     from tcdeploy.bundle.pack import PackResult
     from tcdeploy.bundle.unpack import UnpackResult
     from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
     from tcdeploy.bundle.why import Forecast
+    from tcdeploy.cache.inventory import CachedPlan, GcResult
     from tcdeploy.cache.manifest import Manifest
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
@@ -76,7 +76,9 @@ def show_pushed(pushed: PushResult, json: bool) -> None:
     return None
 
 
-def show_verified(target: Path, verified: list[VerifiedPlan], replayed: dict[str, list[BucketReplay]], json: bool) -> None:
+def show_verified(
+    target: Path, verified: list[VerifiedPlan], replayed: dict[str, list[BucketReplay]], json: bool
+) -> None:
     if json:
         plans = [dataclasses.asdict(one) for one in verified]
         answers = {key: [dataclasses.asdict(one) for one in found] for key, found in replayed.items()}

@@ -22,9 +22,9 @@ from rich.table import Table
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
+    from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import GraphBreak
-    from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.pipeline import Deployment
     from tcdeploy.planning.plan import Plan
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, parse_seconds, push_cache
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, parse_seconds, push_cache
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -89,5 +89,6 @@ def _enforce_hits(deployment: Deployment) -> None:
 def _enforce_budget(seconds: float, budget_seconds: float) -> None:
     if seconds > budget_seconds:
         raise ThresholdError(
-            f"the start took {seconds:.1f} s, and {budget_seconds:g} s was the most", "the stages above tell where it went"
+            f"the start took {seconds:.1f} s, and {budget_seconds:g} s was the most",
+            "the stages above tell where it went",
         )

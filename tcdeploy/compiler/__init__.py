@@ -1,1 +1,1 @@
-"""Regions found, programs compiled into them, and the cache and the ledger that prove it."""
+"""Regions of the model, the programs compiled for them, and the ledger that counts compiles and cache hits."""

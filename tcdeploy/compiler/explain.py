@@ -56,4 +56,6 @@ def _to_graph_break(region: str, reason: Any) -> GraphBreak:
     if not reason.user_stack:
         return GraphBreak(region, text, "", 0, "")
     frame = reason.user_stack[-1]
-    return GraphBreak(region, text, frame.filename, frame.lineno, linecache.getline(frame.filename, frame.lineno).strip())
+    return GraphBreak(
+        region, text, frame.filename, frame.lineno, linecache.getline(frame.filename, frame.lineno).strip()
+    )

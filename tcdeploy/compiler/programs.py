@@ -25,18 +25,20 @@ import torch._inductor.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import AttentionMetadata
-from tcdeploy.planning.variants import Variant
-from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, RecompileError, SpaceError
+from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import Variant
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by identity
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
 NEARLY_FULL_BYTES = 1 << 20
 
 
-def compile_regions(regions: list[nn.Module], head_modules: list[nn.Module], plan: Plan, step: AttentionMetadata) -> None:
+def compile_regions(
+    regions: list[nn.Module], head_modules: list[nn.Module], plan: Plan, step: AttentionMetadata
+) -> None:
     """Compile every region in place; torch makes the programs when each bucket first runs.
 
     `step` is the layers': its `variant` says how the running bucket's program is to be made. Edges (what runs before
@@ -69,7 +71,7 @@ def _compile_in_place(
     compiled: dict[Variant, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if is_head and (step.is_prefill or not step.variant.head_modules):
+        if is_head and (step.is_prefill or not step.variant.compile_head):
             return region._call_impl(*args, **kwargs)
         program = compiled.get(step.variant)
         if program is None:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.models.probe import decoder_layer_position
+from tcdeploy.planning.architecture import Architecture
 
 
 @dataclass(frozen=True)

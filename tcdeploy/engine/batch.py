@@ -103,10 +103,18 @@ class PrefillBuffers:
     def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows, step: AttentionMetadata) -> None:
         self.plan, self.state = plan, state
         sequences, width = plan.max_prefill_sequences, _block_table_width(plan)
-        self._int64_layout = _PackedLayout(ids=tokens, positions=tokens, slots=tokens, logits_indices=sequences, rows=sequences)
-        self._int32_layout = _PackedLayout(seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width)
-        self._packed = torch.zeros(self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device)
-        self._zeroed_size = self._int64_layout.size + self._int32_layout.offset_of("tables") // 2  # of a table only what is filled is read
+        self._int64_layout = _PackedLayout(
+            ids=tokens, positions=tokens, slots=tokens, logits_indices=sequences, rows=sequences
+        )
+        self._int32_layout = _PackedLayout(
+            seq_lens=sequences, starts=sequences + 1, lengths=sequences, tables=sequences * width
+        )
+        self._packed = torch.zeros(
+            self._int64_layout.size + self._int32_layout.size // 2, dtype=torch.int64, device=plan.device
+        )
+        self._zeroed_size = (
+            self._int64_layout.size + self._int32_layout.offset_of("tables") // 2
+        )  # of a table only what is filled is read
         longs = self._int64_layout.views(self._packed)
         ints = self._int32_layout.views(self._packed[self._int64_layout.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
@@ -159,7 +167,9 @@ class PrefillBuffers:
 
 
 @functools.cache
-def _block_coordinates(context: int, block_size: int) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
+def _block_coordinates(
+    context: int, block_size: int
+) -> tuple[NDArray[numpy.int64], NDArray[numpy.int64], NDArray[numpy.int64]]:
     """Of every position: itself, the number of its block in the sequence, and its place there. All buckets share it."""
     positions = numpy.arange(context)
     found = positions, positions // block_size, positions % block_size

@@ -23,7 +23,7 @@ from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
-from tcdeploy.engine.scheduler import SchedulerConfig, Scheduler, SchedulerOutput
+from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence, TokenLogprobs
 from tcdeploy.errors import SpaceError, UsageError
 
@@ -174,7 +174,11 @@ class Engine:
     def _launch_sampling(self, forward_pass: _ForwardPass) -> _InFlightStep:
         launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
         logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # writes the step's buffers, which sampling read
-        return launched._replace(logprob_chunks=logprob_chunks, copy_done=_record_event(forward_pass.output.tokens)) if logprob_chunks else launched
+        return (
+            launched._replace(logprob_chunks=logprob_chunks, copy_done=_record_event(forward_pass.output.tokens))
+            if logprob_chunks
+            else launched
+        )
 
     def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[_PromptLogprobs, ...]:
         """The prompts' own tokens, where a request asks for them."""
@@ -204,7 +208,9 @@ class Engine:
             launched.copy_done.synchronize()
             self.device_wait_seconds += time.perf_counter() - start
         for logprob_chunks in launched.logprob_chunks:
-            logprob_chunks.sequence.prompt_logprobs[logprob_chunks.start : logprob_chunks.start + len(logprob_chunks.logprobs.chosen)] = [
+            logprob_chunks.sequence.prompt_logprobs[
+                logprob_chunks.start : logprob_chunks.start + len(logprob_chunks.logprobs.chosen)
+            ] = [
                 _token_logprobs(logprob_chunks.logprobs, row, logprob_chunks.sequence.params.prompt_logprobs)
                 for row in range(len(logprob_chunks.logprobs.chosen))
             ]

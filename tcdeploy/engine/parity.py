@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.compiler.programs import force_eager
+from tcdeploy.planning.architecture import Architecture
 
 # (of the largest reference logit, KL in nats). float32 differs by the order of sums: measured 1e-6 and 1e-7 at most.
 # bfloat16 rounds in every layer: an 8B shape with random weights measured 0.07 and 4e-3.

@@ -176,9 +176,7 @@ def _features(sequences: ListLike[Sequence]) -> Features:
     )
 
 
-def _to_device(
-    values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device
-) -> Tensor:
+def _to_device(values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype)

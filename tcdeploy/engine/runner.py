@@ -19,7 +19,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import AttentionMetadata
-from tcdeploy.planning.variants import Variant
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -27,6 +26,7 @@ from tcdeploy.engine.graphs import StepGraph, StepOutput, capture_graph
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import Variant
 
 PROMPT_LOGPROBS_CHUNK = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
 
@@ -43,7 +43,9 @@ class ModelRunner:
         self.row_assignment = RowAssignment(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        self._advance_backend: Literal["triton", "reference"] = "triton" if plan.decode_attention == "triton" else "reference"
+        self._advance_backend: Literal["triton", "reference"] = (
+            "triton" if plan.decode_attention == "triton" else "reference"
+        )
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
@@ -158,7 +160,13 @@ class ModelRunner:
         logits = self._logits(buffers, last_token_rows, None if variant.last_token_rows else buffers.logits_indices)
         state = self.state
         tokens = advance(
-            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens, self._advance_backend
+            logits,
+            buffers.rows,
+            buffers.lengths,
+            state.token_ids,
+            state.positions,
+            state.seq_lens,
+            self._advance_backend,
         )
         return StepOutput(logits, tokens, buffers.rows)
 

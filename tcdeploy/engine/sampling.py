@@ -45,7 +45,9 @@ from torch import Tensor
 
 from tcdeploy.engine.sequence import MAX_LOGIT_BIASES
 
-MAX_ROWS_PER_PASS = 64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
+MAX_ROWS_PER_PASS = (
+    64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
+)
 CHUNK = 256  # tokens of the second level of the cumulative distribution
 COUNT_LIMIT = 2**15 - 1
 MAX_TOKEN_ID = 2**31 - 1  # ids count down from it in the lower half of a rank
@@ -238,7 +240,9 @@ def _filter_mask(
     ranks = torch.arange(scores.shape[1], device=scores.device)
     top_k, top_p = sampling.top_k[rows, None], sampling.top_p[rows, None]
     limit = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1])
-    last = torch.where(top_p < 1, _top_p_last_rank(_relative_probs(ordered, top, safe_temperature) * (ranks < limit), top_p), limit - 1)
+    last = torch.where(
+        top_p < 1, _top_p_last_rank(_relative_probs(ordered, top, safe_temperature) * (ranks < limit), top_p), limit - 1
+    )
     edge, edge_id = ordered.gather(1, last), ids.gather(1, last)
     is_head = (scores > edge) | ((scores == edge) & (ranks <= edge_id))
     return is_head & (weights >= sampling.min_p[rows, None])

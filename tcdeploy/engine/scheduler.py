@@ -81,7 +81,9 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """First come, first served. The caller has checked that it fits when alone."""
         assert not sequence.blocks and not sequence.finish_reason, "a new sequence"
-        assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, "the caller checks first"
+        assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, (
+            "the caller checks first"
+        )
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
@@ -141,7 +143,11 @@ class Scheduler:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:
                 break
-            chunk = Chunk(sequence, sequence.num_computed_tokens, min(sequence.num_computed_tokens + room, len(sequence.token_ids)))
+            chunk = Chunk(
+                sequence,
+                sequence.num_computed_tokens,
+                min(sequence.num_computed_tokens + room, len(sequence.token_ids)),
+            )
             self._launch_chunk(chunk)
             chunks.append(chunk)
             room -= chunk.stop - chunk.start
@@ -256,7 +262,9 @@ class Scheduler:
 
     def _missing_blocks(self, sequence: Sequence, ahead: int) -> int:
         """Blocks to take for the next token and `ahead` more, within what it can ever fill."""
-        wanted = min(self.allocator.blocks_for(sequence.length) + ahead, self.allocator.blocks_for(_max_cached_tokens(sequence)))
+        wanted = min(
+            self.allocator.blocks_for(sequence.length) + ahead, self.allocator.blocks_for(_max_cached_tokens(sequence))
+        )
         return max(0, wanted - len(sequence.blocks))
 
 

@@ -45,8 +45,12 @@ INTEGER, NUMBER = "a whole number", "a number"
 STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
 BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
 PARAM_CHECKS = {
-    "max_new_tokens": ParamCheck("max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"),
-    "temperature": ParamCheck("temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"),
+    "max_new_tokens": ParamCheck(
+        "max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"
+    ),
+    "temperature": ParamCheck(
+        "temperature", float, lambda t: 0 <= t <= MAX_FLOAT, f"{NUMBER}, 0 or more", "0 is greedy"
+    ),
     "top_k": ParamCheck("top-k", int, lambda k: 0 <= k <= MAX_TOP_K, f"{INTEGER}, 0 to {MAX_TOP_K}", "0 keeps all"),
     "top_p": ParamCheck("top-p", float, lambda p: 0 < p <= 1, f"{NUMBER} above 0 and at most 1", "1 keeps all"),
     "min_p": ParamCheck("min-p", float, lambda p: 0 <= p < 1, f"{NUMBER} from 0 to below 1", "0 keeps all"),
@@ -68,7 +72,9 @@ PARAM_CHECKS = {
         "prompt logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None: none"
     ),
 }
-LOGIT_BIAS = ParamCheck("a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token")
+LOGIT_BIAS = ParamCheck(
+    "a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token"
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,18 +21,18 @@ from typing import NamedTuple
 import torch
 import torch._dynamo
 
-from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.variants import Variant
+from tcdeploy.cache.manifest import BucketRecord, GreedyTokens, Parity, Trial
 from tcdeploy.compiler.ledger import CompileStats, measure_compiles, read_counts
-from tcdeploy.cache.manifest import GreedyTokens, BucketRecord, Parity, Trial
-from tcdeploy.compiler.programs import translate_compile_errors, force_eager, without_compile_workers
+from tcdeploy.compiler.programs import force_eager, translate_compile_errors, without_compile_workers
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.parity import greedy_tokens, check_parity, reference_attn_implementation, reference_logits
+from tcdeploy.engine.parity import check_parity, greedy_tokens, reference_attn_implementation, reference_logits
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket
+from tcdeploy.planning.variants import Variant
 from tcdeploy.progress import Progress
 
 RUNS_BEFORE_CAPTURE = 2
@@ -58,7 +58,12 @@ class PreviousRun:
 
 
 def warm_buckets(
-    runner: ModelRunner, architecture: Architecture, previous: PreviousRun, cache_dir: str, measure: bool, progress: Progress
+    runner: ModelRunner,
+    architecture: Architecture,
+    previous: PreviousRun,
+    cache_dir: str,
+    measure: bool,
+    progress: Progress,
 ) -> list[BucketRecord]:
     """Warm all buckets of the plan; returns their records in the plan's order.
 
@@ -178,7 +183,9 @@ class _BucketWarmer:
             timed_context=self._timed_context() if measure and not self.bucket.is_prefill else None,
         )
 
-    def _select_variant(self, trials: tuple[Trial, ...], sequences: list[Sequence], is_cached: bool) -> _SelectedVariant:
+    def _select_variant(
+        self, trials: tuple[Trial, ...], sequences: list[Sequence], is_cached: bool
+    ) -> _SelectedVariant:
         """Make the only candidate, or the fastest of those timed, and check it.
 
         One that is not the eager model is passed over, and shown, as long as there is another that was timed.
@@ -194,7 +201,9 @@ class _BucketWarmer:
             peak_memory_bytes, start = self._peak_memory_bytes(), time.perf_counter()
             checked = self._check_parity(sequences)
             parity = checked.parity
-            others = tuple(_with_parity_failure(trial, parity) if trial.variant == variant.name else trial for trial in trials)
+            others = tuple(
+                _with_parity_failure(trial, parity) if trial.variant == variant.name else trial for trial in trials
+            )
             if parity.passed or not _any_timed(others):
                 seconds = time.perf_counter() - start
                 return _SelectedVariant(variant, compiled, trials, checked, seconds, peak_memory_bytes)
@@ -331,7 +340,9 @@ class _BucketWarmer:
             ours.append(self._logits_in_two_chunks(sequences[0]))
             references.append(references[0])
         found, wanted = torch.stack(ours), torch.stack(references)
-        return _ParityCheck(check_parity(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found))
+        return _ParityCheck(
+            check_parity(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found)
+        )
 
     def _checked_rows(self, count: int) -> list[int]:
         last = count - 1
@@ -357,7 +368,11 @@ class _BucketWarmer:
         if self.bucket.min_size:  # a dynamic bucket keeps no buffers to run again
             return _median_ms(lambda: None, lambda: self._run(sequences))
         again = self.runner.rerun if captured else self.runner.rerun_uncaptured
-        restore = (lambda: None) if self.bucket.is_prefill else (lambda: self.runner.row_assignment.assign_prefilled(sequences))
+        restore = (
+            (lambda: None)
+            if self.bucket.is_prefill
+            else (lambda: self.runner.row_assignment.assign_prefilled(sequences))
+        )
         return _median_ms(restore, lambda: again(self.bucket))
 
     def _timed_sequences(self) -> list[Sequence]:

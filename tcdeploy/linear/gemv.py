@@ -50,8 +50,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tcdeploy.torch_compat.pdl import supports_pdl
 from tcdeploy.linear.skinny_gemm import K_MULTIPLE, MIN_N_AND_K, N_MULTIPLE, fit_block_k
+from tcdeploy.torch_compat.pdl import supports_pdl
 
 
 class TileConfig(NamedTuple):
@@ -69,14 +69,14 @@ class TileConfig(NamedTuple):
 
 # What to tune on a GPU, all of it. The op's `config` is an index into this table.
 TILE_CONFIGS = (
-    TileConfig("single", 1, 1024, 4),
-    TileConfig("whole", 1, 2048, 4),
-    TileConfig("pair", 2, 2048, 4),
-    TileConfig("flat", 4, 2048, 8),
-    TileConfig("narrow", 2, 1024, 2),
-    TileConfig("square", 4, 512, 4),
-    TileConfig("piped", 4, 512, 2, 3),
-    TileConfig("broad", 8, 1024, 8, 3),
+    TileConfig("n1_k1024", 1, 1024, 4),
+    TileConfig("n1_k2048", 1, 2048, 4),
+    TileConfig("n2_k2048", 2, 2048, 4),
+    TileConfig("n4_k2048", 4, 2048, 8),
+    TileConfig("n2_k1024", 2, 1024, 2),
+    TileConfig("n4_k512", 4, 512, 4),
+    TileConfig("n4_k512_s3", 4, 512, 2, 3),
+    TileConfig("n8_k1024", 8, 1024, 8, 3),
 )
 N1_K1024, N1_K2048, N2_K2048, N4_K2048, N2_K1024, N4_K512, N4_K512_S3, N8_K1024 = range(len(TILE_CONFIGS))
 LM_HEAD_N = 65536  # columns: the head

@@ -64,9 +64,9 @@ def rms_norm_linear(
 
     The row is not rounded between; `norm` is contiguous and, like w, may be read early.
     """
-    from tcdeploy.linear import gemv as vector
+    from tcdeploy.linear import gemv
 
-    return vector.matmul(x, w, vector.TILE_CONFIGS[config], addend, gated, norm, eps)
+    return gemv.matmul(x, w, gemv.TILE_CONFIGS[config], addend, gated, norm, eps)
 
 
 @rms_norm_linear.register_kernel("cpu")
@@ -82,11 +82,14 @@ def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gat
 
 
 def _dispatch(x: Tensor, w: Tensor, config: int, addend: Tensor | None, gated: bool) -> Tensor:
-    from tcdeploy.linear import skinny_gemm as kernels, gemv as vector  # import triton, which a CPU needs not have
+    from tcdeploy.linear import (
+        gemv,
+        skinny_gemm,  # import triton, which a CPU needs not have
+    )
 
     if x.shape[0] == 1:
-        return vector.matmul(x, w, vector.TILE_CONFIGS[config], addend, gated)
-    return kernels.matmul(x, w, kernels.TILE_CONFIGS[config], addend, gated)
+        return gemv.matmul(x, w, gemv.TILE_CONFIGS[config], addend, gated)
+    return skinny_gemm.matmul(x, w, skinny_gemm.TILE_CONFIGS[config], addend, gated)
 
 
 def _reference(x: Tensor, w: Tensor, addend: Tensor | None = None, gated: bool = False) -> Tensor:

@@ -63,13 +63,13 @@ class TileConfig(NamedTuple):
 
 # What to tune on a GPU, all of it. The op's `config` is an index into this table.
 TILE_CONFIGS = (
-    TileConfig("thin", 16, 128, 2, 2, 6),
-    TileConfig("long", 16, 1024, 4, 4, 3),
-    TileConfig("deep", 16, 512, 4, 4, 6),
-    TileConfig("square", 64, 64, 1, 4, 8),
+    TileConfig("n16_k128", 16, 128, 2, 2, 6),
+    TileConfig("n16_k1024", 16, 1024, 4, 4, 3),
+    TileConfig("n16_k512", 16, 512, 4, 4, 6),
+    TileConfig("n64_k64", 64, 64, 1, 4, 8),
     TileConfig("n64_k128_s4", 64, 128, 1, 4, 4),
     TileConfig("n64_k128_s7", 64, 128, 1, 4, 7),
-    TileConfig("broad", 128, 128, 1, 4, 4),
+    TileConfig("n128_k128", 128, 128, 1, 4, 4),
 )
 N16_K128, N16_K1024, N16_K512, N64_K64, N64_K128_S4, N64_K128_S7, N128_K128 = range(len(TILE_CONFIGS))
 MIN_ROWS, MAX_ROWS = 2, 64  # one row: vector.py

@@ -86,7 +86,9 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
         )
 
 
-def _pretrained_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
+def _pretrained_model(
+    plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
+) -> PreTrainedModel:
     """accelerate, where installed, reads shards straight to the device; without it they pass through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
     model, report = AutoModelForCausalLM.from_pretrained(

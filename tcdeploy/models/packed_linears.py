@@ -77,5 +77,8 @@ def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:
 
 
 def _empty_cuda_cache() -> None:
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > EMPTY_CACHE_ABOVE_BYTES:
+    if (
+        torch.cuda.is_available()
+        and torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > EMPTY_CACHE_ABOVE_BYTES
+    ):
         torch.cuda.empty_cache()

@@ -21,15 +21,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
+from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_TOKENS = 8
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_ATTENTION_KWARGS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
-IGNORED_ATTENTION_KWARGS = {"dropout", "position_ids", "use_cache", "output_attentions", "cache_position", "output_hidden_states"}
+IGNORED_ATTENTION_KWARGS = {
+    "dropout",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "cache_position",
+    "output_hidden_states",
+}
 HINT = "the README lists what can be served; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
@@ -158,7 +165,9 @@ def _check_windows(text_config: Any, attention_layers: tuple[AttentionSpec, ...]
             )
 
 
-def _run_on_fake_tensors(config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook) -> nn.Module:
+def _run_on_fake_tensors(
+    config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook
+) -> nn.Module:
     """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
     fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = fake_logger.level
@@ -214,7 +223,11 @@ def _read_call(
     kwargs: dict[str, Any],
 ) -> AttentionSpec:
     for keyword, given in kwargs.items():
-        if keyword not in SUPPORTED_ATTENTION_KWARGS | IGNORED_ATTENTION_KWARGS and given is not None and given is not False:
+        if (
+            keyword not in SUPPORTED_ATTENTION_KWARGS | IGNORED_ATTENTION_KWARGS
+            and given is not None
+            and given is not False
+        ):
             raise UnsupportedModelError(
                 f"{name}: {path} passes {keyword} to attention, which the paged ops do not know", HINT
             )

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import ALIASES, CONVERT_ELEMENT_TYPE, SUM, strip_reshapes, insert_call, target_of
+from tcdeploy.passes.nodes import ALIASES, CONVERT_ELEMENT_TYPE, SUM, insert_call, strip_reshapes, target_of
 
 aten = torch.ops.aten
 
@@ -53,7 +53,12 @@ def sink_slices(graph: Graph) -> None:
         slice_value = node.meta["val"]
         with graph.inserting_before(node):
             view = insert_call(
-                graph, aten.as_strided.default, product, list(slice_value.shape), list(slice_value.stride()), slice_value.storage_offset()
+                graph,
+                aten.as_strided.default,
+                product,
+                list(slice_value.shape),
+                list(slice_value.stride()),
+                slice_value.storage_offset(),
             )
         node.replace_all_uses_with(view)
         graph.erase_node(node)
@@ -66,7 +71,11 @@ def materialize_mlp_input(graph: Graph) -> None:
     """
     for node in list(graph.nodes):
         row = _decomposed_gemv_input(node)
-        if row is None or row.meta["val"].shape[1] <= node.meta["val"].shape[1] or not _is_computed_in_graph(row.args[0]):
+        if (
+            row is None
+            or row.meta["val"].shape[1] <= node.meta["val"].shape[1]
+            or not _is_computed_in_graph(row.args[0])
+        ):
             continue
         narrow: Any = row.args[0]
         value = narrow.meta["val"]

@@ -30,29 +30,28 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
-from tcdeploy.passes import residual_add as additions, last_token_rows as last_token_rows, silu_mul as gates, nodes, rms_norm as norms, gemv as one_row, rotary
-from tcdeploy.torch_compat import graph_cache_keys as keys
-from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
+from tcdeploy.passes.gemv import materialize_mlp_input, sink_slices
 from tcdeploy.passes.last_token_rows import hoist_row_selection
-from tcdeploy.passes.silu_mul import fuse_swiglu
 from tcdeploy.passes.nodes import CONVERT_ELEMENT_TYPE, SUM, VIEWS, LinearMatch, insert_call, is_weight, match_linear
+from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residual_add
 from tcdeploy.passes.rms_norm import fuse_rms_norm
-from tcdeploy.passes.gemv import sink_slices, materialize_mlp_input
 from tcdeploy.passes.rotary import fuse_rope_into_attention
+from tcdeploy.passes.silu_mul import fuse_swiglu
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
 DECOMPOSED_MM_OPS = {aten.mul.Tensor, SUM, CONVERT_ELEMENT_TYPE}
 CSE_OPS = {aten.mm.default, aten.addmm.default, *VIEWS, *DECOMPOSED_MM_OPS}
 
-HASHED_MODULES = (additions, last_token_rows, gates, keys, nodes, norms, one_row, rotary)
-HASHED_FOLDERS = ("attention", "linear")
+HASHED_FOLDERS = ("attention", "linear", "passes")
 
 
 class PostGradPass(CustomGraphPass):
     """All of the above; `skinny_gemm`, `inplace_residual` and `fused_epilogues` ask for what is named so."""
 
-    def __init__(self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False) -> None:
+    def __init__(
+        self, skinny_gemm: bool = False, inplace_residual: bool = False, fused_epilogues: bool = False
+    ) -> None:
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
 
     def __call__(self, graph: Graph) -> None:
@@ -84,9 +83,9 @@ def sources_digest() -> str:
 @functools.cache
 def sources() -> tuple[str, ...]:
     """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
-    root = Path(__file__).parent.parent
-    ops = [path for folder in HASHED_FOLDERS for path in sorted((root / folder).glob("*.py"))]
-    return (__file__, *(str(module.__file__) for module in HASHED_MODULES), *(str(path) for path in ops))
+    package = Path(__file__).parent.parent
+    files = [path for folder in HASHED_FOLDERS for path in sorted((package / folder).glob("*.py"))]
+    return (*map(str, files), str(package / "torch_compat" / "graph_cache_keys.py"))
 
 
 def _eliminate_common_subexpressions(graph: Graph) -> None:
@@ -113,14 +112,14 @@ def replace_with_skinny_gemm(graph: Graph) -> None:
 
 
 def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
-    from tcdeploy.linear import skinny_gemm as kernels, gemv as vector
+    from tcdeploy.linear import gemv, skinny_gemm
 
     x, weight = product.x.meta["val"], product.weight.meta["val"]
     if not _supports_skinny_gemm(x, weight):
         return ()
     if x.shape[0] != 1:
-        return kernels.ranked_configs(x.shape[0], *weight.shape)
-    return vector.ranked_configs(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
+        return skinny_gemm.ranked_configs(x.shape[0], *weight.shape)
+    return gemv.ranked_configs(*weight.shape) if is_weight(product.weight, 2) else ()  # it reads the weight early
 
 
 def _supports_skinny_gemm(x: Tensor, weight: Tensor) -> bool:

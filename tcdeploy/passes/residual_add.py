@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import ALIASES, RESHAPES, strip_reshapes, insert_call, erase_if_unused, match_linear
+from tcdeploy.passes.nodes import ALIASES, RESHAPES, erase_if_unused, insert_call, match_linear, strip_reshapes
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
@@ -29,7 +29,10 @@ def fuse_residual_add(graph: Graph) -> None:
             continue
         streamed, shape = strip_reshapes(products[0]), node.meta["val"].shape
         residual = others[0].meta["val"]
-        if not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual) or not residual.is_contiguous():
+        if (
+            not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual)
+            or not residual.is_contiguous()
+        ):
             continue
         x, weight, _, config = streamed.args
         with graph.inserting_before(node):
@@ -57,7 +60,9 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
             if not _same_dtype_and_shape(node.meta["val"], reshaped.meta["val"], accumulator.meta["val"]):
                 continue
             with graph.inserting_before(node):
-                rows = insert_call(graph, aten.reshape.default, accumulator, list(strip_reshapes(reshaped).meta["val"].shape))
+                rows = insert_call(
+                    graph, aten.reshape.default, accumulator, list(strip_reshapes(reshaped).meta["val"].shape)
+                )
                 insert_call(graph, tcdeploy_ops.linear_add_.default, rows, product.x, product.weight)
             node.replace_all_uses_with(accumulator)
             graph.erase_node(node)
@@ -76,7 +81,11 @@ def _has_single_consumer(consumer: Node, arg: Any) -> bool:
 
 def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, int]) -> bool:
     """Whether `accumulator` is a sum of this graph's own that nothing reads after `consumer`, not even through a view."""
-    if not isinstance(accumulator, Node) or accumulator.op != "call_function" or accumulator.target is not aten.add.Tensor:
+    if (
+        not isinstance(accumulator, Node)
+        or accumulator.op != "call_function"
+        or accumulator.target is not aten.add.Tensor
+    ):
         return False
     readers = [user for user in accumulator.users if user is not consumer]
     for user in readers:

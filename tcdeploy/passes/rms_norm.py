@@ -17,7 +17,15 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import CONVERT_ELEMENT_TYPE, RESHAPES, insert_call, erase_if_unused, is_float_cast, is_weight, target_of
+from tcdeploy.passes.nodes import (
+    CONVERT_ELEMENT_TYPE,
+    RESHAPES,
+    erase_if_unused,
+    insert_call,
+    is_float_cast,
+    is_weight,
+    target_of,
+)
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
@@ -102,6 +110,8 @@ def _fuse(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
     with graph.inserting_before(product):
         x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
         scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
-        folded = insert_call(graph, tcdeploy_ops.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config)
+        folded = insert_call(
+            graph, tcdeploy_ops.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config
+        )
     product.replace_all_uses_with(folded)
     erase_if_unused(graph, product)

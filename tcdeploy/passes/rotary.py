@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops  # noqa: F401 - registers the op
-from tcdeploy.passes.nodes import strip_aliases, insert_call, erase_if_unused, target_of
+from tcdeploy.passes.nodes import erase_if_unused, insert_call, strip_aliases, target_of
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes

@@ -11,7 +11,7 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import strip_reshapes, insert_call, erase_if_unused, is_float_cast, target_of
+from tcdeploy.passes.nodes import erase_if_unused, insert_call, is_float_cast, strip_reshapes, target_of
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
@@ -42,7 +42,10 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
-    if target_of(linear_node) is not tcdeploy_ops.linear.default or strip_reshapes(halves[1].args[0]) is not linear_node:
+    if (
+        target_of(linear_node) is not tcdeploy_ops.linear.default
+        or strip_reshapes(halves[1].args[0]) is not linear_node
+    ):
         return None
     value = linear_node.meta["val"]
     half = value.shape[1] // 2

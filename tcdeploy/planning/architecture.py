@@ -55,8 +55,12 @@ class Architecture:
     dtype: str
     attention_layers: tuple[AttentionSpec, ...]
     longrope_limit: int = 0
-    peak_activation_elements: int = 0  # numbers per token that a layer holds at its widest, estimated from its linear layers
-    packed_linears: tuple[tuple[str, ...], ...] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
+    peak_activation_elements: int = (
+        0  # numbers per token that a layer holds at its widest, estimated from its linear layers
+    )
+    packed_linears: tuple[
+        tuple[str, ...], ...
+    ] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
     config_digest: str = ""
 
     @property

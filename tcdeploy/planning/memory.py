@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
-from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -57,7 +57,9 @@ class Workspace(NamedTuple):
         return sum(self) - self.check
 
 
-def predict_workspace(architecture: Architecture, dtype: str, demand: CacheDemand, max_prefill_sequences: int) -> Workspace:
+def predict_workspace(
+    architecture: Architecture, dtype: str, demand: CacheDemand, max_prefill_sequences: int
+) -> Workspace:
     """For a GPU with step graphs. Every bucket keeps its logits; activations are shared, the largest step's count."""
     item = DTYPE_BYTES[dtype]
     rows = demand.max_batch + 1

@@ -14,13 +14,13 @@ import os
 from dataclasses import dataclass
 
 from tcdeploy import __version__
+from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.variants import DEFAULT, Variant, variants, attention_variant
 from tcdeploy.planning.capability import Supported, Unsupported, check_backend
 from tcdeploy.planning.environment import Environment
-from tcdeploy.errors import UsageError
 from tcdeploy.planning.memory import CacheDemand, KVSize, gib, predict_workspace, size_kv_cache
 from tcdeploy.planning.recipe import Attention, Recipe
+from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, variants
 
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 DEFAULT_BATCH_SIZES = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
@@ -146,7 +146,10 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
     """Decide everything. Raises UsageError for what cannot be asked, SpaceError for what does not fit."""
     decisions: list[Decision] = []
     if recipe.max_consecutive_prefills < 1:
-        raise UsageError(f"a prefill burst of {recipe.max_consecutive_prefills} steps would never prefill", "--max-consecutive-prefills 4")
+        raise UsageError(
+            f"a prefill burst of {recipe.max_consecutive_prefills} steps would never prefill",
+            "--max-consecutive-prefills 4",
+        )
     device = _decide_device(recipe, environment, decisions)
     dtype = _decide_dtype(recipe, architecture, device, decisions)
     prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, decisions)
@@ -170,7 +173,9 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         "dtype": dtype,
         "prefill_attention": prefill_attention,
         "decode_attention": decode_attention,
-        "alternative_attention": _decide_alternative_attention(recipe, environment, architecture, device, dtype, decisions),
+        "alternative_attention": _decide_alternative_attention(
+            recipe, environment, architecture, device, dtype, decisions
+        ),
         "region": recipe.region,
         "mode": recipe.mode,
         "graphs": graphs,
@@ -227,7 +232,12 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: str, decis
 
 
 def _decide_prefill_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
+    recipe: Recipe,
+    environment: Environment,
+    architecture: Architecture,
+    device: str,
+    dtype: str,
+    decisions: list[Decision],
 ) -> Attention:
     if recipe.attention:
         match check_backend(recipe.attention, environment, architecture, device, dtype):
@@ -245,7 +255,9 @@ def _decide_prefill_attention(
     for variant in PREFERRED_ATTENTION:
         match check_backend(variant, environment, architecture, device, dtype):
             case Supported(backend):
-                decisions.append(Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[variant], *rejections])))
+                decisions.append(
+                    Decision("prefill attention", backend, "; ".join([PREFERRED_ATTENTION[variant], *rejections]))
+                )
                 return backend
             case Unsupported(backend, reason):
                 rejections.append(f"not {backend}: {reason}")
@@ -254,7 +266,12 @@ def _decide_prefill_attention(
 
 
 def _decide_alternative_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
+    recipe: Recipe,
+    environment: Environment,
+    architecture: Architecture,
+    device: str,
+    dtype: str,
+    decisions: list[Decision],
 ) -> tuple[Attention, ...]:
     """Installed packages that are worth a trial in long buckets, unless a backend was asked for."""
     if recipe.mode != "auto" or recipe.attention:
@@ -268,7 +285,12 @@ def _decide_alternative_attention(
 
 
 def _decide_decode_attention(
-    recipe: Recipe, environment: Environment, architecture: Architecture, device: str, dtype: str, decisions: list[Decision]
+    recipe: Recipe,
+    environment: Environment,
+    architecture: Architecture,
+    device: str,
+    dtype: str,
+    decisions: list[Decision],
 ) -> Attention:
     if device == "cpu":
         decisions.append(Decision("decode attention", "reference", "the Triton kernel needs a GPU"))
@@ -294,8 +316,12 @@ def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, dec
         )
     if device == "cuda" and decode_attention == "reference":
         if requested_graphs not in (None, "none"):
-            raise UsageError(f"graphs {requested_graphs} cannot hold the reference attention: it reads lengths", "--graphs none")
-        decisions.append(Decision("graphs", "none", "the reference attention reads lengths on the host", is_fallback=True))
+            raise UsageError(
+                f"graphs {requested_graphs} cannot hold the reference attention: it reads lengths", "--graphs none"
+            )
+        decisions.append(
+            Decision("graphs", "none", "the reference attention reads lengths on the host", is_fallback=True)
+        )
         return "none"
     if device == "cpu":
         reason = "there are no CUDA graphs on a CPU"
@@ -312,7 +338,9 @@ def _decide_graphs(recipe: Recipe, device: str, decode_attention: Attention, dec
     if requested_graphs:
         decisions.append(Decision("graphs", requested_graphs, "asked for"))
         return requested_graphs
-    decisions.append(Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100"))
+    decisions.append(
+        Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100")
+    )
     return "step"
 
 
@@ -333,7 +361,9 @@ def _decide_context(recipe: Recipe, architecture: Architecture, decisions: list[
 
 def _decide_batch_sizes(recipe: Recipe, device: str, decisions: list[Decision]) -> tuple[int, ...]:
     if recipe.batch_sizes is None:
-        decisions.append(Decision("decode buckets", _comma_separated(DEFAULT_BATCH_SIZES[device]), f"the default on {device}"))
+        decisions.append(
+            Decision("decode buckets", _comma_separated(DEFAULT_BATCH_SIZES[device]), f"the default on {device}")
+        )
         return DEFAULT_BATCH_SIZES[device]
     _check_ascending("batch sizes", recipe.batch_sizes)
     decisions.append(Decision("decode buckets", _comma_separated(recipe.batch_sizes), "asked for"))
@@ -356,7 +386,9 @@ def _decide_prefill_buckets(recipe: Recipe, context: int, decisions: list[Decisi
         if lengths[-1] <= DYNAMIC_MIN_TOKENS:
             raise UsageError(f"a dynamic range cannot end at {lengths[-1]} tokens", "--buckets 512 --shapes dynamic")
         bucket = Bucket("prefill", lengths[-1], DYNAMIC_MIN_TOKENS)
-        decisions.append(Decision("prefill buckets", bucket.name.partition(":")[2], "one dynamic program, without graphs"))
+        decisions.append(
+            Decision("prefill buckets", bucket.name.partition(":")[2], "one dynamic program, without graphs")
+        )
         return (bucket,)
     decisions.append(Decision("prefill buckets", _comma_separated(lengths), reason))
     return tuple(Bucket("prefill", length) for length in lengths)
@@ -364,9 +396,13 @@ def _decide_prefill_buckets(recipe: Recipe, context: int, decisions: list[Decisi
 
 def _check_ascending(name: str, values: tuple[int, ...]) -> None:
     if not values or values[0] < 1:
-        raise UsageError(f"{name} must be 1 or more, and {_comma_separated(values) or 'none'} was given", "such as 1,4,16")
+        raise UsageError(
+            f"{name} must be 1 or more, and {_comma_separated(values) or 'none'} was given", "such as 1,4,16"
+        )
     if any(low >= high for low, high in zip(values, values[1:], strict=False)):
-        raise UsageError(f"{name} {_comma_separated(values)} are not ascending", _comma_separated(tuple(sorted(set(values)))))
+        raise UsageError(
+            f"{name} {_comma_separated(values)} are not ascending", _comma_separated(tuple(sorted(set(values))))
+        )
 
 
 def _decide_block_size(recipe: Recipe, decisions: list[Decision]) -> int:

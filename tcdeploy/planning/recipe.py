@@ -94,8 +94,8 @@ def build_recipe(
 
 def recipe_folders() -> list[Path]:
     """Where recipes are looked for by name: beside the package when installed, else in the checkout."""
-    here = Path(__file__).resolve().parent
-    return [folder for folder in (here / "recipes", here.parent / "recipes") if folder.is_dir()]
+    package = Path(__file__).resolve().parents[1]
+    return [folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir()]
 
 
 def recipe_names() -> list[str]:
@@ -151,7 +151,9 @@ def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     checked = {}
     for key, value in values.items():
         if key not in known:
-            raise RecipeError(f"{source}: unknown key {key!r}{_suggestion(key, known)}", f"known keys: {', '.join(known)}")
+            raise RecipeError(
+                f"{source}: unknown key {key!r}{_suggestion(key, known)}", f"known keys: {', '.join(known)}"
+            )
         checked[key] = _coerce(key, value, hints[key], source)
     return checked
 

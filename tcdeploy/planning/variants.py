@@ -125,10 +125,10 @@ AUTOTUNE = (("max_autotune", True), *COORDINATE_DESCENT)
 DEFAULT = Variant("default", compile_head=False)
 PDL_ONLY = Variant("pdl", (PDL,))
 PDL_COMBO = Variant("pdl+combo", (PDL, COMBO_KERNELS))
-COORDINATE_DESCENT_PDL_COMBO = Variant("descent+pdl+combo", (*COORDINATE_DESCENT, PDL, COMBO_KERNELS))
-SKINNY_PDL = Variant("streamed+pdl", (PDL,), skinny_gemm=True)
-SKINNY_PDL_COMBO = Variant("streamed+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm=True)
-SKINNY_PDL_COMBO_FUSED = Variant("streamed+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
+COORDINATE_DESCENT_PDL_COMBO = Variant("coordinate-descent+pdl+combo", (*COORDINATE_DESCENT, PDL, COMBO_KERNELS))
+SKINNY_PDL = Variant("skinny+pdl", (PDL,), skinny_gemm=True)
+SKINNY_PDL_COMBO = Variant("skinny+pdl+combo", (PDL, COMBO_KERNELS), skinny_gemm=True)
+SKINNY_PDL_COMBO_FUSED = Variant("skinny+pdl+combo+fused", (PDL, COMBO_KERNELS), skinny_gemm=True, fused_epilogues=True)
 MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # One row and a few are for our kernels; many are for cuBLAS.
@@ -139,9 +139,11 @@ DECODE_SMALL_BATCH = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_LARGE_BATCH = (PDL_COMBO, PDL_ONLY, DEFAULT)
-DECODE_NOT_HOPPER = (Variant("descent", COORDINATE_DESCENT), DEFAULT, MAX_AUTOTUNE)
+DECODE_NOT_HOPPER = (Variant("coordinate-descent", COORDINATE_DESCENT), DEFAULT, MAX_AUTOTUNE)
 LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows=True)
-LAST_TOKEN_ROWS_INPLACE = Variant("last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True)
+LAST_TOKEN_ROWS_INPLACE = Variant(
+    "last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True
+)
 # Default first: what it compiles serves last-token-rows too.
 PREFILL_NOT_HOPPER = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
 PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE)

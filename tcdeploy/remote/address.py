@@ -21,7 +21,13 @@ BUNDLE_SUFFIX = ".tcb"
 NON_SECRET_QUERIES = ("insecure",)  # a switch, no secret: without it the URL would not work
 CHUNK_BYTES = 1 << 20
 LOCAL_SCHEMES = ("", "file", "local")
-SCHEMES_WITHOUT_USERINFO = (*LOCAL_SCHEMES, "memory", "hf", "abfs", "abfss")  # an @ in these is no login: a path, a revision, an account
+SCHEMES_WITHOUT_USERINFO = (
+    *LOCAL_SCHEMES,
+    "memory",
+    "hf",
+    "abfs",
+    "abfss",
+)  # an @ in these is no login: a path, a revision, an account
 
 
 class BundleName(NamedTuple):
@@ -79,9 +85,13 @@ class Address:
             try:
                 urlsplit(f"{scheme}://{host_and_path}")
             except ValueError as error:
-                raise UsageError(f"{scheme}://{host_and_path} is no URL: {error}", "such as s3://bucket/folder") from error
+                raise UsageError(
+                    f"{scheme}://{host_and_path} is no URL: {error}", "such as s3://bucket/folder"
+                ) from error
         if not url or (scheme not in (*LOCAL_SCHEMES, "memory") and not host):
-            raise UsageError(f"{scheme}://{host_and_path} names no place", "a URL such as s3://bucket/folder, or a folder")
+            raise UsageError(
+                f"{scheme}://{host_and_path} names no place", "a URL such as s3://bucket/folder, or a folder"
+            )
         return cls(scheme, userinfo, host_and_path, query)
 
     @cached_property
@@ -117,4 +127,9 @@ class Address:
         return re.sub(r"//[^/\s@]*@", "//", re.sub(r"\?[^\s'\"<>)]*", "", text))
 
     def _format(self, userinfo: str, query: str) -> str:
-        return (f"{self.scheme}://" if self.scheme else "") + userinfo + self.host_and_path + (f"?{query}" if query else "")
+        return (
+            (f"{self.scheme}://" if self.scheme else "")
+            + userinfo
+            + self.host_and_path
+            + (f"?{query}" if query else "")
+        )

@@ -31,9 +31,15 @@ from tcdeploy.remote import retry as retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
-from tcdeploy.remote.store import Body, StoredBundle, ObjectInfo
+from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
 
-PIP_EXTRAS = {"s3": "tcdeploy[s3]", "s3a": "tcdeploy[s3]", "gs": "tcdeploy[gs]", "gcs": "tcdeploy[gs]", "hf": "tcdeploy"}
+PIP_EXTRAS = {
+    "s3": "tcdeploy[s3]",
+    "s3a": "tcdeploy[s3]",
+    "gs": "tcdeploy[gs]",
+    "gcs": "tcdeploy[gs]",
+    "hf": "tcdeploy",
+}
 READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
 MAX_CONCURRENT_PARTS = 4  # so an upload holds 64 MiB
@@ -91,7 +97,12 @@ class FsspecFolder:
         try:
             if self._is_s3:
                 self._call(
-                    "put_file", str(file), path, mode="create", chunksize=PART_BYTES, max_concurrency=MAX_CONCURRENT_PARTS
+                    "put_file",
+                    str(file),
+                    path,
+                    mode="create",
+                    chunksize=PART_BYTES,
+                    max_concurrency=MAX_CONCURRENT_PARTS,
                 )
             elif self.address.scheme in ("gs", "gcs"):
                 self._call("put_file", str(file), path, mode="create", chunksize=PART_BYTES)

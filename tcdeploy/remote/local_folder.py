@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
-from tcdeploy.remote.store import Body, StoredBundle, ObjectInfo
+from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
 
 NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 

@@ -26,11 +26,11 @@ from urllib.parse import urljoin
 
 from tcdeploy.errors import IntegrityError, UsageError
 from tcdeploy.remote import retry as retry
-from tcdeploy.remote.address import CHUNK_BYTES, BUNDLE_SUFFIX, Address, BundleName, parse_bundle_name
+from tcdeploy.remote.address import BUNDLE_SUFFIX, CHUNK_BYTES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.fsspec_folder import missing_library_error
-from tcdeploy.remote.retry import HttpStatusError, Deadline
 from tcdeploy.remote.registry_login import answer_challenge, stored_login
-from tcdeploy.remote.store import Body, StoredBundle, ObjectInfo
+from tcdeploy.remote.retry import Deadline, HttpStatusError
+from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
 
 if TYPE_CHECKING:
     from requests import PreparedRequest, Response

@@ -35,7 +35,9 @@ def stored_login(host: str) -> str | None:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    for key in (DOCKER_HUB_AUTH_KEY, *DOCKER_HUB) if host in DOCKER_HUB else (host, f"https://{host}", f"http://{host}"):
+    for key in (
+        (DOCKER_HUB_AUTH_KEY, *DOCKER_HUB) if host in DOCKER_HUB else (host, f"https://{host}", f"http://{host}")
+    ):
         inline = config.get("auths", {}).get(key, {}).get("auth")
         helper = config.get("credHelpers", {}).get(key) or config.get("credsStore")
         found = inline or (_run_credential_helper(helper, key) if helper else None)

@@ -143,11 +143,15 @@ def translate_error(error: Exception, failure: ClassifiedError, address: Address
         hint = AUTH_HINTS.get(address.scheme, "log in again, or ask for access")
         return NetworkError(f"{address.redacted} lets nobody in with this login, wrong or expired: {detail}", hint)
     if failure.kind == "missing":
-        return NetworkError(f"nothing is there: {address.redacted}", "check the address; find lists the bundles of a plan")
+        return NetworkError(
+            f"nothing is there: {address.redacted}", "check the address; find lists the bundles of a plan"
+        )
     if failure.kind == "refused":
         return NetworkError(f"{address.redacted} refuses the request: {detail}", "check the address and its settings")
     times = "once" if attempts == 1 else f"{attempts} times"
-    return NetworkError(f"{address.redacted} did not answer as it should, tried {times}: {detail}", "run again when it does")
+    return NetworkError(
+        f"{address.redacted} did not answer as it should, tried {times}: {detail}", "run again when it does"
+    )
 
 
 def _error_kind(status: int | None, code: str) -> ErrorKind:

@@ -27,9 +27,9 @@ from io import FileIO
 from pathlib import Path
 
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
-from tcdeploy.remote.address import Address, BundleName, check_plan_key, bundle_name_of
-from tcdeploy.remote.local_folder import fsync_folder
+from tcdeploy.remote.address import Address, BundleName, bundle_name_of, check_plan_key
 from tcdeploy.remote.fsspec_folder import open_folder
+from tcdeploy.remote.local_folder import fsync_folder
 from tcdeploy.remote.retry import Deadline, with_retries
 from tcdeploy.remote.store import Body, Store
 

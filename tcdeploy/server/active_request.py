@@ -18,14 +18,20 @@ from starlette.types import Message, Receive, Scope, Send
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, CompletionResponseBuilder, ResponseBuilder, total_usage
 from tcdeploy.server.http import abort, is_write_paused
-from tcdeploy.server.validation import to_sampling_params
 from tcdeploy.server.metrics import Stopwatch
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, bad_request
+from tcdeploy.server.response_builder import (
+    ChatResponseBuilder,
+    Choice,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    total_usage,
+)
 from tcdeploy.server.service import Prompt, Service
 from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.worker import PendingRequest, EngineDeadError, RequestGroup
+from tcdeploy.server.validation import to_sampling_params
+from tcdeploy.server.worker import EngineDeadError, PendingRequest, RequestGroup
 
 KEEP_ALIVE_SECONDS = 10.0
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -80,7 +86,9 @@ class ActiveRequest:
         tool_parser = None
         if isinstance(request, ChatRequest) and request.usable_tools:
             tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
-        skip_special_tokens = request.skip_special_tokens is not False and tool_parser is None  # they may be the marks of a call
+        skip_special_tokens = (
+            request.skip_special_tokens is not False and tool_parser is None
+        )  # they may be the marks of a call
         return Choice(
             index=index,
             text=StopStringDetokenizer(self.service.tokenizer, request.stops, skip_special_tokens),

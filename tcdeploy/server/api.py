@@ -25,8 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
+from tcdeploy.server.active_request import ActiveRequest, EventStream, full_json, run_until_disconnect
 from tcdeploy.server.http import is_body_received
-from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
@@ -34,11 +34,11 @@ from tcdeploy.server.protocol import (
     DetokenizeRequest,
     RequestT,
     TokenizeRequest,
-    parse,
     bad_request,
+    parse,
 )
-from tcdeploy.server.active_request import EventStream, ActiveRequest, run_until_disconnect, full_json
 from tcdeploy.server.service import Service
+from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
 BODY_TIMEOUT_S = 60.0
@@ -191,7 +191,9 @@ class _AuthMiddleware:
 
     def __init__(self, app: ASGIApp, service: Service, direct_routes: dict[str, Endpoint]) -> None:
         self._app, self._service = app, service
-        self._direct_routes: dict[str, ASGIApp] = {path: _as_asgi_app(endpoint) for path, endpoint in direct_routes.items()}
+        self._direct_routes: dict[str, ASGIApp] = {
+            path: _as_asgi_app(endpoint) for path, endpoint in direct_routes.items()
+        }
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -262,7 +264,9 @@ def _openapi_schema(app: FastAPI) -> dict[str, Any]:
     """The framework's description, and the shapes of those bodies."""
     if app.openapi_schema is None:
         found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, shapes = models_json_schema([(kind, "validation") for kind in REQUEST_MODELS], ref_template=SCHEMA_REF_TEMPLATE)
+        _, shapes = models_json_schema(
+            [(kind, "validation") for kind in REQUEST_MODELS], ref_template=SCHEMA_REF_TEMPLATE
+        )
         found.setdefault("components", {}).setdefault("schemas", {}).update(shapes["$defs"])
         app.openapi_schema = found
     return app.openapi_schema

@@ -62,7 +62,9 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._has_partial_request:  # what comes whole, as most requests do, needs no timer
             self._set_deadline()
         if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self._send_error_and_close(431, "Request Header Fields Too Large", f"the head is larger than {MAX_HEADER_BYTES} bytes")
+            self._send_error_and_close(
+                431, "Request Header Fields Too Large", f"the head is larger than {MAX_HEADER_BYTES} bytes"
+            )
 
     def on_message_begin(self) -> None:
         super().on_message_begin()

@@ -30,10 +30,18 @@ class Metrics:
             self.request_success.labels(reason)
         self.unknown_fields = self._counter("unknown_fields", "Fields of requests that nobody knows")
         self.broken_tool_calls = self._counter("broken_tool_calls", "Answers with a tool call that could not be read")
-        self.time_to_first_token = self._histogram("time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS_S)
-        self.inter_token_latency = self._histogram("inter_token_latency_seconds", "Between two tokens", INTER_TOKEN_BUCKETS_S)
-        self.queue_time = self._histogram("request_queue_time_seconds", "From request to its first step", LATENCY_BUCKETS_S)
-        self.e2e_latency = self._histogram("e2e_request_latency_seconds", "From request to last token", LATENCY_BUCKETS_S)
+        self.time_to_first_token = self._histogram(
+            "time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS_S
+        )
+        self.inter_token_latency = self._histogram(
+            "inter_token_latency_seconds", "Between two tokens", INTER_TOKEN_BUCKETS_S
+        )
+        self.queue_time = self._histogram(
+            "request_queue_time_seconds", "From request to its first step", LATENCY_BUCKETS_S
+        )
+        self.e2e_latency = self._histogram(
+            "e2e_request_latency_seconds", "From request to last token", LATENCY_BUCKETS_S
+        )
 
     def _counter(self, name: str, documentation: str, labels: list[str] | None = None) -> Counter:
         return Counter(PREFIX + name, documentation, labels or [], registry=self.registry)

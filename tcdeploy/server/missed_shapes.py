@@ -72,6 +72,8 @@ def read_missed_shapes(path: str) -> dict[str, set[int]]:
 
 def with_missed_shapes(recipe: Recipe, plan: Plan, missed_shapes: dict[str, set[int]]) -> Recipe:
     """The recipe with a bucket more for each missed shape that the context allows; what memory allows is the plan's."""
-    prefill = {bucket.size for bucket in plan.prefill_buckets} | {min(size, plan.context) for size in missed_shapes["prefill"]}
+    prefill = {bucket.size for bucket in plan.prefill_buckets} | {
+        min(size, plan.context) for size in missed_shapes["prefill"]
+    }
     decode = {bucket.size for bucket in plan.decode_buckets} | missed_shapes["decode"]
     return dataclasses.replace(recipe, buckets=tuple(sorted(prefill)), batch_sizes=tuple(sorted(decode)))

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.sequence import NewToken, TokenLogprobs
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest
 from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.tools import ParsedToolCall, ParsedDelta, ToolCallParser
+from tcdeploy.server.tools import ParsedDelta, ParsedToolCall, ToolCallParser
 from tcdeploy.server.vocabulary import Vocabulary
 
 
@@ -70,7 +70,9 @@ class Choice:
     def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
         content = self._store_parsed(tool_parser.push(delta))
         if self.finish_reason:
-            content += self._store_parsed(tool_parser.finish(was_truncated=self.finish_reason == "length" or self.text.stopped))
+            content += self._store_parsed(
+                tool_parser.finish(was_truncated=self.finish_reason == "length" or self.text.stopped)
+            )
         if self.finish_reason == "stop" and tool_parser.has_calls:
             self.finish_reason = "tool_calls"
         return content
@@ -117,7 +119,12 @@ class ResponseBuilder:
     """One request's way of saying things."""
 
     def __init__(self, model: str, vocabulary: Vocabulary, prefix: str, kind: str) -> None:
-        self.common_fields = {"id": f"{prefix}-{uuid.uuid4().hex}", "object": kind, "created": int(time.time()), "model": model}
+        self.common_fields = {
+            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": model,
+        }
         self.vocabulary = vocabulary
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:

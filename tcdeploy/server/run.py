@@ -28,8 +28,8 @@ from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import BoundedProtocol
-from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.service import Service
+from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
@@ -101,7 +101,9 @@ class _Server:
             loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.create_task(http.serve(sockets=[self._listener]))
         self.worker.start()
-        await asyncio.wait({listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(
+            {listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED
+        )
         http.should_exit = True
         await listening
         self.worker.stop()
@@ -133,7 +135,9 @@ class _Server:
     def _on_engine_death(self, error: BaseException) -> None:
         self._error = error
         self.admission.close("dead")
-        asyncio.get_running_loop().call_later(ERROR_DELIVERY_S, self._exit_event.set)  # the streams tell their clients first
+        asyncio.get_running_loop().call_later(
+            ERROR_DELIVERY_S, self._exit_event.set
+        )  # the streams tell their clients first
 
     def _on_signal(self) -> None:
         if self._is_draining:

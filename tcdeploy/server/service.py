@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.detokenizer import stop_token_ids
 from tcdeploy.server.admission import Admission
-from tcdeploy.server.validation import ModelLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    Message,
     GenerationRequest,
+    Message,
     TokenizeRequest,
     bad_request,
     dump_tools,
@@ -28,6 +27,7 @@ from tcdeploy.server.protocol import (
 from tcdeploy.server.status import RecentStats
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.validation import ModelLimits
 from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import Worker
 
@@ -112,7 +112,11 @@ class Service:
     async def prompts(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
         if isinstance(request, ChatRequest):
             template_kwargs = {"add_generation_prompt": request.add_generation_prompt is not False}
-            return [await self._render_chat(request.messages, self._checked_template_kwargs(request) | template_kwargs, request.usable_tools)]
+            return [
+                await self._render_chat(
+                    request.messages, self._checked_template_kwargs(request) | template_kwargs, request.usable_tools
+                )
+            ]
         made = []
         for given in request.prompts:
             if isinstance(given, str):
@@ -139,7 +143,9 @@ class Service:
             return await self.structured_output.compile_json_schema(request.output_schema, "response_format")
         if isinstance(request, ChatRequest) and request.forced_tools:
             self.structured_output.require("tool_choice")
-            return await self.structured_output.compile_lark(self.tools.grammar(request, prompts[0].text or ""), "tools")
+            return await self.structured_output.compile_lark(
+                self.tools.grammar(request, prompts[0].text or ""), "tools"
+            )
         return None
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
@@ -176,7 +182,9 @@ class Service:
 
         return encode() if len(text) < OFFLOAD_THRESHOLD else await asyncio.to_thread(encode)
 
-    async def _render_chat(self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]]) -> Prompt:
+    async def _render_chat(
+        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]]
+    ) -> Prompt:
         if not messages:
             raise bad_request("there are no messages", "messages")
         if not self.tokenizer.chat_template:

@@ -34,7 +34,9 @@ class RecentStats:
 
     def tokens_per_second(self) -> float:
         now = time.monotonic()
-        begin, before = next(((when, count) for when, count in self._rate_samples if now - when <= RATE_WINDOW_S), (now, 0))
+        begin, before = next(
+            ((when, count) for when, count in self._rate_samples if now - when <= RATE_WINDOW_S), (now, 0)
+        )
         return (self.tokens - before) / max(now - begin, 1.0) if now > begin else 0.0
 
 

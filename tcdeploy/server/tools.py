@@ -213,7 +213,9 @@ def find_markup(template: dict[str, Any]) -> Markup | None:
     return Markup(opening, closing, *(key[1] for key in keys if key)) if all(keys) else None
 
 
-def call_grammar(functions: list[dict[str, Any]], markup: Markup, delimiters: tuple[str, str], allow_multiple: bool) -> str:
+def call_grammar(
+    functions: list[dict[str, Any]], markup: Markup, delimiters: tuple[str, str], allow_multiple: bool
+) -> str:
     """One call of one of `functions`, or several in a row. Each schema stays a document, so that its $refs hold."""
     bodies, rules = [], []
     for number, function in enumerate(functions):
@@ -239,7 +241,10 @@ def _literal_delimiter(field: dict[str, Any], kind: str) -> str | None:
 
 def _template_renders_tools(tokenizer: Any) -> bool:
     """Whether a tool can be seen in what the chat template makes of it."""
-    tool = {"type": "function", "function": {"name": PROBE_TOOL_NAME, "description": "", "parameters": {"type": "object"}}}
+    tool = {
+        "type": "function",
+        "function": {"name": PROBE_TOOL_NAME, "description": "", "parameters": {"type": "object"}},
+    }
     message = {"role": "user", "content": "?"}
     try:
         return PROBE_TOOL_NAME in tokenizer.apply_chat_template([message], tools=[tool], tokenize=False)

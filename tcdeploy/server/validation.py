@@ -53,7 +53,9 @@ def check(request: GenerationRequest) -> None:
             raise bad_request("top_logprobs goes with logprobs", "top_logprobs")
     for name in ("ignore_eos", "min_tokens"):
         if request.constraint_field and getattr(request, name):
-            raise bad_request(f"{name} does not go with {request.constraint_field}: its answer ends where the JSON does", name)
+            raise bad_request(
+                f"{name} does not go with {request.constraint_field}: its answer ends where the JSON does", name
+            )
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options goes with stream", "stream_options")
 
@@ -69,7 +71,11 @@ def _check_tools(request: ChatRequest) -> None:
 
 
 def to_sampling_params(
-    request: GenerationRequest, prompt_length: int, limits: ModelLimits, choice: int = 0, constraint: Constraint | None = None
+    request: GenerationRequest,
+    prompt_length: int,
+    limits: ModelLimits,
+    choice: int = 0,
+    constraint: Constraint | None = None,
 ) -> SamplingParams:
     """How the engine is to sample choice number `choice` of a request. Raises ApiError that names the field."""
     room = limits.context - prompt_length
@@ -141,6 +147,8 @@ def _parse_logit_bias(request: GenerationRequest, vocab_size: int) -> tuple[tupl
     made = []
     for key, value in (request.logit_bias or {}).items():
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
-            raise bad_request(f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias")
+            raise bad_request(
+                f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias"
+            )
         made.append((int(key), value))
     return tuple(made)

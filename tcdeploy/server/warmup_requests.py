@@ -56,7 +56,12 @@ async def send_warmup_requests(service: Service) -> None:
 
 def _with_separate_metrics(service: Service) -> Service:
     stand_in = copy.copy(service)
-    stand_in.api_key, stand_in.metrics, stand_in.recent, stand_in.admission = None, Metrics(), RecentStats(), Admission(0)
+    stand_in.api_key, stand_in.metrics, stand_in.recent, stand_in.admission = (
+        None,
+        Metrics(),
+        RecentStats(),
+        Admission(0),
+    )
     stand_in.admission.open(max_running=1)
     return stand_in
 

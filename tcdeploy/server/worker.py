@@ -195,7 +195,9 @@ class RequestGroup:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_starting = False
-        self.pending_requests = [PendingRequest(index, *one, self._receive) for index, one in enumerate(prompts_and_params)]
+        self.pending_requests = [
+            PendingRequest(index, *one, self._receive) for index, one in enumerate(prompts_and_params)
+        ]
 
     async def start(self) -> None:
         """To the engine with it, and out of its way until that has made a step since; `close` must follow.
@@ -209,7 +211,9 @@ class RequestGroup:
             await self._wait(MAX_LAUNCH_WAIT_S)
             self._is_starting = False
 
-    async def tokens(self, timeout_s: float | None = None) -> AsyncGenerator[list[tuple[PendingRequest, NewToken]], None]:
+    async def tokens(
+        self, timeout_s: float | None = None
+    ) -> AsyncGenerator[list[tuple[PendingRequest, NewToken]], None]:
         """All that has come since the last time, until all answers are complete or cancelled.
 
         An empty list says that nothing came for `timeout_s` seconds. Raises TcdeployError where the engine refused a

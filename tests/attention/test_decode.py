@@ -25,10 +25,10 @@ from tests.attention.paged import (
     each_case,
     make_paged_sequences,
     make_queries,
-    specialization_key,
     record_launches,
     shared_memory_on_hopper,
     some_models,
+    specialization_key,
 )
 
 
@@ -45,7 +45,19 @@ class Step(NamedTuple):
     def arguments(self, splits: int) -> tuple[Any, ...]:
         """As the op takes them."""
         scale, window, softcap, sinks = self.options
-        return (self.q, self.k, self.v, *self.pages, self.split_counters, sinks, scale, window, softcap, splits, "triton")
+        return (
+            self.q,
+            self.k,
+            self.v,
+            *self.pages,
+            self.split_counters,
+            sinks,
+            scale,
+            window,
+            softcap,
+            splits,
+            "triton",
+        )
 
     def run(self, splits: int) -> Tensor:
         return decode.paged_decode(self.q, self.k, self.v, *self.pages, self.split_counters, *self.options, splits)
@@ -222,7 +234,9 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits,
 
 
 @pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
-def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(splits, with_rotary, monkeypatch, tmp_path):
+def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(
+    splits, with_rotary, monkeypatch, tmp_path
+):
     """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "supports_pdl", lambda _: True)

@@ -21,14 +21,14 @@ from tests.attention.paged import (
     assert_agrees,
     each_case,
     expected,
-    triton_interpreter,
     make_paged_sequences,
     make_queries,
     offsets,
-    specialization_key,
     record_launches,
     shared_memory_on_hopper,
     some_models,
+    specialization_key,
+    triton_interpreter,
 )
 
 

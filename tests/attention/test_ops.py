@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
-from tcdeploy.attention.backends import VarlenSeqlens, PagedBatch, AttentionParams, VarlenResult
+from tcdeploy.attention.backends import AttentionParams, PagedBatch, VarlenResult, VarlenSeqlens
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -175,7 +175,9 @@ def test_the_flash_adapter_gathers_pages_and_applies_sinks(prefix: int, sinks: b
     """With a plain varlen attention in place of a package: the adapter itself is what is tested."""
     case = Case(prefix=prefix)
     case.write()
-    pages = PagedBatch(case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_scalars)
+    pages = PagedBatch(
+        case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_scalars
+    )
     rules = AttentionParams(0.3, 9, 0.0, case.sinks if sinks else None)
     out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, pages, rules)
     torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)

@@ -9,7 +9,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
-from tcdeploy.bench.floor import Rates, WeightSizes, decode_floor, kv_read_bytes, measure_rates, prefill_floor_ms, count_weights
+from tcdeploy.bench.floor import (
+    Rates,
+    WeightSizes,
+    count_weights,
+    decode_floor,
+    kv_read_bytes,
+    measure_rates,
+    prefill_floor_ms,
+)
 from tests.machines import LLAMA_8B, attention_layers
 
 RATES = Rates(3e12, 1 << 30, 8e14, 8192, "bfloat16")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tcdeploy.bench.report import FailedRow, Report, Row, rows_or_failure, price_per_million
+from tcdeploy.bench.report import FailedRow, Report, Row, price_per_million, rows_or_failure
 from tcdeploy.errors import UsageError
 
 

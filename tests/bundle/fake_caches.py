@@ -16,8 +16,8 @@ from typing import Any
 
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.manifest import (
-    GreedyTokens,
     BucketRecord,
+    GreedyTokens,
     Manifest,
     Parity,
     make_manifest,

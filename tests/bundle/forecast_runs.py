@@ -22,7 +22,7 @@ def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> 
 def print_forecast_and_outcomes(asked: str) -> None:
     """In that process: the answer on stdout."""
     from tcdeploy import pipeline
-    from tcdeploy.bundle.why import merge_forecasts, forecast
+    from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cache.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
 

@@ -14,8 +14,15 @@ from typing import Any
 import pytest
 import zstandard
 
-from tcdeploy.bundle.container import SignedHeader, Signature, check_files, signed_header_bytes, read_files, read_signed_header
-from tcdeploy.bundle.header import parse_header, make_portable
+from tcdeploy.bundle.container import (
+    Signature,
+    SignedHeader,
+    check_files,
+    read_files,
+    read_signed_header,
+    signed_header_bytes,
+)
+from tcdeploy.bundle.header import make_portable, parse_header
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
@@ -76,7 +83,9 @@ def test_python_s_own_tarfile_reads_it_too(small: Packed) -> None:
 def test_a_head_is_read_and_not_a_byte_behind_it() -> None:
     signatures = (Signature("ab" * 16, "cd" * 64), Signature("ef" * 16, "01" * 64))
     content = signed_header_bytes(b"header", signatures)
-    assert read_signed_header(io.BytesIO(content + b"payload"), "x") == SignedHeader(b"header", signatures, len(content))
+    assert read_signed_header(io.BytesIO(content + b"payload"), "x") == SignedHeader(
+        b"header", signatures, len(content)
+    )
     assert read_signed_header(io.BytesIO(signed_header_bytes(b"", ())), "x").header == b""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.pack import WarmStartRequiredError, add_signature, single_plan_key, pack
+from tcdeploy.bundle.pack import WarmStartRequiredError, add_signature, pack, single_plan_key
 from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.cache.manifest import Manifest, write_manifest
@@ -23,8 +23,8 @@ from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
     Child,
-    key_of,
     fill_disk_leaving,
+    key_of,
     make_small,
     manifest_for,
     path_of,

@@ -107,12 +107,16 @@ def test_there_the_root_cannot_be_written_and_no_compiler_is_found(
     run_on_other_machine: Callable[..., subprocess.CompletedProcess[str]], unpacked: Path, tmp_path: Path
 ) -> None:
     """The room that the test above believes in: a bucket that is not in the bundle cannot be made in it."""
-    missed = run_on_other_machine("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked))
+    missed = run_on_other_machine(
+        "warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked)
+    )
     assert missed.returncode == 1, missed.stderr
     assert "read-only" in missed.stderr
     copy = tmp_path / "scratch" / "copy"
     shutil.copytree(unpacked, copy)
-    missed = run_on_other_machine("warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(copy))
+    missed = run_on_other_machine(
+        "warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(copy)
+    )
     assert missed.returncode == 1 and "compiler" in missed.stderr.lower(), missed.stderr
 
 
@@ -131,7 +135,9 @@ def test_the_packers_answers_are_given_here_too(
     assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "what is verified stays as it is"
 
 
-def test_other_weights_answer_otherwise_and_are_found_out(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
+def test_other_weights_answer_otherwise_and_are_found_out(
+    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
+) -> None:
     """The same architecture with another model's weights: all hits, and a wrong deployment."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -152,7 +158,9 @@ def test_other_weights_answer_otherwise_and_are_found_out(relocated: RelocatedBu
     assert "answers differ from the packer's" in done.stderr and "other weights" in done.stdout
 
 
-def test_a_start_fetches_its_plan_from_a_folder_of_bundles(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
+def test_a_start_fetches_its_plan_from_a_folder_of_bundles(
+    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
+) -> None:
     store, cache = tmp_path / "store", tmp_path / "cache"
     pushed = push(relocated.bundle, str(store), relocated.plan_key)
     fetching = ("--cache-dir", str(cache), "--cache-from", str(store), "--trusted-keys", str(keys.trusted))

@@ -14,7 +14,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from tcdeploy.bundle.container import SignedHeader, read_signed_header
 from tcdeploy.bundle.pack import add_signature, pack
-from tcdeploy.bundle.signing import default_trusted_keys_folder, fingerprint, generate_key, verify_signature, sign, trust
+from tcdeploy.bundle.signing import (
+    default_trusted_keys_folder,
+    fingerprint,
+    generate_key,
+    sign,
+    trust,
+    verify_signature,
+)
 from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed

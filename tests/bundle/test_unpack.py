@@ -20,7 +20,7 @@ import pytest
 import zstandard
 
 from tcdeploy.bundle import signing
-from tcdeploy.bundle.container import Signature, signed_header_bytes, read_signed_header
+from tcdeploy.bundle.container import Signature, read_signed_header, signed_header_bytes
 from tcdeploy.bundle.header import REQUIRED_PLAN_FIELDS
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.signing import generate_key
@@ -29,8 +29,8 @@ from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.bundle.why import version_differences
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import SCHEMA_VERSION, write_manifest
-from tcdeploy.planning.environment import installed_versions
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
+from tcdeploy.planning.environment import installed_versions
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
@@ -39,8 +39,8 @@ from tests.bundle.fake_caches import (
     as_installed,
     contents,
     fill,
-    key_of,
     fill_disk_leaving,
+    key_of,
     listing,
     make_small,
     manifest_for,
@@ -474,7 +474,11 @@ def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_
     with_document(small.manifest, payload, lambda document: documents.append(json.loads(json.dumps(document))))
     source, outcomes, here = random.Random(11), {True: 0, False: 0}, installed_versions()
     every = [(path, odd) for path in places(documents[0]) for odd in (*ODD, "left out")]
-    facts = [(path, odd) for path, odd in every if odd == "left out" or "environment" in path or path[-1] in REQUIRED_PLAN_FIELDS]
+    facts = [
+        (path, odd)
+        for path, odd in every
+        if odd == "left out" or "environment" in path or path[-1] in REQUIRED_PLAN_FIELDS
+    ]
     for path, odd in [*facts, *source.sample(every, 150)]:
 
         def spoil(document: Any, path: tuple[Any, ...] = path, odd: Any = odd) -> None:
@@ -591,8 +595,8 @@ def test_ten_gigabytes_out_of_a_few_kilobytes_take_no_memory_and_no_disk(
 def test_a_large_file_goes_by_in_pieces(small: Packed, keys: Keys, tmp_path: Path) -> None:
     """400 MB of zeros, as the header says, and the digest wrong: taken to the end, and never held as a whole."""
     file = FileRecord(NAME, 3200 * BLOCK, "0" * 64)
-    head = member(NAME, b"", size=file.bytes)
-    payload = FRAME + raw_block(head, False) + zero_block(BLOCK) * 3200 + raw_block(bytes(1024), True)
+    signed_header = member(NAME, b"", size=file.bytes)
+    payload = FRAME + raw_block(signed_header, False) + zero_block(BLOCK) * 3200 + raw_block(bytes(1024), True)
     bundle = forge(tmp_path / "large.tcb", payload, small.manifest, (file,), keys.secret)
     name, peak = peak_of(bundle, keys, tmp_path)
     assert name == "IntegrityError" and peak < 150
@@ -618,9 +622,11 @@ def test_a_million_files_are_refused_in_bounded_memory(small: Packed, keys: Keys
 def resigned(bundle: Path, target: Path, header: Callable[[bytes], bytes], *signatures: Signature) -> Path:
     """The bundle with another header, and signatures (its own, where none are given), under a digest that fits."""
     with open(bundle, "rb") as file:
-        head = read_signed_header(file, "x")
+        signed_header = read_signed_header(file, "x")
         payload = file.read()
-    target.write_bytes(signed_header_bytes(header(head.header), signatures or head.signatures) + payload)
+    target.write_bytes(
+        signed_header_bytes(header(signed_header.header), signatures or signed_header.signatures) + payload
+    )
     return target
 
 
@@ -681,13 +687,13 @@ def test_a_signature_made_for_something_else_is_none(
     place = old[0].parent
     key = load_pem_private_key(keys.secret.read_bytes(), None)
     with open(small.bundle, "rb") as file, open(packed.bundle, "rb") as other:
-        head, others = read_signed_header(file, "x"), read_signed_header(other, "x")
-    [mine] = head.signatures
+        signed_header, others = read_signed_header(file, "x"), read_signed_header(other, "x")
+    [mine] = signed_header.signatures
     generate_key(place / "stranger")
-    stranger = signing.sign(head.header, place / "stranger.key")
+    stranger = signing.sign(signed_header.header, place / "stranger.key")
     for wrong in (
-        key.sign(head.header).hex(),  # type: ignore[union-attr,call-arg]
-        key.sign(b"tcdeploy bundle payload\n" + head.header).hex(),  # type: ignore[union-attr,call-arg]
+        key.sign(signed_header.header).hex(),  # type: ignore[union-attr,call-arg]
+        key.sign(b"tcdeploy bundle payload\n" + signed_header.header).hex(),  # type: ignore[union-attr,call-arg]
         others.signatures[0].signature,
         "00" * 64,
         "",
@@ -726,9 +732,9 @@ def test_distrust_comes_before_the_cut_and_before_the_damage(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     target = old[0].parent / "x.tcb"
-    head = header_alone(unsigned(small, target))
+    signed_header = header_alone(unsigned(small, target))
     for behind in (b"", b"junk" * 100):
-        target.write_bytes(head + behind)
+        target.write_bytes(signed_header + behind)
         refused(target, old, keys, TrustError)
     target.write_bytes(header_alone(small.bundle))
     assert "0 bytes behind its head instead of" in refused(target, old, keys, IntegrityError)
@@ -827,7 +833,9 @@ def test_killed_at_twenty_moments_the_old_cache_is_intact_and_the_next_one_succe
         if number % 4 == 3:
             done = unpack(packed.bundle, folder, keys.trusted)
             assert done.already_present == (packed.key in plans)
-            assert [name for name in staging_files_in(folder) if name.startswith(".staging")] == [] or done.already_present
+            assert [
+                name for name in staging_files_in(folder) if name.startswith(".staging")
+            ] == [] or done.already_present
             assert len(verify_folder(folder, keys.trusted)) == 2
             for name in set(contents(folder)) - set(before):
                 (folder / name).unlink()

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.why import merge_forecasts, forecast, version_differences
+from tcdeploy.bundle.why import forecast, merge_forecasts, version_differences
 from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT
-from tests.model_families import save_config
 from tests.fork_server import ForkServer
 from tests.machines import LLAMA_8B, make_recipe
+from tests.model_families import save_config
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
 
@@ -103,7 +103,9 @@ class Cached:
         shutil.copytree(self.folder, copy)
         model = self.config(f"model{self.copies}", **case.config) if case.config else self.model
         flags = {**self.flags, **SMALL, **case.flags, "model": model, "cache_dir": str(copy)}
-        return forecast_and_start(self.fork_server, self.place, flags=flags, cached=str(self.folder), before=case.before)
+        return forecast_and_start(
+            self.fork_server, self.place, flags=flags, cached=str(self.folder), before=case.before
+        )
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tcdeploy.cache.contents import DamagedFile, FileRecord, FileAccessTracker, find_damage, is_cache_file, hash_files
+from tcdeploy.cache.contents import DamagedFile, FileAccessTracker, FileRecord, find_damage, hash_files, is_cache_file
 from tests.conftest import ROOT
 
 EXTENSION = Path(_ctypes.__file__)  # a library that is there wherever Python is

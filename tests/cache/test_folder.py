@@ -279,7 +279,10 @@ def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
     """A folder for temporary files with room for some, not for the copy: Python would pass over one that has none."""
-    with read_only(tmp_path / "read-only", warmed[0]) as folder, mounted_tmpfs(tmp_path / "tmp", "-o", "size=512k") as small:
+    with (
+        read_only(tmp_path / "read-only", warmed[0]) as folder,
+        mounted_tmpfs(tmp_path / "tmp", "-o", "size=512k") as small,
+    ):
         result = run_cli(*warm(model, folder), TMPDIR=str(small))
         left = list(small.glob("tcdeploy-*"))
     assert result.returncode == 7, result.stderr

@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
-from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
-from tcdeploy.cache import folder as cachedir
+from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache.folder import acquire_lease, is_leased
+from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
@@ -223,7 +223,7 @@ def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> Non
     with Child(HOLDER, folder, keys[0]) as child:
         child.line()
     lease.unlink()
-    with cachedir.folder_lock(folder):
+    with cache_folder.folder_lock(folder):
         child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
         with child:
             assert child.line() == "at the door"
@@ -360,12 +360,14 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert removed.files == len(manifest.files)
     assert all((tmp_path / "cache" / name).exists() for name in others)
     make_small(tmp_path / "cache")
-    cachedir.discard_plan(str(tmp_path / "cache"), key_of(manifest))
+    cache_folder.discard_plan(str(tmp_path / "cache"), key_of(manifest))
     assert all((tmp_path / "cache" / name).exists() for name in others)
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 
 
-def test_what_a_server_runs_from_stays_while_it_runs(run_cli: Callable[..., Any], tmp_path: Path, fork_server: ForkServer) -> None:
+def test_what_a_server_runs_from_stays_while_it_runs(
+    run_cli: Callable[..., Any], tmp_path: Path, fork_server: ForkServer
+) -> None:
     """Fault 15, with the real server: all that may go is asked to go, and it still answers."""
     cache = tmp_path / "cache"
     with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", fork_server=fork_server) as served:

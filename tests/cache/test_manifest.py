@@ -22,8 +22,8 @@ import pytest
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import (
     SCHEMA_VERSION,
-    GreedyTokens,
     BucketRecord,
+    GreedyTokens,
     Manifest,
     Origin,
     Parity,
@@ -58,8 +58,8 @@ RECORD = BucketRecord(
     eager_greedy_tokens=EAGER_GREEDY_TOKENS,
     greedy_tokens=replace(EAGER_GREEDY_TOKENS, logprobs=(-0.2500001, -1.5)),
     peak_memory_bytes=17 << 30,
-    variant="descent",
-    trials=(Trial("descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
+    variant="coordinate-descent",
+    trials=(Trial("coordinate-descent", 5.5, 8.0), Trial("default", None, 2.0, "it does not compile")),
     graph_memory_bytes=1 << 20,
     cold_seconds=12.5,
 )

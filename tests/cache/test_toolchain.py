@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache import folder as cachedir, toolchain
+from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache import toolchain
 from tcdeploy.cache.manifest import Manifest, read_manifest
 from tcdeploy.errors import TcdeployError
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
@@ -115,7 +116,9 @@ def test_the_named_files_alone_are_all_hits_where_there_is_no_compiler(
 ) -> None:
     """In another folder, under another HOME, from another working folder, with nothing in PATH."""
     before = files_in(listed_files_only)
-    assert before == {file.path for file in the_manifest(listed_files_only).files} | {f"manifests/{manifest_name(listed_files_only)}"}
+    assert before == {file.path for file in the_manifest(listed_files_only).files} | {
+        f"manifests/{manifest_name(listed_files_only)}"
+    }
     result = run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path, cwd=empty_path, TMPDIR=str(tmp_path))
     assert outcomes(result) == ["hit", "hit"]
     new = files_in(listed_files_only) - before
@@ -124,11 +127,15 @@ def test_the_named_files_alone_are_all_hits_where_there_is_no_compiler(
     )
     assert f"leases/{Path(manifest_name(listed_files_only)).stem}" in new
     assert the_manifest(listed_files_only).was_warm
-    assert [file.path for file in the_manifest(listed_files_only).files] == sorted(before - {f"manifests/{manifest_name(listed_files_only)}"})
+    assert [file.path for file in the_manifest(listed_files_only).files] == sorted(
+        before - {f"manifests/{manifest_name(listed_files_only)}"}
+    )
     assert not list(tmp_path.glob("tcdeploy-*")), "the stand-in went with the process"
 
 
-def test_generate_says_the_same_with_a_compiler_and_without(run_cli: Any, listed_files_only: Path, empty_path: str) -> None:
+def test_generate_says_the_same_with_a_compiler_and_without(
+    run_cli: Any, listed_files_only: Path, empty_path: str
+) -> None:
     texts = []
     for environ in ({}, {"PATH": empty_path}):
         result = run_cli("generate", *asked(listed_files_only), *PROMPT, **environ)
@@ -138,19 +145,25 @@ def test_generate_says_the_same_with_a_compiler_and_without(run_cli: Any, listed
     assert texts[0] == texts[1] and len(texts[0].split()) > 3
 
 
-def test_without_a_compiler_and_without_a_cache_the_error_says_so(run_cli: Any, empty_path: str, tmp_path: Path) -> None:
+def test_without_a_compiler_and_without_a_cache_the_error_says_so(
+    run_cli: Any, empty_path: str, tmp_path: Path
+) -> None:
     result = run_cli(*warm(tmp_path / "cache"), PATH=empty_path)
     assert result.returncode == 1
     assert "and there is no C++ compiler" in result.stderr and "hint: install g++" in result.stderr
     assert "Traceback" not in result.stderr
 
 
-def test_without_a_compiler_a_bucket_that_is_not_there_says_so(run_cli: Any, listed_files_only: Path, empty_path: str) -> None:
+def test_without_a_compiler_a_bucket_that_is_not_there_says_so(
+    run_cli: Any, listed_files_only: Path, empty_path: str
+) -> None:
     result = run_cli(*warm(listed_files_only, prefill="32"), PATH=empty_path)
     assert result.returncode == 1
     assert "and there is no C++ compiler" in result.stderr and "hint: install g++" in result.stderr
     assert "Traceback" not in result.stderr
-    assert outcomes(run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path)) == ["hit", "hit"], "it broke nothing"
+    assert outcomes(run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path)) == ["hit", "hit"], (
+        "it broke nothing"
+    )
 
 
 def test_a_warm_start_asks_the_compiler_and_never_runs_it(
@@ -288,9 +301,9 @@ def kill(run: subprocess.Popen[str]) -> None:
 
 HOLDER = """
 import sys, time
-from tcdeploy.cache import folder as cachedir
-cachedir.hold(sys.argv[1], "plan")
-cachedir.hold(sys.argv[1], "plan")
+from tcdeploy.cache import folder as cache_folder
+cache_folder.hold(sys.argv[1], "plan")
+cache_folder.hold(sys.argv[1], "plan")
 print("ready", flush=True)
 time.sleep(600)
 """
@@ -298,29 +311,29 @@ time.sleep(600)
 
 @pytest.mark.timeout(60)  # one that waits for a lock in vain waits long
 def test_a_plan_is_held_for_as_long_as_a_process_that_holds_it_lives(tmp_path: Path) -> None:
-    assert not cachedir.is_leased(tmp_path, "plan")
+    assert not cache_folder.is_leased(tmp_path, "plan")
     with another_process(HOLDER, tmp_path) as first:
-        assert cachedir.is_leased(tmp_path, "plan") and cachedir.is_leased(tmp_path, "plan")
-        assert not cachedir.is_leased(tmp_path, "another plan")
+        assert cache_folder.is_leased(tmp_path, "plan") and cache_folder.is_leased(tmp_path, "plan")
+        assert not cache_folder.is_leased(tmp_path, "another plan")
         with another_process(HOLDER, tmp_path) as second:
             kill(first)
-            assert cachedir.is_leased(tmp_path, "plan"), "by the second"
+            assert cache_folder.is_leased(tmp_path, "plan"), "by the second"
             kill(second)
-            assert not cachedir.is_leased(tmp_path, "plan")
+            assert not cache_folder.is_leased(tmp_path, "plan")
 
 
 def test_a_process_holds_its_own_plan_too(tmp_path: Path) -> None:
-    cachedir.acquire_lease(str(tmp_path), "plan")
-    assert cachedir.is_leased(tmp_path, "plan")
+    cache_folder.acquire_lease(str(tmp_path), "plan")
+    assert cache_folder.is_leased(tmp_path, "plan")
 
 
 ALONE = """
 import os, sys, time
-from tcdeploy.cache import folder as cachedir
+from tcdeploy.cache import folder as cache_folder
 folder = sys.argv[1]
 print("ready", flush=True)
 for _ in range(5):
-    with cachedir.locked(folder):
+    with cache_folder.locked(folder):
         os.close(os.open(f"{folder}/inside", os.O_CREAT | os.O_EXCL))
         time.sleep(0.02)
         os.unlink(f"{folder}/inside")
@@ -332,7 +345,7 @@ for _ in range(5):
 @pytest.mark.timeout(60)
 def test_of_eight_processes_each_is_alone_inside_the_lock(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        with cachedir.folder_lock(tmp_path):  # so that all eight wait before the first is let in
+        with cache_folder.folder_lock(tmp_path):  # so that all eight wait before the first is let in
             runs = [stack.enter_context(another_process(ALONE, tmp_path)) for _ in range(8)]
             time.sleep(0.1)
             assert not (tmp_path / "done").exists()
@@ -342,8 +355,8 @@ def test_of_eight_processes_each_is_alone_inside_the_lock(tmp_path: Path) -> Non
 
 INSIDE = """
 import sys, time
-from tcdeploy.cache import folder as cachedir
-with cachedir.locked(sys.argv[1]):
+from tcdeploy.cache import folder as cache_folder
+with cache_folder.locked(sys.argv[1]):
     print("ready", flush=True)
     time.sleep(600)
 """
@@ -351,28 +364,28 @@ with cachedir.locked(sys.argv[1]):
 
 @pytest.mark.timeout(60)
 def test_the_lock_of_a_process_that_was_killed_inside_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 5.0)
+    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 5.0)
     with another_process(INSIDE, tmp_path) as run:
         kill(run)
-        with cachedir.folder_lock(tmp_path):
-            assert (tmp_path / cachedir.LOCK_FILE).exists()
+        with cache_folder.folder_lock(tmp_path):
+            assert (tmp_path / cache_folder.LOCK_FILE).exists()
 
 
 @pytest.mark.timeout(60)
 def test_who_waits_too_long_for_the_lock_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 0.2)
     with another_process(INSIDE, tmp_path):
         start = time.monotonic()
         with pytest.raises(TcdeployError, match="another process has held the cache folder") as caught, (
-            cachedir.folder_lock(tmp_path)
+            cache_folder.folder_lock(tmp_path)
         ):  # fmt: skip
             pytest.fail("two are inside")
         assert str(tmp_path) in caught.value.message and time.monotonic() - start >= 0.2
 
 
 def test_an_error_inside_the_lock_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cachedir, "LOCK_TIMEOUT_S", 0.2)
-    with pytest.raises(ValueError), cachedir.folder_lock(tmp_path):
+    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 0.2)
+    with pytest.raises(ValueError), cache_folder.folder_lock(tmp_path):
         raise ValueError
-    with cachedir.folder_lock(tmp_path):
+    with cache_folder.folder_lock(tmp_path):
         pass

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from tcdeploy.attention.interface import empty_attention_metadata
-from tcdeploy.planning.variants import DEFAULT, PDL_ONLY
 from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.compiler.programs import compile_regions
 from tcdeploy.compiler.regions import find_head_modules, find_layers
@@ -17,9 +16,10 @@ from tcdeploy.models.load import load_config
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.variants import DEFAULT, PDL_ONLY
 from tests.conftest import reset_programs
-from tests.model_families import save_config
 from tests.machines import LAPTOP
+from tests.model_families import save_config
 
 HEAD_MODULES = {
     "llama": ["LlamaRMSNorm", "LlamaRotaryEmbedding", "Linear"],

@@ -250,7 +250,9 @@ def test_a_twin_stays_unregistered_and_its_children_hang_under_the_first() -> No
     child = second[2]
     allocator.release(second)
     allocator.allocate(16)
-    assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, child], "the twins were free at once, and nothing was evicted"
+    assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, child], (
+        "the twins were free at once, and nothing was evicted"
+    )
     allocator.assert_consistent()
 
 
@@ -290,7 +292,11 @@ def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free() -> None:
     held = registered(allocator, tokens(3, 4))
     allocator.reset_prefix_cache()
     allocator.assert_consistent()
-    assert (matched_blocks(allocator, tokens(1, 2)), matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], [], 3)
+    assert (matched_blocks(allocator, tokens(1, 2)), matched_blocks(allocator, tokens(3, 4)), allocator.free) == (
+        [],
+        [],
+        3,
+    )
     allocator.release(held)
     allocator.check_idle()
     assert (matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], 5)

@@ -70,7 +70,9 @@ def test_a_greedy_answer_is_the_most_likely_that_obeys(
     assert [ids_of(tokens) for tokens in found.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
     assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop"] * 3
     assert serving.counts.compiles == 0
-    assert [matcher.mask_positions for matcher in chain.matchers] == [list(range(LENGTH))] * 3, "asked once for each token"
+    assert [matcher.mask_positions for matcher in chain.matchers] == [list(range(LENGTH))] * 3, (
+        "asked once for each token"
+    )
     assert_idle(engine)
 
 
@@ -134,7 +136,9 @@ def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
     order.clear()
     submit(engine, PROMPTS[0], found, max_new_tokens=3, constraint=SumConstraint(3, VOCAB))
     drain(engine, found)
-    assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_collect", "_launch_sampling"], "the model is under way meanwhile"
+    assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_collect", "_launch_sampling"], (
+        "the model is under way meanwhile"
+    )
 
 
 def test_its_limit_of_tokens_cuts_it(tiny_deployment: Any) -> None:
@@ -162,7 +166,9 @@ def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: p
     """Of one masker: each call of a library may wait for Python's lock."""
     engine, found, asked = tiny_deployment.engine, {}, []
     fill = MASKER.fill
-    monkeypatch.setattr(MASKER, "fill", lambda matcher_rows, masks: (asked.append(len(matcher_rows)), fill(matcher_rows, masks)))
+    monkeypatch.setattr(
+        MASKER, "fill", lambda matcher_rows, masks: (asked.append(len(matcher_rows)), fill(matcher_rows, masks))
+    )
     chain = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
         submit(engine, prompt, found, constraint=chain)

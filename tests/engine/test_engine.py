@@ -11,14 +11,14 @@ import pytest
 
 from tcdeploy.bench.session import free_memory
 from tcdeploy.engine import rows
+from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.planning.plan import Bucket
-from tests.conftest import reset_programs, prepare_tiny
+from tests.conftest import prepare_tiny, reset_programs
 
 
 def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:

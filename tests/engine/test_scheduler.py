@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, SchedulerConfig, SchedulerStats, Scheduler, SchedulerOutput
+from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, Scheduler, SchedulerConfig, SchedulerOutput, SchedulerStats
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 
 BLOCK = 4

@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from tcdeploy.attention import backends
-from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attention_variant
+from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.compiler import programs
 from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
-from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.warmup import _total_compilation, _fastest, _CompiledVariant
+from tcdeploy.engine.warmup import _CompiledVariant, _fastest, _total_compilation
 from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attention_variant
 from tests.conftest import TINY, reset_programs
 
 
@@ -137,7 +137,9 @@ def test_a_candidate_that_failed_is_never_the_fastest() -> None:
 
 def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
     def made(programs: int) -> _CompiledVariant:
-        return _CompiledVariant(CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None)
+        return _CompiledVariant(
+            CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None
+        )
 
     again = CompileStats(0.1, CompileCounts())
     default, early, other = DEFAULT, LAST_TOKEN_ROWS, attention_variant("flash-attn-4")

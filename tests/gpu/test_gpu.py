@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.programs import fail_on_recompile
+from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
-    DEFAULT,
     COORDINATE_DESCENT_PDL_COMBO,
+    DEFAULT,
     LAST_TOKEN_ROWS,
     LAST_TOKEN_ROWS_INPLACE,
     MAX_AUTOTUNE_PDL,
@@ -20,12 +26,6 @@ from tcdeploy.planning.variants import (
     SKINNY_PDL_COMBO_FUSED,
     attention_variant,
 )
-from tcdeploy.compiler.ledger import measure_compiles
-from tcdeploy.compiler.programs import fail_on_recompile
-from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.pipeline import Deployment, prepare
-from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.model_families import LAYER_KINDS, SUPPORTED, save_config

@@ -40,7 +40,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "chat, any object": {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200},
     "echo of a long prompt": {"prompt": LONG, "echo": True, "logprobs": 0, "max_tokens": 1},
     "schema": {"response_format": json_schema_format(PERSON), "max_tokens": 200},
-    "schema, sampled": {"response_format": json_schema_format(PERSON), "max_tokens": 200, "temperature": 1, "seed": 9, "n": 2},
+    "schema, sampled": {
+        "response_format": json_schema_format(PERSON),
+        "max_tokens": 200,
+        "temperature": 1,
+        "seed": 9,
+        "n": 2,
+    },
 }
 
 

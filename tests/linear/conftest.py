@@ -3,6 +3,5 @@
 from __future__ import annotations
 
 from tests.attention.paged import device
-from tests.linear.matmul_cases import poisoned_outputs
 
-__all__ = ["blocks", "device"]
+__all__ = ["poisoned_outputs", "device"]

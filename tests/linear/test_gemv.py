@@ -9,19 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.linear import ops, gemv as vector
+from tcdeploy.linear import gemv, ops
 from tcdeploy.linear.gemv import TILE_CONFIGS, TileConfig, ranked_configs
-from tests.attention.paged import triton_interpreter, record_launches
+from tests.attention.paged import record_launches, triton_interpreter
 from tests.linear.matmul_cases import (
     EPS,
     HOPPER_SHARED_BYTES,
     REAL_SHAPES,
     assert_agrees,
+    assert_reads_only,
     assert_replays_repeat,
     compile_for_hopper,
     expected,
     rand,
-    assert_reads_only,
     relative_error,
 )
 
@@ -52,7 +52,7 @@ def arguments(
 
 
 def matmul(x: Tensor, w: Tensor, tile: TileConfig, more: dict[str, Any]) -> Tensor:
-    return vector.matmul(x, w, tile, **more, **({"eps": EPS} if "norm" in more else {}))
+    return gemv.matmul(x, w, tile, **more, **({"eps": EPS} if "norm" in more else {}))
 
 
 @each_tile
@@ -90,7 +90,7 @@ def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
     for tile in TILE_CONFIGS:
         x, w = torch.zeros(1, 4096, dtype=torch.bfloat16), torch.ones(16, 4096, dtype=torch.bfloat16)
         x[:, [0, 65, 4095]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
-        assert (vector.matmul(x.to(device), w.to(device), tile) == 0.25).all()
+        assert (gemv.matmul(x.to(device), w.to(device), tile) == 0.25).all()
 
 
 @each_tile
@@ -136,10 +136,10 @@ def test_opcheck_passes(form: str, device: str) -> None:
 @pytest.mark.parametrize(
     ("n", "k", "guess"),
     [
-        (6144, 4096, "pair"), (4096, 4096, "flat"), (28672, 4096, "whole"), (4096, 14336, "single"),
-        (128256, 4096, "whole"), (4608, 3584, "square"), (3584, 3584, "pair"), (37888, 3584, "piped"),
-        (3584, 18944, "single"), (3072, 2048, "broad"), (2048, 2048, "single"), (16384, 2048, "narrow"),
-        (2048, 8192, "single"), (128256, 2048, "whole"),
+        (6144, 4096, "n2_k2048"), (4096, 4096, "n4_k2048"), (28672, 4096, "n1_k2048"), (4096, 14336, "n1_k1024"),
+        (128256, 4096, "n1_k2048"), (4608, 3584, "n4_k512"), (3584, 3584, "n2_k2048"), (37888, 3584, "n4_k512_s3"),
+        (3584, 18944, "n1_k1024"), (3072, 2048, "n8_k1024"), (2048, 2048, "n1_k1024"), (16384, 2048, "n2_k1024"),
+        (2048, 8192, "n1_k1024"), (128256, 2048, "n1_k2048"),
     ],
 )  # fmt: skip
 def test_the_best_guess_comes_first(n: int, k: int, guess: str) -> None:
@@ -159,7 +159,7 @@ def test_it_fits_hopper_and_reads_nothing_but_weights_before_it_waits(
     form: str, tile: TileConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(vector, "supports_pdl", lambda _: True)
+    monkeypatch.setattr(gemv, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     x, w, more = arguments(form, 2048, 4096)
     matmul(x, w, tile, more)
@@ -203,7 +203,7 @@ def test_what_is_touched_before_the_wait_can_be_more() -> None:
 
 def test_a_gpu_without_dependent_launch_is_not_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = record_launches(monkeypatch)
-    vector.matmul(*arguments("plain", 1024, 1024)[:2], TILE_CONFIGS[0])
+    gemv.matmul(*arguments("plain", 1024, 1024)[:2], TILE_CONFIGS[0])
     assert "launch_pdl" not in launches[0].options
     assert launches[0].args[-1] is False
 

@@ -15,21 +15,21 @@ from torch.testing import assert_close
 from triton.compiler import make_backend
 from triton.runtime.jit import create_function_from_signature
 
-from tcdeploy.planning import variants as candidate
-from tcdeploy.linear import skinny_gemm as kernels, ops
+from tcdeploy.linear import ops, skinny_gemm
 from tcdeploy.linear.skinny_gemm import TILE_CONFIGS, TileConfig, ranked_configs
-from tests.attention.paged import triton_interpreter, record_launches
+from tcdeploy.planning import variants as candidate
+from tests.attention.paged import record_launches, triton_interpreter
 from tests.linear.matmul_cases import (
     HOPPER,
     HOPPER_SHARED_BYTES,
     REAL_SHAPES,
     assert_agrees,
+    assert_reads_only,
     assert_replays_repeat,
     compile_for_hopper,
     expected,
     expected_gated,
     rand,
-    assert_reads_only,
     relative_error,
 )
 
@@ -42,7 +42,7 @@ def test_every_batch_means_the_product_and_writes_its_rows_only(
     rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device), rand(176, 320, device=device)  # 176 is no multiple of 64, nor 320 of 128
-    assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
+    assert_agrees(skinny_gemm.matmul(x, w, tile), expected(x, w))
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
@@ -54,17 +54,19 @@ def test_any_n_of_16_and_any_k_of_64(
 ) -> None:
     x, w, bias = rand(5, k, dtype=dtype, device=device), rand(n, k, dtype=dtype, device=device), rand(n, dtype=dtype)
     bias = (bias * 10).to(device)
-    assert_agrees(kernels.matmul(x, w, tile, bias), expected(x, w, bias))
-    assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
+    assert_agrees(skinny_gemm.matmul(x, w, tile, bias), expected(x, w, bias))
+    assert_agrees(skinny_gemm.matmul(x, w, tile), expected(x, w))
 
 
 @each_tile
 @pytest.mark.parametrize("rows", [2, 8, 33])
-def test_a_residual_is_added_row_by_row(rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]) -> None:
+def test_a_residual_is_added_row_by_row(
+    rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
+) -> None:
     x, w = rand(rows, 256, device=device), rand(176, 256, device=device)
     residual = (rand(rows, 3 * 176) * 10).to(device)[:, 176:352]
     assert not residual.is_contiguous()
-    assert_agrees(kernels.matmul(x, w, tile, residual), expected(x, w, residual))
+    assert_agrees(skinny_gemm.matmul(x, w, tile, residual), expected(x, w, residual))
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
@@ -75,7 +77,7 @@ def test_a_gated_product_is_the_silu_of_its_first_half_times_the_second(
     half: int, rows: int, tile: TileConfig, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
     x, w = rand(rows, 320, device=device) / 4, rand(2 * half, 320, device=device) / 4
-    assert_agrees(kernels.matmul(x, w, tile, gated=True), expected_gated(x, w))
+    assert_agrees(skinny_gemm.matmul(x, w, tile, gated=True), expected_gated(x, w))
     assert poisoned_outputs[0].shape[1] == half
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
@@ -85,16 +87,16 @@ def test_rows_of_x_may_be_strided(tile: TileConfig, device: str) -> None:
     packed, w = rand(6, 3 * 256, device=device), rand(32, 256, device=device)
     for x in (packed[:, 256:512], packed[:, 8:264], packed[:, 3:259], packed[::2, :256]):
         assert not x.is_contiguous()
-        assert_agrees(kernels.matmul(x, w, tile), expected(x, w))
+        assert_agrees(skinny_gemm.matmul(x, w, tile), expected(x, w))
 
 
 @each_tile
 def test_same_inputs_same_bits_whatever_the_other_rows_hold(tile: TileConfig, device: str) -> None:
     x, w = rand(8, 256, device=device), rand(80, 256, device=device)
-    first = kernels.matmul(x, w, tile)
-    assert torch.equal(kernels.matmul(x, w, tile), first)
+    first = skinny_gemm.matmul(x, w, tile)
+    assert torch.equal(skinny_gemm.matmul(x, w, tile), first)
     x[3:] = float("nan")
-    assert torch.equal(kernels.matmul(x, w, tile)[:3], first[:3])
+    assert torch.equal(skinny_gemm.matmul(x, w, tile)[:3], first[:3])
 
 
 def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
@@ -102,7 +104,7 @@ def test_a_small_part_beside_a_large_one_survives_the_sum(device: str) -> None:
     for tile in TILE_CONFIGS:
         x, w = torch.zeros(2, 1024, dtype=torch.bfloat16), torch.ones(16, 1024, dtype=torch.bfloat16)
         x[:, [0, 65, 1023]] = torch.tensor([4096, 0.25, -4096], dtype=torch.bfloat16)
-        assert (kernels.matmul(x.to(device), w.to(device), tile) == 0.25).all()
+        assert (skinny_gemm.matmul(x.to(device), w.to(device), tile) == 0.25).all()
 
 
 @each_tile
@@ -110,9 +112,9 @@ def test_nothing_outside_the_inputs_is_read(tile: TileConfig, monkeypatch: pytes
     """What lies past the last row of x or of w never reaches the output, but it may lie on another's page."""
     x, w, bias = rand(5, 128), rand(144, 128), rand(5, 144)
     with triton_interpreter(monkeypatch), assert_reads_only(monkeypatch, x, w, bias) as loads:
-        assert_agrees(kernels.matmul(x, w, tile, bias), expected(x, w, bias))
+        assert_agrees(skinny_gemm.matmul(x, w, tile, bias), expected(x, w, bias))
         assert sum(loads) > x.numel() + w.numel()
-        assert_agrees(kernels.matmul(x, w[:96], tile, gated=True), expected_gated(x, w[:96]))
+        assert_agrees(skinny_gemm.matmul(x, w[:96], tile, gated=True), expected_gated(x, w[:96]))
 
 
 # The op.
@@ -145,10 +147,10 @@ def test_on_a_cpu_the_op_is_the_product_and_compiles_whole(with_bias: bool) -> N
 @pytest.mark.parametrize(
     ("rows", "n", "k", "guess"),
     [
-        (4, 6144, 4096, "thin"), (8, 4096, 4096, "thin"), (2, 28672, 4096, "long"), (4, 4096, 14336, "long"),
-        (8, 128256, 4096, "deep"), (4, 2048, 2048, "deep"), (3, 16384, 2048, "n64_k128_s4"), (4, 128256, 2048, "long"),
-        (16, 6144, 4096, "square"), (9, 4096, 4096, "n64_k128_s7"), (16, 2048, 8192, "deep"), (16, 28672, 4096, "broad"),
-        (32, 4096, 14336, "n64_k128_s7"), (32, 6144, 4096, "square"), (17, 28672, 4096, "broad"), (64, 28672, 4096, "broad"),
+        (4, 6144, 4096, "n16_k128"), (8, 4096, 4096, "n16_k128"), (2, 28672, 4096, "n16_k1024"), (4, 4096, 14336, "n16_k1024"),
+        (8, 128256, 4096, "n16_k512"), (4, 2048, 2048, "n16_k512"), (3, 16384, 2048, "n64_k128_s4"), (4, 128256, 2048, "n16_k1024"),
+        (16, 6144, 4096, "n64_k64"), (9, 4096, 4096, "n64_k128_s7"), (16, 2048, 8192, "n16_k512"), (16, 28672, 4096, "n128_k128"),
+        (32, 4096, 14336, "n64_k128_s7"), (32, 6144, 4096, "n64_k64"), (17, 28672, 4096, "n128_k128"), (64, 28672, 4096, "n128_k128"),
     ],
 )  # fmt: skip
 def test_the_best_guess_comes_first(rows: int, n: int, k: int, guess: str) -> None:
@@ -167,19 +169,19 @@ def test_what_cublas_does_as_well_or_the_kernel_cannot_is_refused(rows: int, n: 
 
 
 def test_mode_auto_streams_as_many_rows_as_the_kernel_takes() -> None:
-    assert candidate.SKINNY_GEMM_MAX_ROWS == kernels.MAX_ROWS
+    assert candidate.SKINNY_GEMM_MAX_ROWS == skinny_gemm.MAX_ROWS
 
 
 def launch(rows: int, n: int, k: int, config: int, gated: bool = False) -> None:
     x, w = torch.empty(rows, k, dtype=torch.bfloat16), torch.empty(n, k, dtype=torch.bfloat16)
-    kernels.matmul(x, w, TILE_CONFIGS[config], gated=gated)
+    skinny_gemm.matmul(x, w, TILE_CONFIGS[config], gated=gated)
 
 
 def test_every_candidate_fits_hopper_and_waits_before_it_touches_memory(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(kernels, "supports_pdl", lambda _: True)
+    monkeypatch.setattr(skinny_gemm, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
     wanted = {
         (rows, config, k) for rows in (8, 16, 32, 64) for n, k in REAL_SHAPES for config in ranked_configs(rows, n, k)

@@ -99,7 +99,9 @@ def test_a_config_without_weights_points_to_dummy_ones(run_cli: Any, tmp_path: P
 
 def test_a_model_without_attention_of_ours_is_refused_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("bloom", tmp_path)
-    assert_fails(run_cli("warm", folder, "--load-format", "dummy"), 1, "bloom never calls transformers' AttentionInterface")
+    assert_fails(
+        run_cli("warm", folder, "--load-format", "dummy"), 1, "bloom never calls transformers' AttentionInterface"
+    )
 
 
 def test_a_model_too_large_for_the_memory_is_exit_code_7(run_cli: Any, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.probe import PROBE_ATTN_IMPLEMENTATION, probe
-from tests.model_families import LAYERS, UNSUPPORTED, SUPPORTED, WINDOW
+from tests.model_families import LAYERS, SUPPORTED, UNSUPPORTED, WINDOW
 
 
 @pytest.mark.parametrize("family", list(UNSUPPORTED))
@@ -70,7 +70,9 @@ def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPa
     def with_bias(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-        return ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION](module, query, key, value, mask, position_bias=query, **kwargs)
+        return ALL_ATTENTION_FUNCTIONS[PROBE_ATTN_IMPLEMENTATION](
+            module, query, key, value, mask, position_bias=query, **kwargs
+        )
 
     class Interface:
         def get_interface(self, name: str, default: Any) -> Any:

@@ -14,14 +14,14 @@ from torch.fx import Graph, Node
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
-from tcdeploy.passes import last_token_rows as last_token_rows
 from tcdeploy.compiler.ledger import measure_compiles
-from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.models.packed_linears import pack_linears
+from tcdeploy.passes import last_token_rows as last_token_rows
+from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
 from tests.conftest import TINY, reset_programs
 
 aten = torch.ops.aten

@@ -12,8 +12,8 @@ import torch._inductor.utils
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.models.packed_linears import pack_linears
+from tcdeploy.passes.post_grad import PostGradPass
 from tests.conftest import reset_programs
 
 

@@ -173,5 +173,8 @@ def twice(x: Tensor) -> Tensor:
     ],
 )  # fmt: skip
 def test_whatever_is_no_such_norm_stays(function: Callable[[Tensor], Tensor]) -> None:
-    before, after = (count_targets(function, row(), skinny_gemm=True, fused_epilogues=fused_epilogues) for fused_epilogues in (False, True))
+    before, after = (
+        count_targets(function, row(), skinny_gemm=True, fused_epilogues=fused_epilogues)
+        for fused_epilogues in (False, True)
+    )
     assert before == after and before[PLAIN] == 1

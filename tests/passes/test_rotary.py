@@ -53,7 +53,11 @@ class RotaryCheckingPass(PostGradPass):
 
 
 def is_rope_fused(
-    turn: Rotation, fused_epilogues: bool = True, cos: Tensor | None = None, sin: Tensor | None = None, dtype: Any = torch.float32
+    turn: Rotation,
+    fused_epilogues: bool = True,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    dtype: Any = torch.float32,
 ) -> bool:
     """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
     looking, function = RotaryCheckingPass(fused_epilogues=fused_epilogues), attention(turn)

@@ -19,7 +19,7 @@ from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
 
 ONLY_OF_A_CPU = {"compiler", "install_paths", "cpu", "cpu_threads"}
 IRRELEVANT = {"driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "user_cache_dir"}
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def changed(here: Environment, name: str) -> Environment:
@@ -54,7 +54,11 @@ def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_differe
     """Nor is the CPU; what was made on a laptop fails on other factors."""
     there = replace(LAPTOP, compiler="")
     names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
-    assert [item.name for item in diff_environments(H100, there)] == [item.name for item in diff_environments(there, H100)] == names
+    assert (
+        [item.name for item in diff_environments(H100, there)]
+        == [item.name for item in diff_environments(there, H100)]
+        == names
+    )
 
 
 @pytest.mark.parametrize(("machine", "is_another"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
-from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.memory import CacheDemand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
 from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, make_recipe
 

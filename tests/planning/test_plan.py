@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.environment import Environment
-from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.plan import PREFERRED_ATTENTION, Bucket, Plan, make_plan
 from tests.machines import (
     ALL_FLASH,
@@ -25,9 +25,9 @@ from tests.machines import (
     H100,
     LAPTOP,
     LLAMA_8B,
-    make_recipe,
     decision_named,
     decisions_named,
+    make_recipe,
 )
 
 
@@ -293,7 +293,9 @@ def test_attention_that_cannot_run_is_refused_with_its_reason(
 def test_modes_with_graphs_take_them_by_step_or_as_asked(mode: str, graphs: str | None) -> None:
     plan = plan_for(mode=mode, graphs=graphs)
     assert (plan.mode, plan.graphs) == (mode, graphs or "step")
-    assert decision_named(plan, "graphs").reason == ("asked for" if graphs else decision_named(plan_for(), "graphs").reason)
+    assert decision_named(plan, "graphs").reason == (
+        "asked for" if graphs else decision_named(plan_for(), "graphs").reason
+    )
     assert not decision_named(plan, "graphs").is_fallback
 
 
@@ -484,7 +486,7 @@ def test_equal_questions_have_equal_keys() -> None:
 
 @pytest.mark.parametrize("seed", ["1", "2"])
 def test_another_process_finds_the_same_key(seed: str) -> None:
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     source = f"from tests.planning.test_plan import *; print(plan_for(**{SMALL!r}).key)"
     environ = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", source], env=environ, capture_output=True, text=True, check=True)

@@ -14,7 +14,7 @@ import yaml
 from tcdeploy.errors import RecipeError
 from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_recipe, recipe_names
 
-RECIPES = Path(__file__).resolve().parent.parent / "recipes"
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
 class Layers(NamedTuple):

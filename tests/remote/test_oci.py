@@ -15,11 +15,12 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import oci, retry as retry
+from tcdeploy.remote import oci
+from tcdeploy.remote import retry as retry
 from tcdeploy.remote.transfer import find, pull, push
 from tests.conftest import mounted_tmpfs
-from tests.remote.conftest import OTHER_PLAN, PLAN, Registry, ConcurrentRun
-from tests.remote.faulty import FakeResponse, Cut, Drip, Fault, Proxy, Request, Stall, Wait, proxy
+from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun, Registry
+from tests.remote.faulty import Cut, Drip, FakeResponse, Fault, Proxy, Request, Stall, Wait, proxy
 
 pytest.importorskip("requests")
 Make = Callable[..., Path]
@@ -282,7 +283,11 @@ class TokenGate:
         if request.path.startswith("/token"):
             right = "Basic " + base64.b64encode(b"user:secret").decode()
             asked = "scope=repository%3Aguarded%3Apull%2Cpush" in request.path and "service=here" in request.path
-            return FakeResponse(200, b'{"token": "given"}') if request.authorization == right and asked else FakeResponse(401)
+            return (
+                FakeResponse(200, b'{"token": "given"}')
+                if request.authorization == right and asked
+                else FakeResponse(401)
+            )
         if request.authorization == "Bearer given":
             return None
         wants = f'Bearer realm="http://{self.front.host}/token",service="here",scope="{self.scope}"'

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import retry as retry, transfer
+from tcdeploy.remote import retry as retry
+from tcdeploy.remote import transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, redacted
 from tests.conftest import mounted_tmpfs
 from tests.remote.conftest import OTHER_PLAN, PLAN, ConcurrentRun
-from tests.remote.faulty import FakeResponse, Cut, Drip, Proxy, Stall, NoContentLength, Wait
+from tests.remote.faulty import Cut, Drip, FakeResponse, NoContentLength, Proxy, Stall, Wait
 
 Make = Callable[..., Path]
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"

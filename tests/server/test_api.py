@@ -14,9 +14,9 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
-from tcdeploy.server.validation import ModelLimits, to_sampling_params
 from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
 from tcdeploy.server.service import Prompt, Service
+from tcdeploy.server.validation import ModelLimits, to_sampling_params
 
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})
 CHAT = ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})

@@ -209,7 +209,9 @@ def test_bytes_that_are_no_request(server: ServerProcess, content: bytes, header
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
-def test_the_frameworks_own_errors_have_openais_shape(server: ServerProcess, method: str, path: str, status: int) -> None:
+def test_the_frameworks_own_errors_have_openais_shape(
+    server: ServerProcess, method: str, path: str, status: int
+) -> None:
     found = httpx.request(method, server.address + path)
     assert found.status_code == status and found.json()["error"]["message"]
 

@@ -13,7 +13,9 @@ from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 
 
-def test_a_prompt_beyond_the_buckets_is_served_counted_and_written_once(server: ServerProcess, warm_cache: Path) -> None:
+def test_a_prompt_beyond_the_buckets_is_served_counted_and_written_once(
+    server: ServerProcess, warm_cache: Path
+) -> None:
     def lines() -> int:
         found = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
         return found.count({"kind": "prefill", "size": 256})

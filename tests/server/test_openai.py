@@ -203,7 +203,9 @@ def test_32_at_once_get_what_each_gets_alone(server: ServerProcess) -> None:
         ({"messages": [{"role": "user", "content": "long " * 5000}]}, "messages"), ({"min_tokens": 999}, "min_tokens"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_the_name_of_the_field(server: ServerProcess, asked: dict[str, Any], param: str) -> None:
+def test_what_cannot_be_is_refused_by_the_name_of_the_field(
+    server: ServerProcess, asked: dict[str, Any], param: str
+) -> None:
     server.wait_until_idle(10)
     before = server.steps
     known = {name: asked[name] for name in ("messages", "model") if name in asked}

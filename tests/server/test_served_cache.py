@@ -51,7 +51,9 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
     assert "ready: " not in done.stdout and "Traceback" not in done.stderr
 
 
-def test_asked_to_rebuild_it_compiles_and_serves(damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer) -> None:
+def test_asked_to_rebuild_it_compiles_and_serves(
+    damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer
+) -> None:
     cache, library = damaged
     with serving(tmp_path, cache, "--on-bad-cache", "rebuild", fork_server=fork_server) as server:
         assert any(", miss," in line for line in server.stderr)

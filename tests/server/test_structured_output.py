@@ -203,7 +203,9 @@ def test_a_schema_made_to_hurt_is_answered_or_refused_and_nobody_waits(server: S
     neighbour = threading.Thread(target=other)
     neighbour.start()
     try:
-        [choice] = chat(server, response_format=json_schema_format(HOSTILE[name]), temperature=1, seed=0, max_tokens=100).choices
+        [choice] = chat(
+            server, response_format=json_schema_format(HOSTILE[name]), temperature=1, seed=0, max_tokens=100
+        ).choices
         assert choice.finish_reason in ("stop", "length")
         if choice.finish_reason == "stop":
             json.loads(choice.message.content)
@@ -287,7 +289,9 @@ def test_a_schema_is_compiled_beside_the_event_loop(tokenizer: Any, monkeypatch:
     structured_output, threads = StructuredOutputBackend(tokenizer, ()), []
     compile = structured_output._compile
     monkeypatch.setattr(
-        structured_output, "_compile", lambda *given: (threads.append(threading.current_thread().name), compile(*given))[1]
+        structured_output,
+        "_compile",
+        lambda *given: (threads.append(threading.current_thread().name), compile(*given))[1],
     )
     asyncio.run(structured_output.compile_json_schema(FLAGS, "response_format"))
     assert len(threads) == 1 and threads[0].startswith("grammar")

@@ -17,12 +17,12 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
-from tcdeploy.server.validation import check
 from tcdeploy.server.protocol import ApiError, ChatRequest, parse
-from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
 from tcdeploy.server.stop_strings import StopStringDetokenizer
+from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.tools import Markup, ToolSupport, find_markup
+from tcdeploy.server.validation import check
 from tcdeploy.server.vocabulary import Vocabulary
 from tests.conftest import TINY
 from tests.fork_server import ForkServer
@@ -130,7 +130,9 @@ def answer(
     """What a client gets of a model that says `text`; of a stream, put together again."""
     made = request(stream=stream, **asked)
     vocabulary = Vocabulary(tokenizer)
-    choice = Choice(0, StopStringDetokenizer(tokenizer, stop_strings, False), 5, False, tool_parser=tools.tool_parser(made, PROMPT))
+    choice = Choice(
+        0, StopStringDetokenizer(tokenizer, stop_strings, False), 5, False, tool_parser=tools.tool_parser(made, PROMPT)
+    )
     builder = ChatResponseBuilder(made, "tiny", vocabulary)
     ids = tokenizer(text, add_special_tokens=False).input_ids
     content, message = "", {"content": "", "reasoning_content": "", "tool_calls": []}
@@ -331,7 +333,9 @@ def test_marks_that_are_tokens_are_forced_as_those_tokens(tmp_path: Path) -> Non
 
 
 @pytest.fixture(scope="module")
-def tool_server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Iterator[ServerProcess]:
+def tool_server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess, fork_server: ForkServer
+) -> Iterator[ServerProcess]:
     folder = make_model(tmp_path_factory.mktemp("able") / "model")
     home = tmp_path_factory.mktemp("home")
     with serving(home, warm_cache, "--served-name", TINY, model=str(folder), fork_server=fork_server) as found:
@@ -360,7 +364,9 @@ def calls_of(choice: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("temperature", [0, 1.2])
-def test_a_required_call_comes_whatever_the_model_would_rather_say(tool_server: ServerProcess, temperature: float) -> None:
+def test_a_required_call_comes_whatever_the_model_would_rather_say(
+    tool_server: ServerProcess, temperature: float
+) -> None:
     for seed in range(1 if temperature == 0 else 6):
         asked = {"tool_choice": "required", "parallel_tool_calls": False, "temperature": temperature, "seed": seed}
         [choice] = chat(tool_server, **asked).choices

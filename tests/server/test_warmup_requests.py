@@ -24,7 +24,12 @@ def test_it_has_answered_and_no_figure_tells_of_it(serve: Callable[..., Any]) ->
             assert fresh.metric(name) == 0
         assert fresh.metric("request_success_total", finished_reason="length") == 0
         status = httpx.get(f"{fresh.address}/status").json()
-        assert (status["answers"], status["generation_tokens"], status["kv_cache_usage"], status["running"]) == (0, 0, 0, 0)
+        assert (status["answers"], status["generation_tokens"], status["kv_cache_usage"], status["running"]) == (
+            0,
+            0,
+            0,
+            0,
+        )
 
 
 @pytest.mark.parametrize("has_grammars", [False, True])
