@@ -1,12 +1,12 @@
 """From a recipe to a running deployment: the one path that every command takes.
 
-A cold start and a warm start are this path at two speeds. Read `prepare` from top to bottom; each line is a stage,
-and its seconds stand in the manifest.
+A cold start and a warm start take the same path. Read `prepare` from top to bottom: each block is a stage, whose
+seconds are written to the manifest.
 """
 
 from __future__ import annotations
 
-# ruff: noqa: E402 - the imports below are a stage of their own: 15 s on a cold disk, so they are measured
+# ruff: noqa: E402 - importing is a stage, and its seconds are reported
 import time
 
 _import_started = time.perf_counter()
@@ -22,13 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.attention.interface import (
-    ATTN_IMPLEMENTATION,
-    bind_attention,
-    empty_attention_metadata,
-    register_attention,
-)
+from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
+from tcdeploy.attention.metadata import StepSlot, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
@@ -42,13 +38,13 @@ from tcdeploy.cache.manifest import (
     write_manifest,
 )
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
-from tcdeploy.compiler.programs import compile_regions
-from tcdeploy.compiler.regions import find_head_modules, find_layers, regions_to_compile
+from tcdeploy.compiler.jit import JitLoader
+from tcdeploy.compiler.programs import ProgramTable, compile_in_place
+from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
-from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
@@ -96,18 +92,17 @@ class Deployment:
 
 
 def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = False) -> Deployment:
-    """Model id in, warmed deployment out. `measure` also times each bucket, eager and compiled.
+    """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
 
-    Python's garbage collector spares from then on what this process holds at the end (`gc.freeze`). Whoever drops a
-    deployment and wants its memory back calls `gc.unfreeze()` and `gc.collect()`; the next `prepare` does so too.
+    What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
+    TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH; raises torch._dynamo's recompile limits; registers an attention function
+    with transformers and an audit hook with Python; and applies the patches of torch_compat/. It does not touch the
+    garbage collector, signals or logging. Raises TcdeployError.
     """
     global _prepare_calls
     _prepare_calls += 1
     progress = progress or NullProgress()
     stages = _StageTimer(progress)
-    if gc.get_freeze_count():  # an earlier deployment of this process may be garbage by now, and hold memory
-        gc.unfreeze()
-        gc.collect()
     planned = decide(recipe, progress, stages)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
@@ -128,15 +123,11 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
             toolchain.install_compiler_stub(planned.toolchain)
         runner = _load(planned)
     with stages.stage("compile"):
-        layers = find_layers(runner.model, architecture)
-        head_modules = (
-            find_head_modules(runner.model, layers) if plan.graphs == "step" and plan.region != "model" else []
-        )
-        compile_regions(regions_to_compile(runner.model, layers, plan.region), head_modules, plan, runner.step)
-        known = _earlier_results(planned, earlier)
+        regions = _regions(runner.model, planned)
+        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.slot)
+        previous = _previous_run(planned, earlier)
         with FileAccessTracker(cache_dir).track() as used:
-            records = warm_buckets(runner, architecture, known, cache_dir, measure, progress)
-        freeze_gc_after_startup()
+            records = warm_buckets(runner, architecture, previous, cache_dir, measure, progress)
     with stages.stage("record"):
         files = _hash_used_files(planned, cache_dir, used, earlier)
     workspace_bytes = _workspace_bytes(plan)
@@ -148,7 +139,7 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
 
 
-def _earlier_results(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
+def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
         return PreviousRun()
     here, there = origin_of(planned), earlier.origin
@@ -158,21 +149,22 @@ def _earlier_results(planned: PlannedDeployment, earlier: Manifest | None) -> Pr
 
 
 def origin_of(planned: PlannedDeployment) -> Origin:
-    """What programs are made from here, beside plan and machine."""
+    """What programs depend on besides the plan and the machine."""
     return make_origin(planned.recipe, config_to_dict(planned.config), sources_digest(), torch_settings())
 
 
 def _hash_used_files(
     planned: PlannedDeployment, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
 ) -> tuple[FileRecord, ...]:
-    """What this start used of the cache folder, hashed; the compiler's answers among it, if it made any of that.
+    """Hash the cache files that this start used, with the file that describes the C++ compiler.
 
-    With what an earlier one used, where this process may have held programs already.
+    If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
+    included.
     """
-    known = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN_DIR)] if earlier else []
-    compiler = known[0] if known else toolchain.save_toolchain(cache_dir)
-    before = [file.path for file in earlier.files] if earlier and not _is_first_prepare() else []
-    return hash_files(cache_dir, {*used.paths(), *before, *([compiler] if compiler else [])})
+    recorded = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN_DIR)] if earlier else []
+    compiler = recorded[0] if recorded else toolchain.save_toolchain(cache_dir)
+    previous = [file.path for file in earlier.files] if earlier and not _is_first_prepare() else []
+    return hash_files(cache_dir, {*used.paths(), *previous, *([compiler] if compiler else [])})
 
 
 def _is_first_prepare() -> bool:
@@ -180,7 +172,7 @@ def _is_first_prepare() -> bool:
 
 
 def release_memory() -> None:
-    """Give back what dropped deployments held: device memory, programs, and what the collector was told to spare."""
+    """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects."""
     torch._dynamo.reset()
     gc.unfreeze()
     gc.collect()
@@ -189,17 +181,17 @@ def release_memory() -> None:
 
 
 def _workspace_bytes(plan: Plan) -> int | None:
-    """What the device has given away beyond weights and KV, to this process and any other; None without a GPU."""
+    """Device memory in use beyond weights and KV cache, by all processes; None without a GPU."""
     if plan.device != "cuda":
         return None
     torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # what only warming took
+    torch.cuda.empty_cache()  # memory that only warm-up needed
     free, total = torch.cuda.mem_get_info()
     return total - free - plan.weight_bytes - plan.kv_bytes
 
 
 def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> PlannedDeployment:
-    """Everything that can be decided without weights; what `--dry-run` prints."""
+    """Decide everything that needs no weights. `--dry-run` prints the result."""
     progress = progress or NullProgress()
     stages = stages or _StageTimer(progress)
     with stages.stage("decide"):
@@ -216,52 +208,56 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
-    """Without a C++ compiler: as if there were the one that made the plan's programs in the cache, if one did."""
+    """The deployment as planned for the compiler that made the cached programs, for a machine without a C++ compiler."""
     for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
-        found = with_cxx_compiler(planned, recorded.version)
-        if manifest_path(found.plan.cache_dir, found.plan.key).is_file():
-            return dataclasses.replace(found, toolchain=recorded)
+        replanned = with_cxx_compiler(planned, recorded.version)
+        if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():
+            return dataclasses.replace(replanned, toolchain=recorded)
     return planned
 
 
 def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeployment:
-    """What would be decided if the C++ compiler were this one."""
+    """The deployment as planned for another version of the C++ compiler."""
     environment = dataclasses.replace(planned.environment, compiler=version)
     plan = make_plan(planned.recipe, environment, planned.architecture)
     return dataclasses.replace(planned, environment=environment, plan=plan)
 
 
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
-    """Where and why tracing would break, for each class of region, in prefill and in decode. Compiles nothing."""
+    """The graph breaks of each kind of region, in prefill and in decode. Compiles nothing."""
     planned = decide(recipe, progress)
     cache_folder.activate(planned.plan.cache_dir, planned.plan.key, len(planned.plan.buckets))
     runner = _load(planned)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
-    regions = _regions(runner.model, planned)
-    found = explain_regions(regions, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    layers = find_layers(runner.model, planned.architecture)
+    regions = regions_to_compile(runner.model, layers, planned.plan.region)
+    breaks = explain_regions(regions, runner.slot, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
     runner.row_assignment.assign_prefilled([prompt])
-    found += explain_regions(regions, lambda: runner.decode([prompt]))
-    return list(dict.fromkeys(found))
+    breaks += explain_regions(regions, runner.slot, lambda: runner.decode([prompt]))
+    return list(dict.fromkeys(breaks))
 
 
 def _load(planned: PlannedDeployment) -> ModelRunner:
-    """Weights, KV cache and the bindings between them, with nothing compiled yet."""
+    """Load the weights and bind them to a KV cache. Nothing is compiled yet."""
     plan, architecture = planned.plan, planned.architecture
     register_attention()
     model = load_model(plan, planned.config, ATTN_IMPLEMENTATION)
     pack_linears(model, architecture.packed_linears)
-    step = empty_attention_metadata(plan, architecture)
-    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), plan, step)
-    return ModelRunner(model, plan, step, architecture.vocab_size)
+    slot = StepSlot()
+    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), slot)
+    return ModelRunner(model, plan, slot, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
-def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[torch.nn.Module]:
-    return regions_to_compile(model, find_layers(model, planned.architecture), planned.plan.region)
+def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:
+    """The regions to compile. Head modules are compiled only where a whole step becomes one CUDA graph."""
+    plan, layers = planned.plan, find_layers(model, planned.architecture)
+    has_head = plan.graphs == "step" and plan.region != "model"
+    return [*regions_to_compile(model, layers, plan.region), *(find_head_modules(model, layers) if has_head else [])]
 
 
 @dataclass
 class _StageTimer:
-    """Seconds per stage, in order."""
+    """Seconds of each stage, in order."""
 
     progress: Progress
     seconds: dict[str, float] = field(default_factory=lambda: {"import": IMPORT_SECONDS})

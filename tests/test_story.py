@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tcdeploy.compiler.ledger import measure_compiles, read_counts
-from tcdeploy.compiler.programs import fail_on_recompile
+from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-from tcdeploy.compiler.programs import fail_on_recompile
+from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.planning.plan import Plan

@@ -1,7 +1,7 @@
-"""Where and why tracing breaks: one line per graph break, with the line of source that caused it.
+"""Reports where and why tracing breaks: one line per graph break, with the line of source that caused it.
 
-Each kind of region is called once, eagerly, to catch its real arguments (transformers hands some layers a None where
-others get a tensor); torch._dynamo.explain then traces it with them and lists its breaks.
+Each kind of region is called once, uncompiled, to record its real arguments (transformers passes None to some layers
+and a tensor to others). torch._dynamo.explain then traces the region with these arguments and lists the graph breaks.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ import torch
 import torch._dynamo
 from torch import nn
 
+from tcdeploy.attention.metadata import Step, StepSlot
+from tcdeploy.compiler.regions import Region
+
 
 class GraphBreak(NamedTuple):
-    """A graph break: `file` and `line` are empty and 0 where torch names none."""
+    """A graph break. `file` and `line` are empty and 0 if torch names no source line."""
 
     region: str
     reason: str
@@ -25,30 +28,41 @@ class GraphBreak(NamedTuple):
     source: str
 
 
-def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) -> list[GraphBreak]:
-    """Breaks of one region of each class; `run_once` makes a step of the uncompiled model."""
-    kinds = {type(region): region for region in reversed(regions)}
-    arguments: dict[type, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+class _Call(NamedTuple):
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    step: Step | None
 
-    def capture_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        arguments[type(module)] = (args, kwargs)
 
-    hooks = [region.register_forward_pre_hook(capture_arguments, with_kwargs=True) for region in kinds.values()]
+def explain_regions(regions: list[Region], slot: StepSlot, run_once: Callable[[], object]) -> list[GraphBreak]:
+    """The graph breaks of one region of each kind. `run_once` runs a step of the uncompiled model."""
+    modules = {region.kind: region.module for region in reversed(regions)}
+    calls: dict[nn.Module, _Call] = {}
+
+    def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls[module] = _Call(args, kwargs, slot.step)
+
+    hooks = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in modules.values()]
     try:
         run_once()
     finally:
         for hook in hooks:
             hook.remove()
     return [
-        found for kind, region in kinds.items() if kind in arguments for found in _explain(region, *arguments[kind])
+        graph_break
+        for module in modules.values()
+        if module in calls
+        for graph_break in _explain(module, calls[module], slot)
     ]
 
 
 @torch.no_grad()
-def _explain(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GraphBreak]:
+def _explain(module: nn.Module, call: _Call, slot: StepSlot) -> list[GraphBreak]:
     torch._dynamo.reset()
-    explained = torch._dynamo.explain(region.forward)(*args, **kwargs)
-    return [_to_graph_break(type(region).__name__, reason) for reason in explained.break_reasons]
+    slot.step = call.step
+    explanation = torch._dynamo.explain(module.forward)(*call.args, **call.kwargs)
+    slot.step = None
+    return [_to_graph_break(type(module).__name__, reason) for reason in explanation.break_reasons]
 
 
 def _to_graph_break(region: str, reason: Any) -> GraphBreak:
@@ -56,6 +70,5 @@ def _to_graph_break(region: str, reason: Any) -> GraphBreak:
     if not reason.user_stack:
         return GraphBreak(region, text, "", 0, "")
     frame = reason.user_stack[-1]
-    return GraphBreak(
-        region, text, frame.filename, frame.lineno, linecache.getline(frame.filename, frame.lineno).strip()
-    )
+    source = linecache.getline(frame.filename, frame.lineno).strip()
+    return GraphBreak(region, text, frame.filename, frame.lineno, source)

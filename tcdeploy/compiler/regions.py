@@ -1,66 +1,99 @@
-"""Find what to compile: the decoder layers, and in each its attention block and its MLP, by structure alone.
+"""Finds the modules to compile by structure: the decoder layers, their attention blocks and MLPs, and the head modules.
 
-The probe knows which modules call attention. A decoder layer is the nearest ancestor that stands in a ModuleList; its
-attention block is the child on the way down; its MLP is every other child that holds a matrix (norms hold vectors).
+The probe has found the modules that call attention. A decoder layer is the nearest ancestor of such a module that is an
+item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
+the MLP (norms hold vectors).
+
+A region has a kind. Regions of one kind run the same program with other weights, so the kind is the region's place in
+its layer, and a number where layers of the model attend differently (a sliding window in some of them, say).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import nn
 
 from tcdeploy.models.probe import decoder_layer_position
-from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.architecture import Architecture, AttentionSpec
+
+
+@dataclass(frozen=True)
+class Region:
+    """A module that is compiled on its own. `is_last`: the region whose output may be reduced to the sampled rows."""
+
+    kind: str
+    module: nn.Module
+    is_head: bool = False  # runs before or after the layers; compiled in decode only
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
 class DecoderLayer:
     path: str
-    layer: nn.Module
+    module: nn.Module
     attention: nn.Module
-    mlp: tuple[nn.Module, ...]  # one module, or the bare matrices where a layer holds them itself
+    mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
+    attention_kind: int  # equal for layers that attend alike
 
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
-    return [_find_layer(model, spec.path) for spec in architecture.attention_layers]
+    """The decoder layers of `model`, in order."""
+    specs = [dataclasses.replace(spec, path="") for spec in architecture.attention_layers]
+    kinds = list(dict.fromkeys(specs))
+    return [
+        _find_layer(model, attention, kinds.index(spec))
+        for attention, spec in zip(architecture.attention_layers, specs, strict=True)
+    ]
 
 
-def _find_layer(model: nn.Module, attention_path: str) -> DecoderLayer:
-    stack, index = decoder_layer_position(model, attention_path)
+def _find_layer(model: nn.Module, spec: AttentionSpec, attention_kind: int) -> DecoderLayer:
+    stack, index = decoder_layer_position(model, spec.path)
     path = f"{stack}.{index}"
     layer = model.get_submodule(path)
-    block_name = attention_path.removeprefix(path + ".").split(".")[0]
+    block_name = spec.path.removeprefix(path + ".").split(".")[0]
     mlp = tuple(child for name, child in layer.named_children() if name != block_name and _holds_matrix(child))
-    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp)
+    return DecoderLayer(path, layer, layer.get_submodule(block_name), mlp, attention_kind)
 
 
 def _holds_matrix(module: nn.Module) -> bool:
     return any(parameter.ndim >= 2 for parameter in module.parameters())
 
 
-def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[nn.Module]:
-    """What a step runs before and after the layers and is worth a program: final norm, rotary factors, head.
+def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
+    """The modules that run before and after the layers and are worth compiling: final norm, rotary embedding, LM head.
 
-    Neighbours of the stack of layers, on every level above it. Embeddings are one kernel as they are. Rotary factors
-    that depend on the longest position choose their formula on the host, and stay eager.
+    These are the siblings of the stack of layers on every level above it. Embeddings are left out, since an embedding
+    is a single kernel. So are rotary embeddings that select their formula on the host by the longest position.
     """
     path = layers[0].path.rpartition(".")[0].split(".")
-    neighbours: list[nn.Module] = []
+    regions: list[Region] = []
     for level in range(len(path)):
-        parent = model.get_submodule(".".join(path[:level]))
-        neighbours += [child for name, child in parent.named_children() if name != path[level]]
-    return [one for one in neighbours if not isinstance(one, nn.Embedding | nn.Dropout) and not _depends_on_length(one)]
+        parent_path = ".".join(path[:level])
+        for name, child in model.get_submodule(parent_path).named_children():
+            is_compiled = not isinstance(child, nn.Embedding | nn.Dropout) and not _depends_on_length(child)
+            if name != path[level] and is_compiled:
+                regions.append(Region(f"{parent_path}.{name}".removeprefix("."), child, is_head=True))
+    return regions
 
 
 def _depends_on_length(module: nn.Module) -> bool:
     return getattr(module, "rope_type", "default") in ("dynamic", "longrope")
 
 
-def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[nn.Module]:
-    """The modules that are compiled in place, in the order in which they run."""
-    if region == "layer":
-        return [layer.layer for layer in layers]
-    if region == "blocks":
-        return [module for layer in layers for module in (layer.attention, *layer.mlp)]
-    return [model]
+def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[Region]:
+    """The regions of the layers for `--region layer`, `blocks` or `model`, in the order in which they run."""
+    if region == "model":
+        regions = [Region("model", model)]
+    elif region == "layer":
+        regions = [Region(f"layer/{layer.attention_kind}", layer.module) for layer in layers]
+    else:
+        regions = [block for layer in layers for block in _blocks(layer)]
+    return [*regions[:-1], dataclasses.replace(regions[-1], is_last=True)]
+
+
+def _blocks(layer: DecoderLayer) -> list[Region]:
+    names = {child: name for name, child in layer.module.named_children()}
+    attention = Region(f"{names[layer.attention]}/{layer.attention_kind}", layer.attention)
+    return [attention, *(Region(names[module], module) for module in layer.mlp)]

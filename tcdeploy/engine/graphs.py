@@ -1,8 +1,8 @@
-"""Record a whole step as one CUDA graph and replay it: one launch instead of hundreds.
+"""Captures a whole step as one CUDA graph and replays it: one launch instead of hundreds.
 
-Graphs are recorded largest bucket first into one memory pool, so the smaller ones fit into what the largest took.
-They cannot be saved: each start pays 0.02 to 0.1 s a bucket. Anything lazy (Triton loading, autotuning) is illegal
-while recording, so the step must have run before.
+Graphs are captured from the largest bucket to the smallest into one memory pool, so that smaller graphs reuse the
+memory of the largest. They cannot be saved: each start captures them again, which takes 0.02 to 0.1 s per bucket on an
+H100. Lazy work (loading Triton kernels, autotuning) is illegal during capture, so the step must have run before.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch import Tensor
 
 class StepOutput(NamedTuple):
     logits: Tensor  # [rows, vocab]
-    tokens: Tensor  # [rows] int64: the greedy choice, unless sampled
-    rows: Tensor  # [rows] int64: the decode row that each belongs to
+    tokens: Tensor  # [rows] int64: greedy tokens, unless sampled
+    rows: Tensor  # [rows] int64: the decode row of each output
 
 
 class StepGraph(NamedTuple):
-    """A recorded step: `replay` reads the bucket's static buffers and overwrites `output`."""
+    """A captured step: `replay` reads the bucket's static buffers and overwrites `output`."""
 
     graph: Any  # torch.cuda.CUDAGraph
     output: StepOutput
@@ -32,7 +32,7 @@ class StepGraph(NamedTuple):
 
 
 def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
-    """Record `step` with its tensors in `pool`, a torch.cuda.MemPool: it outlives its graphs, which candidates need."""
+    """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph, pool=pool.id):

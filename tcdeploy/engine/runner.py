@@ -1,8 +1,8 @@
-"""Run one step of the model for a bucket: replay its graph, or call its programs.
+"""Runs one step of the model for a bucket: replays its CUDA graph, or calls its programs.
 
-The model is called through its own forward, so whatever a family does around its layers (embedding scale, final
-soft-capping, logit scaling) is its own code. Only the rows that are sampled from go through the head. A step ends, on
-the device, with the greedy choice and the advance of the decode rows; any other sampling replaces that choice after it.
+The model's own forward is called, so whatever a family does around its layers (embedding scale, final soft-capping,
+logit scaling) is the family's code. Only the rows that are sampled from pass through the head. A step ends on the
+device with the greedy tokens and the advance of the decode rows; other sampling replaces these tokens afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import AttentionMetadata
+from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
+from tcdeploy.attention.metadata import AttentionConfig, Step, StepSlot, choose_decode_splits
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -28,20 +29,27 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
 
-PROMPT_LOGPROBS_CHUNK = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
+PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
 
 
 class ModelRunner:
-    """Owns the decode rows, and the buffers and graphs of all buckets. `no_grad` everywhere: torch guards on it."""
+    """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, step: AttentionMetadata, vocab_size: int) -> None:
+    Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
+    attention/metadata.py; `slot` is the one that the attention modules of `model` hold.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, slot: StepSlot, split_counters: Tensor, vocab_size: int
+    ) -> None:
         self.model = model
         self.plan = plan
+        self.slot = slot
+        self.split_counters = split_counters
         self.vocab_size = vocab_size
-        self.step = step  # the object that every layer's binding holds
         self.state = make_decode_rows(plan, vocab_size)
         self.row_assignment = RowAssignment(self.state)
-        self._decode = {bucket: decode_buffers(bucket, self.state, step) for bucket in plan.decode_buckets}
+        self._decode = {bucket: decode_buffers(bucket, self.state, split_counters) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
         self._advance_backend: Literal["triton", "reference"] = (
             "triton" if plan.decode_attention == "triton" else "reference"
@@ -50,17 +58,17 @@ class ModelRunner:
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
-        self.padding_tokens: Counter[Bucket] = Counter()  # tokens or rows that they computed for nobody
-        self.uncaptured_runs = 0  # of a bucket that has a graph: what scoring prompts takes
+        self.padding_tokens: Counter[Bucket] = Counter()  # padding tokens or rows computed by these steps
+        self.uncaptured_runs = 0  # passes of buckets that have a graph, for the logprobs of prompts
         self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
         self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None
     ) -> StepOutput:
-        """One packed step over the chunks, in the smallest bucket that holds them unless one is named.
+        """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
-        Row i of the output belongs to chunk i. A sequence that ends its prompt here and is the r-th that runs takes its
-        first token with it into decode row r.
+        Output i belongs to chunk i. A chunk that ends its prompt writes its first token to the decode row of its
+        sequence, which is the index of the sequence in `running`.
         """
         tokens = sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
@@ -71,7 +79,7 @@ class ModelRunner:
         return self._run(prefill.buffers)
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
-        """One token for each sequence; row i of the output belongs to sequence i."""
+        """One token for each sequence; output i belongs to sequence i."""
         self.row_assignment.assign(running)
         self.row_assignment.upload_block_table()
         bucket = smallest_bucket(self.plan.decode_buckets, len(running))
@@ -84,9 +92,9 @@ class ModelRunner:
 
     @torch.no_grad()
     def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
-        """Replace the greedy choice of a step by what the rows' sampling parameters ask; the next step feeds that.
+        """Replace the greedy tokens of a step by tokens sampled with the rows' parameters, also as the next step's input.
 
-        `masks` goes with `features.masks`: one row of it for each output.
+        `masks` [outputs, words] int32 is needed if `features.masks` is set.
         """
         state = self.state
         positions = state.positions[output.rows]
@@ -96,35 +104,33 @@ class ModelRunner:
             sampling.count_tokens(state.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
 
-    def compute_prompt_logprobs(self, chunk: Chunk, wanted: int) -> list[tuple[int, sampling.Logprobs]]:
-        """Log-probabilities of the tokens that follow those of a chunk within its prompt, and of `wanted` others each.
+    def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, sampling.Logprobs]]:
+        """Log-probabilities of the prompt tokens that follow the tokens of a chunk, with `num_top` alternatives each.
 
-        Each piece comes with the position of the first token that its tokens follow.
-
-        Not from a graph, whose steps keep the last row of each prompt alone; by the same programs. The head works in
-        pieces of PROMPT_LOGPROBS_CHUNK tokens: the logits of a whole prompt may be larger than the weights.
+        Returns pieces of at most PROMPT_LOGPROBS_CHUNK rows, each with the position of its first row: the logits of a
+        whole prompt may be larger than the weights. Graphs are not used, since they keep only the last row of a prompt.
         """
         sequence, start, stop = chunk
-        last = min(stop, sequence.prompt_length - 1)
+        end_of_rows = min(stop, sequence.prompt_length - 1)
         prefill = self._prefill_for(smallest_bucket(self.plan.prefill_buckets, stop - start), stop - start)
         prefill.fill([chunk], [None])
-        found: list[tuple[int, sampling.Logprobs]] = []
+        pieces: list[tuple[int, sampling.Logprobs]] = []
         with _reuse_body_output(self.model):
-            for begin in range(start, last, PROMPT_LOGPROBS_CHUNK):
-                end = min(begin + PROMPT_LOGPROBS_CHUNK, last)
+            for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
+                end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-                found.append((begin, sampling.logprobs(self._logits_at(prefill.buffers, rows), next_ids, wanted)))
+                pieces.append((begin, sampling.logprobs(self._logits_at(prefill.buffers, rows), next_ids, num_top)))
         self.uncaptured_runs += self.is_captured(prefill.buffers.bucket)
-        return found
+        return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
-        """How the bucket's step is to be made from now on; a graph made otherwise is dropped."""
+        """Run the bucket with this variant from now on. The graph of another variant is dropped."""
         self._graphs.pop(bucket, None)
         self._variants[bucket] = variant
 
     def capture(self, bucket: Bucket) -> None:
-        """Record the bucket's step; it must have run before, and its buffers keep what they hold."""
+        """Capture the bucket's step, which must have run before. Its buffers keep their contents."""
         buffers = self._buffers(bucket)
         self._pool = self._pool or torch.cuda.MemPool()
         self._graphs[bucket] = capture_graph(lambda: self._forward(buffers), self._pool)
@@ -133,7 +139,7 @@ class ModelRunner:
         return bucket in self._graphs
 
     def rerun(self, bucket: Bucket) -> StepOutput:
-        """The bucket's step again, on what its buffers hold."""
+        """Run the bucket's step again on the current contents of its buffers."""
         return self._run(self._buffers(bucket))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
@@ -143,10 +149,10 @@ class ModelRunner:
         return self._prefill[bucket].buffers if bucket.is_prefill else self._decode[bucket]
 
     def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
-        if bucket.min_size:  # a dynamic bucket keeps no buffers
-            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.state, self.step)
+        if bucket.min_size:  # a dynamic bucket has no static buffers
+            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.state)
         if bucket not in self._prefill:
-            self._prefill[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.state, self.step)
+            self._prefill[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.state)
         return self._prefill[bucket]
 
     def _run(self, buffers: StepBuffers) -> StepOutput:
@@ -155,56 +161,67 @@ class ModelRunner:
 
     @torch.no_grad()
     def _forward(self, buffers: StepBuffers) -> StepOutput:
-        variant = self._set_attn_metadata(buffers)
-        last_token_rows = buffers.logits_indices if variant.last_token_rows else None
-        logits = self._logits(buffers, last_token_rows, None if variant.last_token_rows else buffers.logits_indices)
+        selects_early = self._variants[buffers.bucket].last_token_rows
+        last_token_rows = buffers.logits_indices if selects_early else None
+        logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
         state = self.state
         tokens = advance(
-            logits,
-            buffers.rows,
-            buffers.lengths,
-            state.token_ids,
-            state.positions,
-            state.seq_lens,
+            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens,
             self._advance_backend,
-        )
+        )  # fmt: skip
         return StepOutput(logits, tokens, buffers.rows)
 
     @torch.no_grad()
     def _logits_at(self, buffers: StepBuffers, rows: Tensor) -> Tensor:
-        self._set_attn_metadata(buffers)
         return self._logits(buffers, None, rows)
 
-    def _set_attn_metadata(self, buffers: StepBuffers) -> Variant:
-        """What the layers are to see from now on; how the bucket's step is made."""
-        self.step.show(buffers.step)
-        self.step.variant = variant = self._variants[buffers.bucket]
-        self.step.prefill_backend = variant.attention or self.plan.prefill_attention
+    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
+        """Logits [outputs, vocab] of a forward pass.
+
+        Rows are selected in the last layer (`last_token_rows`), or before the head (`head_rows`) if the model's forward
+        takes `logits_to_keep`, else after it.
+        """
+        kwargs: dict[str, Any] = {}
+        if self._supports_logits_to_keep:  # 0 keeps all rows
+            kwargs["logits_to_keep"] = 0 if head_rows is None else head_rows
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        return variant
+        self.slot.step = self._make_step(buffers, last_token_rows)
+        output = self.model(
+            input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs
+        )  # fmt: skip
+        self.slot.step = None
+        logits: Tensor = output.logits[0]
+        return logits if head_rows is None or kwargs else logits[head_rows]
 
-    def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
-        """[outputs, vocab]: rows that the last layer has not chosen are chosen before the head, where a model can."""
-        keep: dict[str, Any] = {}
-        if self._supports_logits_to_keep:  # 0 keeps all: in decode every token is one that is sampled from
-            keep["logits_to_keep"] = 0 if head_rows is None else head_rows
-        self.step.last_token_rows = last_token_rows
+    def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
+        bucket, variant = buffers.bucket, self._variants[buffers.bucket]
+        attention = AttentionConfig(
+            prefill_backend=variant.attention or self.plan.prefill_attention,
+            decode_backend=self.plan.decode_attention,
+            kv_write_backend=self.plan.decode_attention,
+            decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
+        )
+        return Step(bucket, variant, buffers.metadata, attention, last_token_rows)
+
+    @torch.no_grad()
+    def reference_logits(self, token_ids: list[int], attn_implementation: str) -> Tensor:
+        """Logits [vocab] (float32) after the last of `token_ids`, by transformers' own attention, uncompiled."""
+        input_ids = torch.tensor([token_ids], device=self.model.device)
+        last_row = {"logits_to_keep": 1} if self._supports_logits_to_keep else {}
+        self.slot.step = None  # modules run uncompiled
+        self.model.set_attn_implementation(attn_implementation)
         try:
-            logits = self.model(
-                input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **keep
-            ).logits[0]
+            return self.model(input_ids=input_ids, use_cache=False, **last_row).logits[0, -1].float()
         finally:
-            self.step.last_token_rows = None  # the reference runs the same layers
-        return logits if head_rows is None or keep else logits[head_rows]
+            self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
 
 
 @contextlib.contextmanager
 def _reuse_body_output(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model without its head runs at the first call alone, and every call gets what that gave.
+    """Run the model's body (all but the head) once within this context; later calls get the first call's output.
 
-    The head stays in the model's own forward, with whatever a family does around it. Where the body is one program
-    (region model) each call runs it.
+    The head runs in the model's own forward each time. If the body is compiled as one region, it runs each time too.
     """
     body = model.base_model
     if body is model or body._compiled_call_impl is not None or "forward" in vars(body):

@@ -22,11 +22,12 @@ import torch
 import torch._dynamo
 
 from tcdeploy.cache.manifest import BucketRecord, GreedyTokens, Parity, Trial
+from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.compiler.ledger import CompileStats, measure_compiles, read_counts
-from tcdeploy.compiler.programs import force_eager, translate_compile_errors, without_compile_workers
+from tcdeploy.compiler.stances import force_eager, without_compile_workers
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
-from tcdeploy.engine.parity import check_parity, greedy_tokens, reference_attn_implementation, reference_logits
+from tcdeploy.engine.parity import check_parity, greedy_tokens, reference_attn_implementation
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import CompileError, SpaceError
@@ -334,7 +335,7 @@ class _BucketWarmer:
         rows = self._checked_rows(len(sequences))
         ours = list(self._run(sequences).logits[rows].clone())
         inputs = [sequences[row].token_ids for row in rows]
-        references = [reference_logits(self.runner.model, token_ids, self.reference) for token_ids in inputs]
+        references = [self.runner.reference_logits(token_ids, self.reference) for token_ids in inputs]
         if self.bucket.is_prefill and len(sequences[0].token_ids) > 1:
             inputs.append(sequences[0].token_ids)
             ours.append(self._logits_in_two_chunks(sequences[0]))

@@ -69,7 +69,7 @@ def test_a_graph_break_is_an_error_that_explain_breaks_locates(
     cache = tmp_path / "cache"
     failed = run_cli("compile", *arguments(breaking_model, cache, "--trust-remote-code"))
     assert failed.returncode == 1
-    assert "does not trace whole with --region layer" in failed.stderr
+    assert "has a graph break with --region layer" in failed.stderr
     assert "--explain-breaks" in failed.stderr
     explained = run_cli(
         "compile", *arguments(breaking_model, cache, "--trust-remote-code", "--explain-breaks", "--json")

@@ -1,4 +1,4 @@
-"""What runs before and after the layers: found by structure, and compiled in decode though torch made the module."""
+"""Head modules are found by structure and compiled in decode; regions call the program table through a step."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from tcdeploy.attention.interface import empty_attention_metadata
+from tcdeploy.attention.metadata import AttentionConfig, AttentionMetadata, Step, StepSlot
+from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.ledger import measure_compiles
-from tcdeploy.compiler.programs import compile_regions
-from tcdeploy.compiler.regions import find_head_modules, find_layers
+from tcdeploy.compiler.programs import Program, ProgramKey, ProgramTable, compile_in_place
+from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.models.load import load_config
 from tcdeploy.models.probe import probe
 from tcdeploy.planning.plan import make_plan
@@ -29,31 +30,56 @@ HEAD_MODULES = {
 
 
 @pytest.mark.parametrize("family", HEAD_MODULES)
-def test_the_neighbours_of_the_layers_are_found(family: str, tmp_path: Path) -> None:
+def test_head_modules_are_found(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     config = load_config(build_recipe({"model": save_config(family, tmp_path)}, environ={}))
     model = AutoModelForCausalLM.from_config(config)
     head_modules = find_head_modules(model, find_layers(model, probe(config)))
-    assert sorted(type(head_module).__name__ for head_module in head_modules) == sorted(HEAD_MODULES[family])
+    assert sorted(type(region.module).__name__ for region in head_modules) == sorted(HEAD_MODULES[family])
 
 
-def test_an_edge_is_one_program_in_decode_where_the_candidate_says_so_and_runs_eagerly_else(tmp_path: Path) -> None:
-    """A head is torch's own module, whose frames torch would run uncompiled without a word."""
+def test_a_head_module_is_one_program_in_decode_if_the_variant_compiles_it(tmp_path: Path) -> None:
+    """torch.compile skips the frames of torch's own modules without a warning, and an LM head is one of them."""
     recipe = build_recipe({"model": save_config("llama", tmp_path), "load_format": "dummy"}, environ={})
-    architecture = probe(load_config(recipe))
-    plan = make_plan(recipe, LAPTOP, architecture)
-    step = empty_attention_metadata(plan, architecture)
+    plan = make_plan(recipe, LAPTOP, probe(load_config(recipe)))
     heads = [nn.Linear(64, 128).eval().requires_grad_(False) for _ in range(3)]
+    slot, table = StepSlot(), ProgramTable(JitLoader(plan, regions=3))
     reset_programs()
-    compile_regions([], list(heads), plan, step)
-    x, counts = torch.randn(4, 64), []
-    wanted = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
-    for step.is_prefill, step.variant in ((True, PDL_ONLY), (False, DEFAULT), (False, PDL_ONLY)):
-        with torch.no_grad(), measure_compiles() as found:
+    compile_in_place([Region("lm_head", head, is_head=True) for head in heads], table, slot)
+    [prefill, *_], [decode, *_] = plan.prefill_buckets, plan.decode_buckets
+    x, programs = torch.randn(4, 64), []
+    expected = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
+    for bucket, variant in ((prefill, PDL_ONLY), (decode, DEFAULT), (decode, PDL_ONLY)):
+        attention = AttentionConfig("reference", "reference", "reference", 1)
+        slot.step = Step(bucket, variant, AttentionMetadata(), attention)
+        with torch.no_grad(), measure_compiles() as compiles:
             outputs = [head(x) for head in heads]
-        counts.append(found.counts.programs)
-        for output, plain in zip(outputs, wanted, strict=True):
-            torch.testing.assert_close(output, plain)
-    assert counts == [0, 0, 1]
+        programs.append(compiles.counts.programs)
+        for output, reference in zip(outputs, expected, strict=True):
+            torch.testing.assert_close(output, reference)
+    assert programs == [0, 0, 1]
+    assert len(table) == 1, "three heads of one kind share the entry"
     reset_programs()
+
+
+def test_without_a_step_the_modules_run_uncompiled(tmp_path: Path) -> None:
+    class NoLoader:
+        def load(self, key: ProgramKey) -> Program:
+            raise AssertionError(f"{key} was loaded")
+
+    layer, slot = nn.Linear(8, 8), StepSlot()
+    compile_in_place([Region("layer", layer)], ProgramTable(NoLoader()), slot)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
+
+
+def test_layers_that_attend_differently_are_kinds_of_their_own(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for family, kinds in (("llama", 1), ("gemma3_text", 2)):
+        config = load_config(build_recipe({"model": save_config(family, tmp_path / family)}, environ={}))
+        model = AutoModelForCausalLM.from_config(config)
+        regions = regions_to_compile(model, find_layers(model, probe(config)), "layer")
+        assert len({region.kind for region in regions}) == kinds
+        assert [region.is_last for region in regions] == [False] * (len(regions) - 1) + [True]

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tcdeploy.compiler.ledger import measure_compiles
-from tcdeploy.compiler.programs import fail_on_recompile
+from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
@@ -105,12 +105,12 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
 
     name, deployment = family
     layers = find_layers(deployment.engine.runner.model, deployment.architecture)
-    assert len({id(layer.layer) for layer in layers}) == len(deployment.architecture.attention_layers), name
+    assert len({id(layer.module) for layer in layers}) == len(deployment.architecture.attention_layers), name
     for layer in layers:
         inside = {id(parameter) for module in (layer.attention, *layer.mlp) for parameter in module.parameters()}
         left = [
             path
-            for path, parameter in layer.layer.named_parameters()
+            for path, parameter in layer.module.named_parameters()
             if id(parameter) not in inside and parameter.ndim > 1
         ]
         assert len(layer.mlp) == 1 and not left, f"{name}: {left} belong to no block"

@@ -134,7 +134,8 @@ def test_the_engine_is_sealed_by_itself(tiny_deployment: Any) -> None:
     """A step that wanted to compile is an error for a library's caller too: here, a bucket nobody warmed."""
     engine = tiny_deployment.engine
     unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
-    runner = ModelRunner(engine.runner.model, unwarmed, engine.runner.step, engine.vocab_size)
+    warm = engine.runner
+    runner = ModelRunner(warm.model, unwarmed, warm.slot, warm.split_counters, engine.vocab_size)
     with pytest.raises(RecompileError, match="after warm-up"):
         Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
     assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2

@@ -13,7 +13,7 @@ import torch
 
 from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
-from tcdeploy.compiler import programs
+from tcdeploy.compiler import jit
 from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
@@ -167,7 +167,7 @@ def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any
 
 def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's own errors share no class with torch's."""
-    options = programs.inductor_options
+    options = jit.inductor_options
 
     class OutOfResources(Exception):
         pass
@@ -177,7 +177,7 @@ def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch
             raise OutOfResources("shared memory, required: 262144")
         return options(variant, graphs)
 
-    monkeypatch.setattr(programs, "inductor_options", breaking)
+    monkeypatch.setattr(jit, "inductor_options", breaking)
     for record in auto().records:
         assert record.variant != "default"
         errors = {trial.variant: trial.error for trial in record.trials}
@@ -209,8 +209,8 @@ def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatc
     def breaking(variant: Any, graphs: str) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(programs, "inductor_options", breaking)
-    with pytest.raises(SpaceError, match="out of memory while warming"):
+    monkeypatch.setattr(jit, "inductor_options", breaking)
+    with pytest.raises(SpaceError, match="out of memory during warm-up"):
         auto()
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tcdeploy.compiler.ledger import measure_compiles
-from tcdeploy.compiler.programs import fail_on_recompile
+from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare

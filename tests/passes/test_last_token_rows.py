@@ -139,4 +139,4 @@ def test_the_last_layer_of_a_real_model_chooses_early_and_says_the_same(
         found.append(deployment.engine.generate(prompts, params))
     assert found[0] == found[1] == found[2]
     assert moved == [64, 64], "the last layer's programs, and no other"
-    assert runner.step.last_token_rows is None, "whoever runs the layers next wants all rows"
+    assert runner.slot.step is None, "outside of a step the layers return all rows"

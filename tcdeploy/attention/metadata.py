@@ -1,0 +1,101 @@
+"""What attention reads in one forward pass, and the slot through which the layers find it.
+
+A `Step` is built once for each bucket and variant, because its tensors are the static buffers of the bucket. It keeps
+two things apart: `AttentionMetadata` holds device tensors, which are inputs of the compiled programs, and
+`AttentionConfig` holds the choices that a program is specialised on (backends, number of splits).
+
+The layers find the step in a `StepSlot`, which every attention module holds. Keyword arguments of the model's forward
+would be the plainer way, but some layers drop them. The runner assigns `slot.step` before each forward pass and sets it
+to None afterwards. Steps are never modified.
+
+torch.compile reads the slot like any attribute, so the tensors of a step become inputs of the program, and all layers
+share one program. `Step` is not a frozen dataclass on purpose: Dynamo guards on every field of a frozen dataclass, and
+two variants that share a program would then compile it twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch._dynamo
+from torch import Tensor
+
+from tcdeploy.attention import ops
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import Variant
+
+UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
+
+
+class PrefillMetadata(NamedTuple):
+    """Tensors of packed prompts. Lengths count tokens; `sequences` is the number of prompts that a step may pack."""
+
+    slot_mapping: Tensor  # [tokens] int64: the KV slot of each token
+    block_table: Tensor  # [sequences, width] int32
+    seq_lens: Tensor  # [sequences] int32: cached tokens and new tokens; 0 for padding
+    cu_seqlens_q: Tensor  # [sequences + 1] int32
+    host_scalars: Tensor  # [5] int64 on the CPU, see ops.HOST_SCALARS
+
+
+class DecodeMetadata(NamedTuple):
+    """Tensors of a decode batch. KV slots follow from the lengths, so there is no slot mapping."""
+
+    block_table: Tensor  # [sequences, width] int32
+    seq_lens: Tensor  # [sequences] int32: the new token included; 0 for padding
+    split_counters: Tensor  # [max sequences, kv_heads] int32: zeros before and after each launch
+
+
+class AttentionMetadata(NamedTuple):
+    """Either prefill or decode is set. A step that mixes both would set both."""
+
+    prefill: PrefillMetadata | None = None
+    decode: DecodeMetadata | None = None
+
+
+class AttentionConfig(NamedTuple):
+    """The choices that the attention ops of a step take as constants."""
+
+    prefill_backend: str
+    decode_backend: str
+    kv_write_backend: str
+    decode_splits: int  # parts that each sequence's keys are divided into
+
+
+@dataclass(eq=False)
+class Step:
+    """One forward pass: which bucket and variant run, and what attention reads. Not modified once it is built.
+
+    `last_token_rows` [outputs] int64 are the rows that the last layer returns; None: all rows.
+    """
+
+    bucket: Bucket
+    variant: Variant
+    metadata: AttentionMetadata
+    attention: AttentionConfig
+    last_token_rows: Tensor | None = None
+
+
+class StepSlot:
+    """Holds the step of the running forward pass; None outside of one, where modules run uncompiled."""
+
+    def __init__(self) -> None:
+        self.step: Step | None = None
+
+
+def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
+    """Zeroed counters [max batch + 1, kv_heads] int32, shared by all layers and decode buckets."""
+    kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
+    counters = torch.zeros(plan.decode_buckets[-1].size + 1, kv_heads, dtype=torch.int32, device=plan.device)
+    torch._dynamo.mark_dynamic(counters, 0)  # programs must not depend on the largest batch
+    return counters
+
+
+def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
+    """The number of splits for a decode bucket on this GPU; 1 on a CPU."""
+    if not split_counters.is_cuda:
+        return 1
+    num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
+    return ops.decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)

@@ -1,0 +1,74 @@
+"""Translates what torch raises while it compiles: graph breaks, a full disk, a missing C++ compiler, no GPU memory."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+from collections.abc import Iterator
+
+import torch
+import torch._dynamo
+
+from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
+from tcdeploy.errors import CompileError, SpaceError
+from tcdeploy.planning.plan import Plan
+
+NEARLY_FULL_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
+    """Raise CompileError or SpaceError in place of torch's errors."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise SpaceError(
+            f"the GPU ran out of memory during warm-up: {str(error).splitlines()[0]}",
+            "lower --memory-fraction, or leave out the largest bucket",
+        ) from error
+    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
+        raise _translate_error(error, plan, cache_dir) from error
+    except RuntimeError as error:
+        if "torch._inductor" in type(error).__module__ or _is_disk_full(error, cache_dir):
+            raise _translate_error(error, plan, cache_dir) from error
+        raise
+
+
+def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Exception:
+    if _is_disk_full(error, cache_dir):
+        free = shutil.disk_usage(cache_dir).free
+        return SpaceError(
+            f"the disk of the cache folder {cache_dir} is full ({free} bytes free)",
+            "cached programs are intact: free some space, or pass another --cache-dir, and run again",
+        )
+    text = str(error).strip()
+    if isinstance(error, torch._dynamo.exc.Unsupported):
+        hint = "tcdeploy compile MODEL --explain-breaks shows the line"
+        if plan.region == "layer":
+            hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
+        return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)
+    if "InvalidCxxCompiler" in text or NO_COMPILER_MESSAGE in text:
+        return CompileError(
+            f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",
+            "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
+        )
+    return CompileError(
+        f"torch.compile failed on {plan.model}: {_first_sentence(text)[:400]}", "TCDEPLOY_DEBUG=1 shows the traceback"
+    )
+
+
+def _first_sentence(text: str) -> str:
+    """The first line that does not end in a colon, with the introductory lines before it."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = next((number for number, line in enumerate(lines) if not line.endswith(":")), len(lines) - 1)
+    return " ".join(lines[: last + 1])
+
+
+def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
+    """Whether an error in the chain says so, or the disk is full: compiler processes report it as text or not at all."""
+    while error is not None:
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return shutil.disk_usage(cache_dir).free < NEARLY_FULL_BYTES
