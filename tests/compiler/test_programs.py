@@ -117,10 +117,13 @@ def test_the_mlp_of_every_family_is_found(family: Any) -> None:
 
 
 def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: Any) -> None:
-    """What sealed() is for: the model called with a shape of nobody's bucket."""
+    """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
     runner = tiny_deployment.engine.runner
+    [bucket, *_] = tiny_deployment.plan.prefill_buckets
+    runner.slot.step = runner._make_step(runner._buffers(bucket), None)
     with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
+    runner.slot.step = None
 
 
 def test_max_autotune_is_right_too(cache_dir: str, tmp_path: Path) -> None:
