@@ -1,1 +1,1 @@
-"""Attention as custom ops over a paged KV cache, bridged to transformers' AttentionInterface."""
+"""Attention as custom ops over a paged KV cache, registered with transformers' AttentionInterface."""

@@ -158,9 +158,9 @@ def _flash_prefill(
 
 
 def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    from tcdeploy.attention import kernels
+    from tcdeploy.attention import prefill
 
-    return kernels.paged_prefill(q, *batch[:5], *params)
+    return prefill.paged_prefill(q, *batch[:5], *params)
 
 
 def _reference_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
@@ -196,9 +196,9 @@ def _reference_decode(
 
 
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    from tcdeploy.attention import kernels
+    from tcdeploy.attention import kv_write
 
-    kernels.write_kv(k, v, k_cache, v_cache, slot_mapping)
+    kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 
 def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:

@@ -1,7 +1,7 @@
-"""The paged KV cache: one K and one V tensor per layer, cut into blocks of `block_size` slots.
+"""The paged KV cache: one K and one V tensor per layer, divided into blocks of `block_size` slots.
 
-K and V stay separate tensors per layer: slices of one packed tensor made Inductor copy parts of it. Block 0 belongs
-to no sequence: padding tokens write there, so nothing downstream has a special case for padding.
+K and V are separate tensors: with slices of one packed tensor, Inductor copied parts of it. No sequence uses block 0;
+padding tokens write there, so nothing downstream needs a special case for padding.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class LayerKV(NamedTuple):
 
 
 def allocate_kv_cache(plan: Plan, architecture: Architecture) -> list[LayerKV]:
-    """Zeroed K and V for every attention block, on the plan's device. Raises SpaceError when they do not fit."""
+    """Zeroed K and V of each attention layer, on the plan's device. Raises SpaceError if they do not fit."""
     try:
         return [
             LayerKV(_zeros(plan, spec.kv_heads, spec.head_dim), _zeros(plan, spec.kv_heads, spec.v_head_dim))
@@ -36,12 +36,12 @@ def allocate_kv_cache(plan: Plan, architecture: Architecture) -> list[LayerKV]:
             raise
         raise SpaceError(
             f"{plan.kv_blocks} KV blocks ({plan.kv_bytes / 2**30:.1f} GiB) do not fit into the free memory",
-            "free the GPU (nvidia-smi shows who holds it), or lower --memory-fraction",
+            "free GPU memory (nvidia-smi lists the processes that use it), or lower --memory-fraction",
         ) from error
 
 
 def _zeros(plan: Plan, heads: int, dim: int) -> Tensor:
-    """Its number of blocks is a symbol to torch.compile: programs do not depend on how much memory a machine has."""
+    """A zeroed cache whose block count is dynamic for torch.compile, so programs do not depend on the memory size."""
     cache = torch.zeros(
         plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.dtype), device=plan.device
     )

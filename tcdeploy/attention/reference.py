@@ -1,11 +1,11 @@
-"""Attention over a paged KV cache in plain PyTorch: the meaning of the `tcdeploy::` ops, and what runs on CPU.
+"""Attention over a paged KV cache in plain PyTorch: the definition of the `tcdeploy::` ops, and their CPU backend.
 
-One sequence at a time, in float32, with the textbook formula, so that a reader can check it by eye; every faster
-backend is tested against these two functions. It reads lengths with `.tolist()`, which is free on the CPU and a
-synchronisation on a GPU: there it serves as the oracle of the tests, and as a fallback that the Plan announces.
+Computes one sequence at a time, in float32, with the textbook formula. Every other backend is tested against these
+functions. They read lengths with `.tolist()`, which is free on the CPU and synchronises a GPU; on a GPU they are the
+tests' expected result, and a fallback that the Plan reports.
 
-Rejected: one padded batch for all sequences. It is no faster on two cores for the batches that a CPU serves, and
-it reads `batch * longest` keys where this reads the sum of the lengths.
+Rejected: one padded batch for all sequences. On two CPU cores it is no faster for the batches that a CPU serves, and it
+reads `batch * longest` keys instead of the sum of the lengths.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     """Causal attention of the last `len(q)` tokens of one sequence over all its keys.
 
     Shapes: q [queries, heads, head_dim], k [keys, kv_heads, head_dim], v [keys, kv_heads, v_head_dim],
-    sinks [heads]; returns [queries, heads, v_head_dim] in q's dtype. `window` counts the keys that a query sees,
-    itself included (0: all of them). `softcap` bounds the scores as `softcap * tanh(score / softcap)` (0: not).
-    A sink is a score that takes part in the softmax's denominator and carries no value (gpt-oss).
+    sinks [heads]; returns [queries, heads, v_head_dim] in q's dtype. `window` is the number of keys that a query sees,
+    its own included (0: all). `softcap` bounds scores to `softcap * tanh(score / softcap)` (0: no bound). An attention
+    sink is a score without a value: it only adds to the softmax's denominator (gpt-oss).
     """
     queries, keys, group = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k = k.float().repeat_interleave(group, dim=1)
@@ -29,8 +29,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: 
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     distance = torch.arange(keys - queries, keys, device=q.device)[:, None] - torch.arange(keys, device=q.device)
-    hidden = (distance < 0) | (distance >= window) if window else distance < 0
-    scores = scores.masked_fill(hidden, float("-inf"))
+    masked = (distance < 0) | (distance >= window) if window else distance < 0
+    scores = scores.masked_fill(masked, float("-inf"))
     if sinks is not None:
         sink_scores = sinks.float()[:, None, None].expand(-1, queries, 1)
         weights = torch.cat([scores, sink_scores], dim=-1).softmax(dim=-1)[..., :-1]
@@ -58,12 +58,11 @@ def paged_prefill(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Packed queries of several sequences over their pages; the cache already holds the queries' own keys.
+    """Attention of packed queries of several sequences over the paged cache, which already holds their own keys.
 
     Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
     v_head_dim, block_table [sequences, width] int32, cu_seqlens_q [sequences + 1] int32, seq_lens [sequences] int32
-    (prefix and queries together). Returns [tokens, heads, v_head_dim]; rows past `cu_seqlens_q[-1]` are padding
-    and come back as zeros.
+    (prefix plus queries). Returns [tokens, heads, v_head_dim]; rows past `cu_seqlens_q[-1]` are padding and zero.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts = cu_seqlens_q.tolist()
@@ -75,9 +74,9 @@ def paged_prefill(
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [sequences, heads, head_dim], each pair (i, i + head_dim / 2) turned; cos and sin [sequences, head_dim].
+    """RoPE of x [sequences, heads, head_dim] over pairs (i, i + head_dim / 2); cos and sin are [sequences, head_dim].
 
-    As transformers' `apply_rotary_pos_emb` of Llama, rounded once.
+    As `apply_rotary_pos_emb` of transformers' Llama, but rounded once.
     """
     first, second = x.float().chunk(2, dim=-1)
     return (x.float() * cos[:, None].float() + torch.cat([-second, first], -1) * sin[:, None].float()).to(x.dtype)
@@ -96,18 +95,18 @@ def paged_decode(
     softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Write each sequence's newest token to its slot, then one query over the pages, that token included.
+    """Write each sequence's newest token to its slot, then attend with one query per sequence, that token included.
 
-    Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim ->
-    [sequences, heads, v_head_dim]; the others are those of `paged_prefill`. A sequence of length 0 is padding: it
-    writes nothing and comes back as zeros.
+    Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim; the others as
+    in `paged_prefill`. Returns [sequences, heads, v_head_dim]. A sequence of length 0 is padding: it writes nothing and
+    its output is zero.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):
         if length:
-            newest = (block_table[row, (length - 1) // block_size].long(), (length - 1) % block_size)
-            k_cache[newest], v_cache[newest] = k[row], v[row]
+            newest_slot = (block_table[row, (length - 1) // block_size].long(), (length - 1) % block_size)
+            k_cache[newest_slot], v_cache[newest_slot] = k[row], v[row]
             keys, values = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
             out[row] = attend(q[row, None], keys, values, scale, window, softcap, sinks)[0]
     return out

@@ -1,1 +1,1 @@
-"""Products with a weight for decode batches, where streaming the weight from memory is all the work there is."""
+"""Triton kernels for the linear layers of decode batches, which are bound by streaming the weight from memory."""

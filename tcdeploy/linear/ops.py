@@ -1,14 +1,17 @@
-"""What torch.compile sees of our products: opaque nodes where `aten.mm` stood.
+"""The `tcdeploy::` ops of the linear layers, which replace `aten.mm` in compiled graphs as opaque nodes.
 
-`tcdeploy::linear` and `linear_silu_mul` are of the kernel for a few rows (kernels.py) or of that for one row (vector.py),
-`rms_norm_linear` of the latter alone; for `linear_add_` cuBLAS has the kernel.
+    linear           GEMV (gemv.py) for one row, skinny GEMM (skinny_gemm.py) for 2 to 64, with a bias or residual
+    linear_silu_mul  the same kernels with SwiGLU as their epilogue
+    rms_norm_linear  GEMV that normalises its input row
+    linear_add_      cuBLAS, accumulating into the residual
 
-The config (an index into `TILE_CONFIGS` of either) is an argument, so the choice stands in the graph and in the cache's key;
-the body does not, so a cache that must notice a change of the kernel's source needs to hash it (passes/post_grad.py).
+`config` indexes the tables of tile_configs.py. As an argument it is part of the graph and of its cache key; the Python
+bodies are not, so passes/post_grad.py hashes their sources.
 
-A custom_op, not a triton_op: torch 2.11 and 2.13 pass no `launch_pdl` through wrap_triton, and Inductor has nothing to
-fuse into the kernel. The price is host time per call, which the replay of a CUDA graph does not pay. On a CPU the same
-formula in plain torch answers, so that programs with the op in them run, and can be tested, anywhere.
+These are custom ops and not `triton_op`s, because torch 2.11 to 2.13 do not pass `launch_pdl` through wrap_triton, and
+Inductor could fuse nothing into the kernels. The cost is host time per call, which CUDA graph replay does not pay. On a
+CPU the ops compute the same formulas in plain PyTorch, so that programs that contain them run, and can be tested,
+without a GPU.
 """
 
 from __future__ import annotations
@@ -16,13 +19,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tcdeploy.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
+
 
 @torch.library.custom_op("tcdeploy::linear", mutates_args=(), device_types="cuda")
 def linear(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
-    """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], summed in float32: [rows, n] in x's dtype.
+    """x [rows, k] @ w [n, k].T + addend ([n] or [rows, n]), summed in float32: [rows, n] in x's dtype.
 
-    bfloat16 or float16; rows <= 64; k is a multiple of 64 and n of 16; w is contiguous, x and the addend may have
-    strided rows. One row: w may be read before the kernel before this one has ended, so that must not write it.
+    bfloat16 or float16; rows <= 64; k is a multiple of 64 and n of 16. w is contiguous; the rows of x and addend may be
+    strided. With one row, w may be read before the previous kernel has ended, so that kernel must not write w.
     """
     return _dispatch(x, w, config, addend, gated=False)
 
@@ -39,9 +44,9 @@ def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
 
 @torch.library.custom_op("tcdeploy::linear_silu_mul", mutates_args=(), device_types="cuda")
 def linear_silu_mul(x: Tensor, w: Tensor, config: int) -> Tensor:
-    """silu(x @ gates.T) * (x @ ups.T) of x [rows, k] and w [2n, k], the n gates first: [rows, n] in x's dtype.
+    """silu(x @ gate.T) * (x @ up.T) for x [rows, k] and w [2n, k], the n gate rows first: [rows, n] in x's dtype.
 
-    As `linear`, and n is a multiple of 16; rounded once, at the end.
+    Constraints as for `linear`; n is a multiple of 16. Rounded once, at the end.
     """
     return _dispatch(x, w, config, None, gated=True)
 
@@ -60,18 +65,19 @@ def _(x: Tensor, w: Tensor, config: int) -> Tensor:
 def rms_norm_linear(
     x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int
 ) -> Tensor:
-    """`linear`, or `linear_silu_mul` without an addend, of the one row x [1, k] / sqrt(mean(x^2) + eps) * norm [k].
+    """`linear`, or with `gated` `linear_silu_mul`, of the row x [1, k] / sqrt(mean(x^2) + eps) * norm [k].
 
-    The row is not rounded between; `norm` is contiguous and, like w, may be read early.
+    The normalised row is not rounded. `norm` is contiguous and, like w, may be read before the previous kernel has
+    ended. A gated product takes no addend.
     """
-    from tcdeploy.linear import gemv
+    from tcdeploy.linear import gemv  # imports Triton, which CPU-only machines may lack
 
-    return gemv.matmul(x, w, gemv.TILE_CONFIGS[config], addend, gated, norm, eps)
+    return gemv.matmul(x, w, GEMV_TILES[config], addend, gated, norm, eps)
 
 
 @rms_norm_linear.register_kernel("cpu")
 def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int) -> Tensor:
-    assert x.shape[0] == 1, "one row"
+    assert x.shape[0] == 1
     row = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps) * norm.float()
     return _reference(row, w, addend, gated)
 
@@ -82,27 +88,24 @@ def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gat
 
 
 def _dispatch(x: Tensor, w: Tensor, config: int, addend: Tensor | None, gated: bool) -> Tensor:
-    from tcdeploy.linear import (
-        gemv,
-        skinny_gemm,  # import triton, which a CPU needs not have
-    )
+    from tcdeploy.linear import gemv, skinny_gemm  # import Triton, which CPU-only machines may lack
 
     if x.shape[0] == 1:
-        return gemv.matmul(x, w, gemv.TILE_CONFIGS[config], addend, gated)
-    return skinny_gemm.matmul(x, w, skinny_gemm.TILE_CONFIGS[config], addend, gated)
+        return gemv.matmul(x, w, GEMV_TILES[config], addend, gated)
+    return skinny_gemm.matmul(x, w, SKINNY_GEMM_TILES[config], addend, gated)
 
 
 def _reference(x: Tensor, w: Tensor, addend: Tensor | None = None, gated: bool = False) -> Tensor:
     y = x.float() @ w.float().T
     if gated:
-        gate, passed = y.chunk(2, dim=1)
-        y = torch.nn.functional.silu(gate) * passed
+        gate, up = y.chunk(2, dim=1)
+        y = torch.nn.functional.silu(gate) * up
     return (y if addend is None else y + addend.float()).to(w.dtype)
 
 
 @torch.library.custom_op("tcdeploy::linear_add_", mutates_args=("total",))
 def linear_add_(total: Tensor, x: Tensor, w: Tensor) -> None:
-    """total [rows, n] += x [rows, k] @ w [n, k].T: cuBLAS adds as it writes, which spares a read and a write."""
+    """total [rows, n] += x [rows, k] @ w [n, k].T, in place: cuBLAS accumulates (beta = 1), so no add kernel runs."""
     total.addmm_(x, w.T)
 
 

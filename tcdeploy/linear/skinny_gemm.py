@@ -1,124 +1,40 @@
-"""y = x @ w.T for the few rows of a decode batch (2 to 64): one Triton kernel that does nothing but stream the weight,
-and may end in what comes next: a bias or residual, or the gate of an MLP.
+"""Triton GEMM for decode batches of 2 to 64 rows: y = x @ w.T, bound by streaming w from memory.
 
-Every weight is read once and used `rows` times, so the time is the weight's bytes over the memory's bandwidth, and
-what cuBLAS leaves on the table is in how the bytes are asked for. The one idea: w stands on the left (y.T = w @ x.T),
-so a program owns whole rows of w and walks them from end to end, asynchronous copies `num_stages` deep, and programs in
-order sweep the weight in order. Nothing is split between programs, so there is no workspace, no counter and no order of
-arrival: same inputs, same bits, and nothing but the output to allocate under a CUDA graph. Two forms of the product:
+The epilogue may add a bias or a residual, or apply SwiGLU. Each weight is read once and used for all rows, so the floor
+is the bytes of w over the memory bandwidth, and the kernel's task is to keep enough loads in flight. It computes
+y.T = w @ x.T: a program owns whole rows of w and reads them from end to end with asynchronous copies, `num_stages`
+deep, and consecutive programs sweep w in order. K is not split between programs, so there is no workspace and no
+counter, results are deterministic, and CUDA graph capture allocates the output only. There are two inner products:
 
-- one dot of [columns, depth], the Hopper tensor cores' own size: 64 columns and more.
-- `k_slices` dots side by side, one per warp, each on its own part of the depth, added once at the end: 16 columns are
-  enough then, so that even 2048 of them give every multiprocessor a program, and a step reads long pieces of a row.
+- `k_slices` = 1: one dot of [block_n, block_k], at least 64 columns, the native size of Hopper's tensor cores.
+- `k_slices` > 1: one dot per warp, each on its own slice of block_k, summed once at the end. 16 columns per program
+  suffice then: n = 2048 still makes 128 programs for 132 SMs, and a step reads long pieces of a row.
 
-Programmatic dependent launch: the kernel is launched while the one before it drains and waits for it
-(`gdc_wait`) before it touches memory; then it lets the next one launch. The trigger stands after the wait, as in
-Inductor's own kernels (config `triton.enable_pdl`): whoever starts early then knows that all before us is complete.
+With programmatic dependent launch (torch_compat/pdl.py) the kernel starts while its predecessor drains, and waits
+(`gdc_wait`) before it accesses memory. It lets its successor launch only after that wait, as Inductor's kernels do
+(`triton.enable_pdl`), so a kernel that starts early knows that everything before its predecessor is complete.
 
-Microseconds on one H100 80GB (torch 2.11, Triton 3.6, November 2026), bfloat16, in CUDA graphs, over weights that the
-L2 cannot hold; in brackets cuBLAS. The four: Llama 3.1 8B's qkv (6144 x 4096), o (4096 x 4096), gate and up (28672 x
-4096) and down (4096 x 14336) added up, whose bytes take 139 at 3.13 TB/s (scripts/bench-linear). The layer: the four in
-one program of Inductor's with norms, products and residuals for neighbours, then with `triton.enable_pdl` as well.
-
-    rows                   2          4          8         16         32
-    the four         153 (163)  153 (163)  154 (165)  157 (166)  159 (167)
-    head             334 (371)  335 (372)  338 (373)  348 (379)  353 (382)       128256 x 4096, 336 at 3.13 TB/s
-    the layer                   160 (172)             165 (175)  168 (175)
-    with enable_pdl             156                   161        164
-
-Rejected, gate and up at 4 rows unless said (79.3; a kernel that only reads w takes 75.7). A layer here has six plain
-stand-ins for the small kernels:
-- equal contiguous shares for persistent programs, partial sums in a workspace (stream-K): 84.4. 132 streams far from
-  one another are slow even if they are only read: 78.5 to 79.7.
-- multiplying and adding without tensor cores, as the best product with one row does: 85.3; 79.1 at 2 rows, 207 at 8.
-- w straight into registers, without a pipeline: 83.9. TMA descriptors: 80.9, where the same tiles without took 80.8.
-- splitting k between programs: down at 32 rows 44.5, whole 44.4; o at 4 rows 14.4, whole 13.9.
-- asking for w before the wait: with prefetches into the L2 the layer's 162 became 163 to 168, the worse the more; with
-  the first tile in registers its 159 became 162. Prefetching the tile of a wave later: 80.8 at best, and without 80.8.
-- no dependent launch: the layer 162 instead of 159.
+On an H100 the four GEMMs of a Llama 3.1 8B layer take 153 us at 4 rows, where cuBLAS takes 163 and the bytes 139.
+Rejected, with timings in docs/performance.md: stream-K, split-K, CUDA cores, register loads without a pipeline, TMA
+descriptors, and loading w before the wait.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from tcdeploy.linear.tile_configs import K_MULTIPLE, MAX_ROWS, MIN_ROWS, N_MULTIPLE, SkinnyGemmTile, fit_block_k
 from tcdeploy.torch_compat.pdl import supports_pdl
 
 
-class TileConfig(NamedTuple):
-    """The shape of one program: rows of w (columns of y), elements of each per step, and how a step is worked on."""
+def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
+    """x [rows, k] @ w [n, k].T + addend ([n] or [rows, n]), summed in float32: [rows, n], contiguous, in x's dtype.
 
-    name: str
-    block_n: int
-    block_k: int
-    k_slices: int  # parts of the depth, one per warp; 1: all warps share one dot
-    num_warps: int
-    num_stages: int  # of the software pipeline
-
-
-# What to tune on a GPU, all of it. The op's `config` is an index into this table.
-TILE_CONFIGS = (
-    TileConfig("n16_k128", 16, 128, 2, 2, 6),
-    TileConfig("n16_k1024", 16, 1024, 4, 4, 3),
-    TileConfig("n16_k512", 16, 512, 4, 4, 6),
-    TileConfig("n64_k64", 64, 64, 1, 4, 8),
-    TileConfig("n64_k128_s4", 64, 128, 1, 4, 4),
-    TileConfig("n64_k128_s7", 64, 128, 1, 4, 7),
-    TileConfig("n128_k128", 128, 128, 1, 4, 4),
-)
-N16_K128, N16_K1024, N16_K512, N64_K64, N64_K128_S4, N64_K128_S7, N128_K128 = range(len(TILE_CONFIGS))
-MIN_ROWS, MAX_ROWS = 2, 64  # one row: vector.py
-MIN_N_AND_K = 1024  # of n and k: nothing smaller was measured
-N_MULTIPLE, K_MULTIPLE = 16, 64
-
-# The edges between the best guesses: 2 to 64 rows over the shapes of Llama 3.1 8B, Qwen2.5 7B and Llama 3.2 1B.
-ONE_WAVE_N = 16 * 132  # columns: no more tiles of 16 than an H100 has multiprocessors
-SMALL_N, MEDIUM_N, LM_HEAD_N = 4096, 8192, 65536  # columns: o and down; qkv; the head
-SMALL_K = 2048  # k
-
-
-def ranked_configs(rows: int, n: int, k: int) -> tuple[int, ...]:
-    """Configs worth timing for x [rows, k] @ w [n, k].T, the best guess first; none where cuBLAS is as good.
-
-    The guess was never slower than cuBLAS on the measured shapes, and 3% slower than the best config at most.
-    Meant for Hopper: other GPUs were not measured, and may lack the shared memory.
-    """
-    if not MIN_ROWS <= rows <= MAX_ROWS or min(n, k) < MIN_N_AND_K or n % N_MULTIPLE or k % K_MULTIPLE:
-        return ()
-    if rows <= 8:
-        return _ranked(_heuristic_up_to_8_rows(n, k), N16_K128, N16_K1024, N16_K512, N64_K128_S4)
-    if n <= ONE_WAVE_N:
-        return (N16_K512,) if rows <= 16 else ()
-    if rows <= 32:
-        guess = N64_K128_S7 if n <= SMALL_N else N64_K64 if n <= MEDIUM_N else N128_K128
-        return _ranked(guess, N64_K128_S7, N128_K128, N64_K64, N64_K128_S4)
-    return (N128_K128,) if n >= 2 * MEDIUM_N else ()
-
-
-def _heuristic_up_to_8_rows(n: int, k: int) -> int:
-    if n <= ONE_WAVE_N:
-        return N16_K512
-    if n <= MEDIUM_N:
-        return N16_K128 if k < 2 * n else N16_K1024
-    if k <= SMALL_K:
-        return N64_K128_S4 if n <= LM_HEAD_N else N16_K1024
-    return N16_K1024 if n <= LM_HEAD_N else N16_K512
-
-
-def _ranked(guess: int, *others: int) -> tuple[int, ...]:
-    return (guess, *(other for other in others if other != guess))
-
-
-def matmul(x: Tensor, w: Tensor, tile: TileConfig, addend: Tensor | None = None, gated: bool = False) -> Tensor:
-    """x [rows, k] @ w [n, k].T + addend [n] or [rows, n], sums in float32: [rows, n], contiguous, in x's dtype.
-
-    w is contiguous, x and the addend may have strided rows; rows <= 64, n is a multiple of 16, k of 64. `gated` gives
-    silu of the product's first n/2 columns times the others, [rows, n/2]; then n is a multiple of 32, and no addend.
+    2 to 64 rows of bfloat16 or float16; n is a multiple of 16 and k of 64. w is contiguous; the rows of x and addend
+    may be strided. `gated` returns silu(y[:, : n/2]) * y[:, n/2 :], [rows, n/2], for n a multiple of 32 and no addend.
     """
     (rows, k), n = x.shape, w.shape[0]
     assert x.dtype in (torch.bfloat16, torch.float16) and w.dtype == x.dtype
@@ -137,18 +53,11 @@ def matmul(x: Tensor, w: Tensor, tile: TileConfig, addend: Tensor | None = None,
 
 
 def _padded_rows(rows: int) -> int:
-    """As the tensor cores take them: a power of two from 8. Batches that share it share a compiled kernel."""
+    """Rows padded for the tensor cores: a power of two, at least 8. Batches with equal padding share a kernel."""
     return max(8, triton.next_power_of_2(rows))
 
 
-def fit_block_k(block_k: int, k: int) -> int:
-    """The depth, halved until it divides k, so that no step needs a mask."""
-    while k % block_k:
-        block_k //= 2
-    return block_k
-
-
-# `rows` is not specialised: else a batch of 16 would compile the kernel again.
+# `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,
@@ -156,46 +65,48 @@ def _skinny_gemm_kernel(
     USE_PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, BLOCK_M)
-    if GATED:  # half of the tile's rows of w are gates, the other half what they let through
+    if GATED:  # the first half of the tile's rows of w are gate rows, the second half their up rows
         HALF: tl.constexpr = BLOCK_N // 2
         n //= 2
         column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        part = tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(tl.program_id(0) * HALF + part % HALF, n - 1) + part // HALF * n
+        tile_row = tl.arange(0, BLOCK_N)
+        w_row = tl.minimum(tl.program_id(0) * HALF + tile_row % HALF, n - 1) + tile_row // HALF * n
     else:
         column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(column, n - 1)  # past the end: the last row once more, never stored
+        w_row = tl.minimum(column, n - 1)  # past the end: reads the last row again, never stored
     w_rows = w + w_row.to(tl.int64) * k
     x_rows = x + row.to(tl.int64) * x_stride
     if K_SLICES == 1:
-        block_k = tl.arange(0, BLOCK_K)[None, :]
-        w_tile, x_tile = w_rows[:, None] + block_k, x_rows[:, None] + block_k
-        inside = (row < rows)[:, None]
+        k_offsets = tl.arange(0, BLOCK_K)[None, :]
+        w_ptrs, x_ptrs = w_rows[:, None] + k_offsets, x_rows[:, None] + k_offsets
+        x_mask = (row < rows)[:, None]
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         WIDTH: tl.constexpr = BLOCK_K // K_SLICES
-        block_k = tl.arange(0, K_SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-        w_tile, x_tile = w_rows[None, :, None] + block_k, x_rows[None, :, None] + block_k
-        inside = (row < rows)[None, :, None]
+        k_offsets = tl.arange(0, K_SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
+        w_ptrs, x_ptrs = w_rows[None, :, None] + k_offsets, x_rows[None, :, None] + k_offsets
+        x_mask = (row < rows)[None, :, None]
         acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    if USE_PDL:  # nothing is read or written before the wait
+    if USE_PDL:  # no memory access before the wait
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    is_output = (row < rows)[:, None] & (column < n)[None, :]
-    if addend is not None:  # a bias, whose rows are one, or a residual; loaded here, its latency is hidden
-        added = tl.load(addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=is_output, other=0.0)
+    out_mask = (row < rows)[:, None] & (column < n)[None, :]
+    if addend is not None:  # a bias (row stride 0) or a residual; loaded before the loop, which hides its latency
+        addend_tile = tl.load(
+            addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=out_mask, other=0.0
+        )
 
     for start in range(0, k, BLOCK_K):
-        weights = tl.load(w_tile + start)
-        inputs = tl.load(x_tile + start, mask=inside, other=0.0)
+        weights = tl.load(w_ptrs + start)
+        inputs = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
         acc = tl.dot(weights, tl.trans(inputs) if K_SLICES == 1 else tl.trans(inputs, 0, 2, 1), acc)
 
     if K_SLICES > 1:
         acc = tl.sum(acc, 0)
     if GATED:
-        gate, passed = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        acc = gate * tl.sigmoid(gate) * passed
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
+        acc = gate * tl.sigmoid(gate) * up
     y = tl.trans(acc)
     if addend is not None:
-        y += added.to(tl.float32)
-    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=is_output)
+        y += addend_tile.to(tl.float32)
+    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=out_mask)

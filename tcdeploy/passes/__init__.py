@@ -1,1 +1,1 @@
-"""Passes over the FX graphs that Inductor lowers: one technique per file, each of which can be deleted."""
+"""FX passes over the post-grad graphs that Inductor lowers: one technique per file, each of which can be deleted."""

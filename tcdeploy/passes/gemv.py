@@ -1,15 +1,13 @@
-"""Products of one row that Inductor writes itself, as it does under coordinate descent: multiply, and sum.
+"""FX passes for one-row products that Inductor lowers as a multiply and a sum, as it does under coordinate descent.
 
-They are reductions like any other, and fuse with what stands around them; what that spoils is mended here. (Those of
-candidates named "streamed" are our own kernel's, linear/gemv.py.)
+Inductor fuses such reductions with their neighbours like any other. Two effects of that are undone here. (Products that
+`skinny_gemm` variants replace by linear/gemv.py are not affected.)
 
-- Slices of such a product are cut out of what is stored.
-- Inductor moves what made a product's input into the product. For the long row before a flat weight (silu of gate times
-  up, before the down projection) each program would make the whole row again, which cost 3.5 of 42.7 us (H100, 8B
-  shape): that row is stored.
+- Slices of the product read the float32 sum and convert it again; `sink_slices` makes them views of the stored result.
+- The producer of the input row is recomputed in every program. For the MLP's down projection that is silu(gate) * up,
+  and costs 3.5 of 42.7 us (H100, 8B shape); `materialize_mlp_input` stores that row.
 
-Rejected, in one run, ms per step at batch 1 (5.40 without, 5.33 with the long row stored): storing the input of every
-product (5.66); gate and up as two products that Inductor sums in one kernel and ends in their silu (5.49).
+Rejected: storing the input of every product (5.66 ms per step instead of 5.33). More in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ aten = torch.ops.aten
 
 
 def _decomposed_gemv_input(sum_node: Any) -> Node | None:
-    """The float32 row [1, k] of a product that is written in its parts, sum over k of [1, k, 1] * [1, k, n]."""
-    times: Any = sum_node.args[0] if target_of(sum_node) is SUM and list(sum_node.args[1:]) == [[1]] else None
-    if target_of(times) is not aten.mul.Tensor or sum_node.kwargs:
+    """The float32 input row [1, k] if `sum_node` sums [1, k, 1] * [1, k, n] over k, else None."""
+    product: Any = sum_node.args[0] if target_of(sum_node) is SUM and list(sum_node.args[1:]) == [[1]] else None
+    if target_of(product) is not aten.mul.Tensor or sum_node.kwargs:
         return None
-    unsqueezed, shape = times.args[0], times.meta["val"].shape
+    unsqueezed, shape = product.args[0], product.meta["val"].shape
     if len(shape) != 3 or shape[0] != 1 or target_of(unsqueezed) is not aten.unsqueeze.default:
         return None
     row: Any = unsqueezed.args[0] if unsqueezed.args[1] == 2 else None
@@ -39,10 +37,10 @@ def _decomposed_gemv_input(sum_node: Any) -> Node | None:
 
 
 def sink_slices(graph: Graph) -> None:
-    """Let the slices of a product that is written in its parts be views of one tensor in its own dtype.
+    """Make slices of a decomposed product views of one tensor in the output dtype.
 
-    Else Inductor keeps the float32 sum, and each slice is converted by whoever reads it: a kernel of its own where
-    that is attention. A strided view makes it keep the converted product.
+    Otherwise Inductor stores the float32 sum and converts each slice where it is read, which is an additional kernel
+    before attention. An `as_strided` view makes Inductor store the converted product.
     """
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.slice.Tensor:
@@ -65,9 +63,9 @@ def sink_slices(graph: Graph) -> None:
 
 
 def materialize_mlp_input(graph: Graph) -> None:
-    """Have the input of a product that is written in its parts stored, where it is longer than the output.
+    """Store the input row of a decomposed product if it is longer than the output row and computed in this graph.
 
-    A strided view is what makes Inductor store it.
+    An `as_strided` view makes Inductor store it.
     """
     for node in list(graph.nodes):
         row = _decomposed_gemv_input(node)
@@ -77,15 +75,15 @@ def materialize_mlp_input(graph: Graph) -> None:
             or not _is_computed_in_graph(row.args[0])
         ):
             continue
-        narrow: Any = row.args[0]
-        value = narrow.meta["val"]
+        source: Any = row.args[0]  # the row before its conversion to float32
+        value = source.meta["val"]
         with graph.inserting_before(row):
-            stored = insert_call(graph, aten.as_strided.default, narrow, list(value.shape), list(value.stride()), 0)
-        row.replace_input_with(narrow, stored)
+            stored = insert_call(graph, aten.as_strided.default, source, list(value.shape), list(value.stride()), 0)
+        row.replace_input_with(source, stored)
 
 
 def _is_computed_in_graph(node: Any) -> bool:
-    """Whether the tensor is computed by this graph and begins where its memory does: an input is stored already."""
-    value, maker = node.meta["val"], strip_reshapes(node)
-    is_plain = value.is_contiguous() and value.storage_offset() == 0
-    return is_plain and maker.op == "call_function" and maker.target not in ALIASES
+    """Whether this graph computes the whole of the tensor's storage. Inputs of the graph are stored already."""
+    value, producer = node.meta["val"], strip_reshapes(node)
+    is_whole_storage = value.is_contiguous() and value.storage_offset() == 0
+    return is_whole_storage and producer.op == "call_function" and producer.target not in ALIASES

@@ -1,4 +1,4 @@
-"""What the passes over Inductor's graphs share: new nodes, and what a node is."""
+"""Helpers shared by the FX passes: inserting nodes, looking through views and casts, matching linear layers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ ALIASES = {*VIEWS, aten.slice.Tensor, aten.as_strided.default, aten.expand.defau
 
 
 def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
-    """`target(*args)` at the graph's insertion point; at least one argument is a node of a tensor.
+    """Insert `target(*args)` at the graph's insertion point. At least one argument must be a tensor's node.
 
-    Inductor asks each node for the tensor that it would give.
+    Sets `meta["val"]`, the fake result, which Inductor needs of each node.
     """
     node = graph.call_function(target, args)
     values = map_arg(args, lambda arg: arg.meta["val"])
@@ -30,42 +30,45 @@ def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
 
 
 def is_float_cast(node: Any) -> bool:
-    """Whether `node` is its argument in another floating type: the same number, more or less exactly."""
+    """Whether `node` converts its argument to a floating dtype, so that only its rounding changes."""
     return target_of(node) is CONVERT_ELEMENT_TYPE and node.meta["val"].dtype in FLOAT_DTYPES
 
 
 def target_of(node: Any) -> Any:
+    """The op that `node` calls; None for placeholders, outputs and constants."""
     return node.target if isinstance(node, Node) and node.op == "call_function" else None
 
 
 def strip_reshapes(node: Any) -> Any:
+    """The node under any reshapes of it."""
     while node.op == "call_function" and node.target in RESHAPES:
         node = node.args[0]
     return node
 
 
 def erase_if_unused(graph: Graph, node: Node) -> None:
-    """Erase `node` if nobody reads it, and what was made for it alone; all of it is pure."""
-    made = {node}
-    for one in reversed(list(graph.nodes)):
-        if one in made and not one.users and one.op == "call_function":
-            made.update(one.all_input_nodes)
-            graph.erase_node(one)
+    """Erase `node` if it has no users, then its inputs if they lost their last user. All of them must be pure."""
+    candidates = {node}
+    for candidate in reversed(list(graph.nodes)):
+        if candidate in candidates and not candidate.users and candidate.op == "call_function":
+            candidates.update(candidate.all_input_nodes)
+            graph.erase_node(candidate)
 
 
 def strip_aliases(node: Any) -> Any:
+    """The node whose memory `node` views."""
     while target_of(node) in ALIASES:
         node = node.args[0]
     return node
 
 
 def is_weight(node: Any, ndim: int) -> bool:
-    """Whether the tensor is, or views, an input of the graph of so many dimensions: what no kernel of a step writes.
+    """Whether `node` is, or views, an `ndim`-dimensional input of the graph. No kernel of a step writes a weight.
 
-    Of one and two these are the parameters: what flows between layers has three ([1, tokens, hidden]), a cache more.
+    Inputs of one and two dimensions are parameters: hidden states have three ([1, tokens, hidden]), KV caches four.
     """
-    given = strip_aliases(node)
-    return given.op == "placeholder" and given.meta["val"].ndim == ndim
+    source = strip_aliases(node)
+    return source.op == "placeholder" and source.meta["val"].ndim == ndim
 
 
 class LinearMatch(NamedTuple):
@@ -77,7 +80,7 @@ class LinearMatch(NamedTuple):
 
 
 def match_linear(node: Node) -> LinearMatch | None:
-    """What `node` multiplies, where it is a linear layer's product."""
+    """The operands of `node` if it computes a linear layer, else None."""
     if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
         return None
     bias, x, transposed = (None, *node.args) if node.target == aten.mm.default else node.args

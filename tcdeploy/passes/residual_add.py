@@ -1,7 +1,7 @@
-"""Residual additions, done by the product before them: one kernel and one trip through memory less.
+"""FX passes: fuse the residual addition into the product before it, which saves a kernel and a trip through memory.
 
-A product of a streamed kernel takes the residual as an argument. Any other can be added by cuBLAS, in the residual's
-place, where nothing else reads that: at the end of a layer, down plus residual.
+`tcdeploy::linear` takes the residual as an argument. cuBLAS can accumulate any other product into the residual in place
+if nothing reads the residual later, as at the end of a layer: residual += down(x).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
 
 def fuse_residual_add(graph: Graph) -> None:
-    """Let a streamed product without a bias end in the addition that is all that reads it."""
+    """Pass the other operand of an addition to a `tcdeploy::linear` without bias that only the addition reads."""
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
@@ -27,16 +27,16 @@ def fuse_residual_add(graph: Graph) -> None:
         others = [arg for arg in node.args if arg not in products]
         if len(products) != 1 or not isinstance(others[0], Node):
             continue
-        streamed, shape = strip_reshapes(products[0]), node.meta["val"].shape
+        linear_node, shape = strip_reshapes(products[0]), node.meta["val"].shape
         residual = others[0].meta["val"]
         if (
             not _same_dtype_and_shape(node.meta["val"], products[0].meta["val"], residual)
             or not residual.is_contiguous()
         ):
             continue
-        x, weight, _, config = streamed.args
+        x, weight, _, config = linear_node.args
         with graph.inserting_before(node):
-            rows = insert_call(graph, aten.reshape.default, others[0], list(streamed.meta["val"].shape))
+            rows = insert_call(graph, aten.reshape.default, others[0], list(linear_node.meta["val"].shape))
             added = insert_call(graph, tcdeploy_ops.linear.default, x, weight, rows, config)
             shaped = insert_call(graph, aten.reshape.default, added, list(shape))
         node.replace_all_uses_with(shaped)
@@ -45,11 +45,11 @@ def fuse_residual_add(graph: Graph) -> None:
 
 
 def fuse_inplace_residual_add(graph: Graph) -> None:
-    """Let a product be added to the sum before it, where that is read no more: the end of a layer, down plus residual.
+    """Accumulate a product into the sum that it is added to, if nothing reads that sum later.
 
-    The sum is a fresh tensor, never an input of the graph nor a view of one.
+    The sum is a new tensor of this graph, never an input or a view of one.
     """
-    positions = {node: number for number, node in enumerate(graph.nodes)}
+    positions = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs:
             continue
@@ -71,7 +71,7 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
 
 
 def _has_single_consumer(consumer: Node, arg: Any) -> bool:
-    """Whether nothing but `consumer` reads the product that `arg` is, or a view of."""
+    """Whether `consumer` is the only reader of `arg` and of the nodes that it reshapes."""
     while isinstance(arg, Node) and list(arg.users) == [consumer]:
         if arg.op != "call_function" or arg.target not in RESHAPES:
             return True
@@ -80,7 +80,7 @@ def _has_single_consumer(consumer: Node, arg: Any) -> bool:
 
 
 def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, int]) -> bool:
-    """Whether `accumulator` is a sum of this graph's own that nothing reads after `consumer`, not even through a view."""
+    """Whether `accumulator` is a sum that nothing reads after `consumer`, not even through a view."""
     if (
         not isinstance(accumulator, Node)
         or accumulator.op != "call_function"
@@ -101,7 +101,7 @@ def _same_dtype_and_shape(*values: Tensor) -> bool:
 
 
 def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
-    """Whether `arg` is a streamed product without a bias, and nothing but `consumer` reads it."""
+    """Whether `arg` is a `tcdeploy::linear` without bias whose only reader is `consumer`."""
     while isinstance(arg, Node) and arg.op == "call_function" and list(arg.users) == [consumer]:
         if arg.target is tcdeploy_ops.linear.default:
             return arg.args[2] is None

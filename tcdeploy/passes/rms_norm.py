@@ -1,11 +1,11 @@
-"""Let a product of one row normalise its input itself: no kernel for the norm.
+"""FX pass: fuse RMSNorm into the GEMVs that read its output, at batch 1.
 
-An RMS norm scales a row x by weights g and by one number, 1 / sqrt(mean(x^2) + eps). That number can as well scale the
-product's result, and the kernel of one row (linear/gemv.py) sums the squares of x beside the product, while it waits
-for its weights. Two launches of a Llama layer, for which the whole GPU would wait, are gone.
+RMSNorm multiplies a row x by weights g and by the scalar 1 / sqrt(mean(x^2) + eps). The scalar can be applied to the
+product instead, and the GEMV (linear/gemv.py) sums the squares of x beside the product, while it waits for its weights.
+This removes two launches per Llama layer, for each of which the whole GPU would wait.
 
-The row is rounded less often than in the eager model: x * g stays float32. Rejected: the same in the products that
-Inductor writes itself under coordinate descent, 5.62 ms a step for 5.42 (H100, 8B shape, batch 1).
+Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
+lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance.md).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from tcdeploy.passes.nodes import (
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 MUL = aten.mul.Tensor
-EPS_ADD_OPS = {aten.add.Tensor, aten.add.Scalar}  # modelling code's, and that of torch.nn.functional.rms_norm
+EPS_ADD_OPS = {aten.add.Tensor, aten.add.Scalar}  # of modelling code, and of torch.nn.functional.rms_norm
 FUSABLE_LINEARS = {tcdeploy_ops.linear.default, tcdeploy_ops.linear_silu_mul.default}
 
 
 class RMSNormMatch(NamedTuple):
-    """`rsqrt` is 1 / sqrt(mean(x^2) + eps); the normalised row is x times `rsqrt` times `weight`."""
+    """The nodes of x * rsqrt * weight, where rsqrt = 1 / sqrt(mean(x^2) + eps)."""
 
     x: Node
     rsqrt: Node
@@ -43,23 +43,24 @@ class RMSNormMatch(NamedTuple):
 
 
 def fuse_rms_norm(graph: Graph) -> None:
-    """For each norm that nothing reads but streamed products of one row."""
-    found = {}
+    """Fuse each RMSNorm whose only readers are one-row `tcdeploy::linear` and `linear_silu_mul` nodes."""
+    matches = {}
     for node in graph.nodes:
         if target_of(node) in FUSABLE_LINEARS and node.args[0].meta["val"].shape[0] == 1:
             norm = _match_rms_norm(node.args[0])
             if norm is not None:
-                found[node] = norm
-    for node, norm in [one for one in found.items() if _feeds_only(one[1].rsqrt, found.keys())]:
+                matches[node] = norm
+    # A list: _fuse changes the users that _feeds_only looks at.
+    for node, norm in [(node, norm) for node, norm in matches.items() if _feeds_only(norm.rsqrt, matches.keys())]:
         _fuse(graph, node, norm)
 
 
 def _match_rms_norm(row: Node) -> RMSNormMatch | None:
-    """What `row` normalises; None where it is anything else."""
-    inverses = [factor for factor in _factors(row, None) if target_of(factor) is aten.rsqrt.default]
-    if len(inverses) != 1:
+    """The RMSNorm that computes `row`, else None."""
+    rsqrts = [factor for factor in _factors(row, None) if target_of(factor) is aten.rsqrt.default]
+    if len(rsqrts) != 1:
         return None
-    [rsqrt] = inverses
+    [rsqrt] = rsqrts
     mean_plus_eps: Any = rsqrt.args[0]
     mean: Any = mean_plus_eps.args[0] if target_of(mean_plus_eps) in EPS_ADD_OPS and not mean_plus_eps.kwargs else None
     if target_of(mean) is not aten.mean.dim or mean.kwargs or not isinstance(mean_plus_eps.args[1], (float, int)):
@@ -83,7 +84,7 @@ def _match_rms_norm(row: Node) -> RMSNormMatch | None:
 
 
 def _factors(node: Any, stop: Node | None) -> list[Node]:
-    """What is multiplied to give `node`, however rounded or reshaped on the way; `stop` is not looked into."""
+    """The factors of the product `node`, looking through float casts and reshapes. `stop` counts as one factor."""
     if node is not stop and (is_float_cast(node) or target_of(node) in RESHAPES):
         return _factors(node.args[0], stop)
     if node is not stop and target_of(node) is MUL and all(isinstance(arg, Node) for arg in node.args):
@@ -92,13 +93,13 @@ def _factors(node: Any, stop: Node | None) -> list[Node]:
 
 
 def _feeds_only(node: Node, products: Collection[Node]) -> bool:
-    """Whether all that `node` goes into ends in `products`, as what they multiply."""
-    passes = {MUL, CONVERT_ELEMENT_TYPE, *RESHAPES}
+    """Whether every path from `node`, through multiplications, casts and reshapes, leads to an input of `products`."""
+    transparent = {MUL, CONVERT_ELEMENT_TYPE, *RESHAPES}
     for user in node.users:
         if user in products:
             if user.args[0] is not node:
                 return False
-        elif target_of(user) not in passes or not _feeds_only(user, products):
+        elif target_of(user) not in transparent or not _feeds_only(user, products):
             return False
     return True
 
@@ -110,8 +111,8 @@ def _fuse(graph: Graph, product: Node, norm: RMSNormMatch) -> None:
     with graph.inserting_before(product):
         x = insert_call(graph, aten.reshape.default, norm.x, [1, size])
         scales = insert_call(graph, aten.reshape.default, norm.weight, [size])
-        folded = insert_call(
+        fused = insert_call(
             graph, tcdeploy_ops.rms_norm_linear.default, x, scales, norm.eps, weight, addend, gated, config
         )
-    product.replace_all_uses_with(folded)
+    product.replace_all_uses_with(fused)
     erase_if_unused(graph, product)

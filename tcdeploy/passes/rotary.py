@@ -1,7 +1,7 @@
-"""Let decode attention turn its queries and keys itself, where they come from a product and are turned by halves.
+"""FX pass: fuse RoPE into decode attention.
 
-That is the rotary embedding of most decoders. The kernel loads a query anyway; turning it there spares a launch that
-the attention of a small batch would wait for.
+The decode kernel loads q and k anyway; rotating them there saves a launch that attention would wait for, which matters
+at small batches. Matches rotations by halves of the head, as in Llama, whose input is a linear layer's output.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import tcdeploy.attention.ops  # noqa: F401 - registers the op
 from tcdeploy.passes.nodes import erase_if_unused, insert_call, strip_aliases, target_of
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
-AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # how a graph holds an op that writes
+AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # wraps ops that mutate arguments
 MM_OPS = {aten.mm.default, aten.addmm.default}
 LAYOUT_VIEWS = {aten.select.int, aten.permute.default}
 
 
 class RotaryMatch(NamedTuple):
-    """`x * cos + rotated(x) * sin`, seen through `views`, outermost first; cos and sin [1, tokens, head_dim]."""
+    """x * cos + rotate_half(x) * sin under `views`, outermost first; cos and sin are [1, tokens, head_dim]."""
 
     x: Node
     cos: Node
@@ -30,21 +30,22 @@ class RotaryMatch(NamedTuple):
 
 
 def fuse_rope_into_attention(graph: Graph) -> None:
+    """Pass cos, sin and the unrotated q and k to each `tcdeploy::decode_attention` whose q and k share cos and sin."""
     for node in list(graph.nodes):
         if target_of(node) is not AUTO_FUNCTIONALIZED or node.args[0] is not tcdeploy_ops.decode_attention.default:
             continue
         q, k = (_match_rotary(node.kwargs[name]) for name in ("q", "k"))
         if q is None or k is None or (q.cos, q.sin) != (k.cos, k.sin):
             continue
-        before, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
-        if any(list(one.meta["val"].shape[::2]) != shape for one in before) or not _same_layout(q.cos, q.sin):
+        rotated, shape = [node.kwargs["q"], node.kwargs["k"]], list(q.cos.meta["val"].shape[1:])
+        if any(list(arg.meta["val"].shape[::2]) != shape for arg in rotated) or not _same_layout(q.cos, q.sin):
             continue
         with graph.inserting_before(node):
             cos, sin = (insert_call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
             inputs = {"q": _apply_views(graph, q), "k": _apply_views(graph, k), "cos": cos, "sin": sin}
         _replace_inputs(node, inputs)
-        for one in before:
-            erase_if_unused(graph, one)
+        for arg in rotated:
+            erase_if_unused(graph, arg)
 
 
 def _replace_inputs(node: Node, inputs: dict[str, Node]) -> None:
@@ -62,7 +63,7 @@ def _same_layout(cos: Node, sin: Node) -> bool:
 
 
 def _apply_views(graph: Graph, match: RotaryMatch) -> Node:
-    """What was turned, through the views that the result was seen through."""
+    """The unrotated x under the same views as the rotated one."""
     node = match.x
     for view in reversed(match.views):
         node = insert_call(graph, view.target, node, *view.args[1:])
@@ -70,6 +71,7 @@ def _apply_views(graph: Graph, match: RotaryMatch) -> Node:
 
 
 def _match_rotary(node: Any) -> RotaryMatch | None:
+    """The rotation that computes `node`, else None."""
     views: list[Node] = []
     while target_of(node) in LAYOUT_VIEWS:
         views.append(node)
@@ -90,7 +92,7 @@ def _match_rotary(node: Any) -> RotaryMatch | None:
 
 
 def _strip_unsqueeze(node: Any) -> Any:
-    """cos of cos[:, None], one batch of tokens."""
+    """cos if `node` is cos[:, None] for cos [1, tokens, head_dim], else None."""
     if target_of(node) is not aten.unsqueeze.default or node.args[1] != 1:
         return None
     value = node.args[0].meta["val"]
@@ -107,7 +109,7 @@ def _is_rotate_half(node: Any, x: Node) -> bool:
 
 
 def _half_start(node: Any, x: Node) -> Any:
-    """Where the half of x's last dimension begins that `node` is."""
+    """The start of `node` if it is a half of x's last dimension, else None."""
     if target_of(node) is not aten.slice.Tensor or node.args[0] is not x or node.args[1] != 3 or len(node.args) > 4:
         return None
     return node.args[2] if 2 * node.meta["val"].shape[-1] == x.meta["val"].shape[-1] else None

@@ -1,6 +1,7 @@
-"""Let a streamed product end in the gate that reads it: silu of its first half times the second, a kernel less.
+"""FX pass: fuse SwiGLU into the skinny GEMM or GEMV that computes gate and up.
 
-That is the MLP of most decoders, whose gate and up projections are one product (models/packed_linears.py).
+Most decoders' MLPs compute silu(gate) * up, where gate and up are the two halves of one product
+(models/packed_linears.py). `tcdeploy::linear_silu_mul` applies it in the epilogue, which saves a kernel.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import torch
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
+from tcdeploy.linear.tile_configs import N_MULTIPLE
 from tcdeploy.passes.nodes import erase_if_unused, insert_call, is_float_cast, strip_reshapes, target_of
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
 
 def fuse_swiglu(graph: Graph) -> None:
-    """For each product of half `silu(first) * up` whose halves nothing else reads."""
+    """Replace silu(y[..., :half]) * y[..., half:] if y is a `tcdeploy::linear` with no other users."""
     for node in list(graph.nodes):
         if target_of(node) is not aten.mul.Tensor or node.kwargs:
             continue
@@ -34,11 +36,8 @@ def fuse_swiglu(graph: Graph) -> None:
 
 
 def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
-    """The streamed product that `node` is the gate of, where it can be the kernel's to end in it."""
-    from tcdeploy.linear.skinny_gemm import N_MULTIPLE
-
-    first = _silu_input(silu)
-    halves = [one for one in (first, up) if target_of(one) is aten.slice.Tensor]
+    """The `tcdeploy::linear` node if `node` is its SwiGLU and the kernel can compute it, else None."""
+    halves = [half_node for half_node in (_silu_input(silu), up) if target_of(half_node) is aten.slice.Tensor]
     if len(halves) != 2:
         return None
     linear_node = strip_reshapes(halves[0].args[0])
@@ -49,22 +48,22 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
         return None
     value = linear_node.meta["val"]
     half = value.shape[1] // 2
-    begins = [_half_start(one, half) for one in halves]
-    is_plain = linear_node.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
-    is_alike = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
-    if begins != [0, half] or not is_plain or not is_alike or not _is_only_used_by(linear_node, node):
+    starts = [_half_start(half_node, half) for half_node in halves]
+    is_supported = linear_node.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
+    is_half = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
+    if starts != [0, half] or not is_supported or not is_half or not _is_only_used_by(linear_node, node):
         return None
     return linear_node
 
 
 def _silu_input(node: Any) -> Any:
-    """x of x / (1 + exp(-x)), as Inductor writes silu in float32; None of anything else."""
+    """x if `node` is x / (1 + exp(-x)), Inductor's float32 decomposition of silu, else None."""
     quotient = _strip_cast(node)
     if target_of(quotient) is not aten.div.Tensor:
         return None
     x, divisor = quotient.args
-    is_shifted = target_of(divisor) is aten.add.Tensor and divisor.args[1] == 1 and not divisor.kwargs
-    exponential: Any = divisor.args[0] if is_shifted else None
+    is_one_plus = target_of(divisor) is aten.add.Tensor and divisor.args[1] == 1 and not divisor.kwargs
+    exponential: Any = divisor.args[0] if is_one_plus else None
     negative: Any = exponential.args[0] if target_of(exponential) is aten.exp.default else None
     if target_of(negative) is not aten.neg.default or negative.args[0] is not x:
         return None
@@ -76,12 +75,12 @@ def _strip_cast(node: Any) -> Any:
 
 
 def _half_start(slice_node: Node, half: int) -> Any:
-    """Where a slice of the last dimension begins that is `half` long; None for any other slice."""
-    value, (dim, begin, *_) = slice_node.meta["val"], (*slice_node.args[1:], None, None)
+    """The start of a slice of `half` elements of the last dimension; None for any other slice."""
+    value, (dim, start, *_) = slice_node.meta["val"], (*slice_node.args[1:], None, None)
     is_last = isinstance(dim, int) and dim % value.ndim == value.ndim - 1
-    return begin if is_last and value.shape[-1] == half and len(slice_node.args) < 5 else None
+    return start if is_last and value.shape[-1] == half and len(slice_node.args) < 5 else None
 
 
 def _is_only_used_by(linear_node: Node, node: Node) -> bool:
-    """Whether all that is made of `linear_node` ends in `node`."""
+    """Whether every path from `linear_node` leads to `node`."""
     return all(user is node or (user.users and _is_only_used_by(user, node)) for user in linear_node.users)

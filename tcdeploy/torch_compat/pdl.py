@@ -1,14 +1,13 @@
-"""Programmatic dependent launch: a kernel that begins while the one before it on the stream still runs.
+"""Programmatic dependent launch (PDL): a kernel that starts while its predecessor on the stream still runs.
 
-Launched with `launch_pdl`, a kernel's programs start once every program of the kernel before has said that they may
-(`gdc_launch_dependents`) or has left. Its `gdc_wait` returns when all that the earlier kernel wrote can be read. What
-keeps this safe:
+A kernel launched with `launch_pdl` starts once every program of its predecessor has called `gdc_launch_dependents` or
+exited. Its `gdc_wait` returns when all writes of the predecessor are visible. Two rules keep this safe:
 
-- A kernel of ours waits before it touches anything that a kernel of the same step writes, and before it writes. Before
-  the wait it may read weights (passes/nodes.py, `is_weight`), and what an earlier step left: no early launch reaches
-  across a step's end, whose last kernels do not launch so.
-- It lets the next kernel launch only after its own wait, as Inductor's kernels do (config `triton.enable_pdl`): when a
-  kernel starts, all that came before its neighbour is complete.
+- Our kernels wait before they access anything that a kernel of the same step writes, and before they write. Before the
+  wait they may read weights (`is_weight` in passes/nodes.py) and data written by an earlier step: early launch does not
+  cross the end of a step, because a step's last kernels are launched without PDL.
+- They let their successor launch only after their own wait, as Inductor's kernels do (`triton.enable_pdl`). When a
+  kernel starts, everything before its predecessor is complete.
 """
 
 from __future__ import annotations
@@ -20,5 +19,5 @@ import torch
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether the GPU has dependent launch: Hopper and later. A CPU is Triton's interpreter, in tests."""
+    """Whether the GPU supports PDL (compute capability 9.0, Hopper, and later). False on CPU."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -1,7 +1,7 @@
-"""The device that the kernels' tests run on: a GPU, or the CPU with Triton's interpreter."""
+"""The device fixture of the attention kernels' tests: a GPU, or the CPU with Triton's interpreter."""
 
 from __future__ import annotations
 
-from tests.attention.paged import device
+from tests.triton_tools import device
 
 __all__ = ["device"]

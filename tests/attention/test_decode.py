@@ -1,6 +1,6 @@
-"""Decode says what `reference.paged_decode` says, whole and in parts, and torch.compile sees what it writes.
+"""The Triton decode kernel agrees with `reference.paged_decode`, split or not, and torch.compile sees what it writes.
 
-In every test the newest token's slot is NaN before the call: only what the kernel takes from registers is right.
+In every test the newest token's slot is NaN before the call, so the kernel must take that token from registers.
 """
 
 from __future__ import annotations
@@ -16,40 +16,43 @@ from torch.testing import assert_close
 
 from tcdeploy.attention import decode, ops, reference
 from tests.attention.paged import (
-    CUDA,
     TOLERANCE,
     Case,
     PagedSequences,
     assert_agrees,
-    compile_for_hopper,
     each_case,
     make_paged_sequences,
     make_queries,
+    some_models,
+)
+from tests.triton_tools import (
+    CUDA,
+    HOPPER_SHARED_BYTES,
+    compile_for_hopper,
     record_launches,
     shared_memory_on_hopper,
-    some_models,
     specialization_key,
 )
 
 
 class Step(NamedTuple):
-    """One decode step's arguments, and the reference's answer to them, computed on the CPU."""
+    """The arguments of one decode step, and the reference's result for them, computed on the CPU."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    pages: PagedSequences
+    sequences: PagedSequences
     split_counters: Tensor
     options: tuple[float, int, float, Tensor | None]  # scale, window, softcap, sinks
 
     def arguments(self, splits: int) -> tuple[Any, ...]:
-        """As the op takes them."""
+        """In the op's order."""
         scale, window, softcap, sinks = self.options
         return (
             self.q,
             self.k,
             self.v,
-            *self.pages,
+            *self.sequences,
             self.split_counters,
             sinks,
             scale,
@@ -60,11 +63,11 @@ class Step(NamedTuple):
         )
 
     def run(self, splits: int) -> Tensor:
-        return decode.paged_decode(self.q, self.k, self.v, *self.pages, self.split_counters, *self.options, splits)
+        return decode.paged_decode(self.q, self.k, self.v, *self.sequences, self.split_counters, *self.options, splits)
 
     def expected(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Output, k_cache and v_cache afterwards; the step's own caches are left alone."""
-        q, k, v, k_cache, v_cache, *rest = (x.cpu().clone() for x in (self.q, self.k, self.v, *self.pages))
+        """The output, k_cache and v_cache after the step. The step's own caches do not change."""
+        q, k, v, k_cache, v_cache, *rest = (x.cpu().clone() for x in (self.q, self.k, self.v, *self.sequences))
         scale, window, softcap, sinks = self.options
         sinks = sinks if sinks is None else sinks.cpu()
         out = reference.paged_decode(q, k, v, k_cache, v_cache, *rest, scale, window, softcap, sinks)
@@ -72,60 +75,62 @@ class Step(NamedTuple):
 
 
 def make_step(case: Case, lengths: list[int], device: str) -> Step:
-    pages = make_paged_sequences(case, lengths, device)
+    sequences = make_paged_sequences(case, lengths, device)
     batch, v_head_dim = len(lengths), case.v_head_dim or case.head_dim
     for row, length in enumerate(lengths):
-        for cache in pages[:2]:
-            cache.flatten(0, 1)[pages.slots(row, max(length - 1, 0), length)] = float("nan")
+        for cache in sequences[:2]:
+            cache.flatten(0, 1)[sequences.slots(row, max(length - 1, 0), length)] = float("nan")
     k, v = (torch.randn(batch, case.kv_heads, dim).to(case.dtype).to(device) for dim in (case.head_dim, v_head_dim))
     split_counters = torch.zeros(batch, case.kv_heads, dtype=torch.int32, device=device)
-    return Step(make_queries(case, batch, device), k, v, pages, split_counters, case.options(device))
+    return Step(make_queries(case, batch, device), k, v, sequences, split_counters, case.options(device))
 
 
-def assert_step_result(step: Step, out: Tensor, wanted: tuple[Tensor, Tensor, Tensor]) -> None:
-    """The output, the newest tokens in their slots and no other slot touched, the counters at zero."""
-    assert_agrees(out, wanted[0])
-    assert_close([x.cpu() for x in step.pages[:2]], list(wanted[1:]), equal_nan=True, atol=0, rtol=0)
+def assert_step_result(step: Step, out: Tensor, expected: tuple[Tensor, Tensor, Tensor]) -> None:
+    """The output agrees, only the newest tokens' slots were written, and the counters are zero."""
+    assert_agrees(out, expected[0])
+    assert_close([x.cpu() for x in step.sequences[:2]], list(expected[1:]), equal_nan=True, atol=0, rtol=0)
     assert not step.split_counters.any()
 
 
 @each_case
 @pytest.mark.parametrize("splits", [1, 2, 8])
-def test_decode_means_what_the_reference_means(case, splits, device):
-    step = make_step(case, [1, 129, 0, 270], device)  # shorter than a tile, whole tiles and the new token, padding
-    wanted = step.expected()
+def test_decode_agrees_with_the_reference(case, splits, device):
+    step = make_step(
+        case, [1, 129, 0, 270], device
+    )  # shorter than a tile; whole tiles plus the new token; padding; partial tile
+    expected = step.expected()
     out = step.run(splits)
-    assert_step_result(step, out, wanted)
-    assert not out[2].any(), "a sequence of length 0 is padding, and padding is zeros"
+    assert_step_result(step, out, expected)
+    assert not out[2].any(), "a sequence of length 0 is padding, and its output must be zero"
 
 
 @pytest.mark.parametrize("splits", [3, 32])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_a_long_sequence_is_dealt_to_any_number_of_parts(sinks, splits, device):
+def test_a_long_sequence_can_be_cut_into_any_number_of_splits(sinks, splits, device):
     step = make_step(Case(kv_heads=1, group=2, sinks=sinks), [2040], device)
-    wanted = step.expected()
-    assert_step_result(step, step.run(splits), wanted)
+    expected = step.expected()
+    assert_step_result(step, step.run(splits), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_keys_older_than_the_window_are_never_read(splits, device):
+def test_keys_older_than_the_window_are_not_read(splits, device):
     step = make_step(Case(window=37), [150], device)
-    wanted, _, _ = step.expected()
-    for cache in step.pages[:2]:
-        cache.flatten(0, 1)[step.pages.slots(0, 0, 113)] = float("nan")
-    assert_agrees(step.run(splits), wanted)
+    expected_out, _, _ = step.expected()
+    for cache in step.sequences[:2]:
+        cache.flatten(0, 1)[step.sequences.slots(0, 0, 113)] = float("nan")
+    assert_agrees(step.run(splits), expected_out)
 
 
 @pytest.mark.parametrize("splits", [1, 2])
-def test_queries_keys_and_values_may_be_slices_of_one_row(splits, device):
+def test_q_k_and_v_may_be_slices_of_one_packed_row(splits, device):
     step = make_step(Case(group=3), [40, 77], device)
-    wanted = step.expected()
+    expected = step.expected()
     shapes = [x.shape[1:] for x in step[:3]]
     packed = torch.cat([x.flatten(1) for x in step[:3]], dim=1)
     slices = packed.split([shape.numel() for shape in shapes], dim=1)
     step = step._replace(**{name: x.unflatten(1, shape) for name, x, shape in zip("qkv", slices, shapes, strict=True)})
     assert not any(x.is_contiguous() for x in step[:3])
-    assert_step_result(step, step.run(splits), wanted)
+    assert_step_result(step, step.run(splits), expected)
 
 
 @pytest.mark.parametrize("splits", [1, 4])
@@ -139,42 +144,44 @@ def test_queries_keys_and_values_may_be_slices_of_one_row(splits, device):
     ],
     ids=["", "heads of 80", "bfloat16", "values smaller than keys"],
 )
-def test_queries_and_keys_that_are_yet_to_be_turned(case, splits, device):
-    """As if they had been turned before; the key that lands in the cache is the turned one."""
+def test_rope_in_the_kernel_equals_rope_before_it(case, splits, device):
+    """The key that is stored in the cache is the rotated one."""
     step = make_step(case, [40, 0, 150], device)
     angles = torch.randn(3, case.head_dim // 2).repeat(1, 2) * 3
     cos, sin = (x.to(device, case.dtype) for x in (angles.cos(), angles.sin()))
-    apply_rotary = step._replace(**{name: reference.apply_rotary(getattr(step, name), cos, sin) for name in "qk"})
-    wanted = apply_rotary.expected()
-    out = decode.paged_decode(step.q, step.k, step.v, *step.pages, step.split_counters, *step.options, splits, cos, sin)
-    assert_agrees(out, wanted[0])
-    for found, expected in zip(step.pages[:2], wanted[1:], strict=True):
-        tolerance = TOLERANCE[case.dtype]  # a product and a sum, in one order or fused
-        assert_close(found.cpu(), expected, equal_nan=True, atol=tolerance, rtol=tolerance)
+    rotated = step._replace(**{name: reference.apply_rotary(getattr(step, name), cos, sin) for name in "qk"})
+    expected_out, *expected_caches = rotated.expected()
+    out = decode.paged_decode(
+        step.q, step.k, step.v, *step.sequences, step.split_counters, *step.options, splits, cos, sin
+    )
+    assert_agrees(out, expected_out)
+    for cache, expected_cache in zip(step.sequences[:2], expected_caches, strict=True):
+        tolerance = TOLERANCE[case.dtype]  # multiply and add may be fused
+        assert_close(cache.cpu(), expected_cache, equal_nan=True, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("splits", [1, 8])
-def test_a_captured_decode_replays_thousands_of_times_with_other_lengths(splits, device):
+def test_a_captured_decode_replays_with_other_lengths(splits, device):
     step = make_step(Case(group=4, sinks=True, head_dim=128, dtype=torch.bfloat16), [300, 170], device)
     step.run(splits)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step.run(splits)
     for lengths in ([300, 170], [1, 0], [64, 129]):
-        step.pages.seq_lens.copy_(torch.tensor(lengths))
-        wanted, _, _ = step.expected()
+        step.sequences.seq_lens.copy_(torch.tensor(lengths))
+        expected_out, _, _ = step.expected()
         graph.replay()
         first = out.clone()
-        assert_agrees(first, wanted)
+        assert_agrees(first, expected_out)
         for _ in range(2000):
             graph.replay()
-        assert torch.equal(out, first), "whoever arrives last, the parts are merged in one order"
+        assert torch.equal(out, first), "splits must merge in the same order, whichever finishes last"
         assert not step.split_counters.any()
 
 
 @pytest.mark.parametrize("device", [CUDA])
-def test_a_compiled_region_writes_in_place_and_takes_any_width_and_number_of_blocks(device):
+def test_a_compiled_region_writes_in_place_for_any_table_width_and_number_of_blocks(device):
     case = Case(group=4, head_dim=128, dtype=torch.bfloat16)
     weight = torch.randn(case.heads * case.head_dim, 64, dtype=case.dtype, device=device) / 64
 
@@ -186,20 +193,20 @@ def test_a_compiled_region_writes_in_place_and_takes_any_width_and_number_of_blo
     counters.clear()
     for lengths in ([300, 170], [900, 40]):
         step = make_step(case, lengths, device)
-        for tensor, dim in ((step.pages.k_cache, 0), (step.pages.v_cache, 0), (step.pages.block_table, 1)):
+        for tensor, dim in ((step.sequences.k_cache, 0), (step.sequences.v_cache, 0), (step.sequences.block_table, 1)):
             torch._dynamo.mark_dynamic(tensor, dim)
-        wanted, *caches = step._replace(q=step.q * 0.5).expected()
+        expected_out, *expected_caches = step._replace(q=step.q * 0.5).expected()
         with torch.no_grad():
             out = region(*step.arguments(4))
-        assert_close(out.cpu().float(), wanted.flatten(1).float() @ weight.cpu().float(), atol=3e-2, rtol=3e-2)
-        assert_close([x.cpu() for x in step.pages[:2]], caches, equal_nan=True, atol=0, rtol=0)
+        assert_close(out.cpu().float(), expected_out.flatten(1).float() @ weight.cpu().float(), atol=3e-2, rtol=3e-2)
+        assert_close([x.cpu() for x in step.sequences[:2]], expected_caches, equal_nan=True, atol=0, rtol=0)
     assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(splits, device):
+def test_opcheck_passes_and_so_the_declared_mutations_are_complete(splits, device):
     step = make_step(Case(group=4, head_dim=128, dtype=torch.bfloat16, window=100), [300, 0], device)
-    for cache in step.pages[:2]:
+    for cache in step.sequences[:2]:
         cache.nan_to_num_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
     torch.library.opcheck(ops.decode_attention, step.arguments(splits), test_utils=checks)
@@ -207,11 +214,11 @@ def test_opcheck_passes_so_the_op_writes_what_it_declares_and_nothing_else(split
     torch.library.opcheck(ops.decode_attention, (*step.arguments(splits), *factors), test_utils=checks)
 
 
-# What holds without running a kernel.
+# No kernel runs below.
 
 
 def launch(case: Case, batch: int, splits: int, with_rotary: bool = False) -> None:
-    """The op once, on zeros. An odd batch has its lengths and table at an odd address."""
+    """Launch the kernel once, on zeros. With an odd batch the lengths and table start at an unaligned address."""
     lengths = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch]
     table = torch.zeros(batch, 64 + batch, dtype=torch.int32)[:, batch % 2 :][:, :64]
     dims = case.head_dim, case.v_head_dim or case.head_dim
@@ -224,20 +231,18 @@ def launch(case: Case, batch: int, splits: int, with_rotary: bool = False) -> No
 
 
 @some_models
-@pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
+@pytest.mark.parametrize(("splits", "with_rotary"), [(1, False), (8, False), (8, True)])
 def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits, with_rotary, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch(case, 1, splits, with_rotary)
-    [launched] = launches
-    assert shared_memory_on_hopper(launched) <= 227 * 1024
+    [recorded] = launches
+    assert shared_memory_on_hopper(recorded) <= HOPPER_SHARED_BYTES
 
 
-@pytest.mark.parametrize(("splits", "turns"), [(1, False), (8, False), (8, True)])
-def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(
-    splits, with_rotary, monkeypatch, tmp_path
-):
-    """Before the wait it reads a length and block ids, int32, which no kernel of the step writes; no bfloat16."""
+@pytest.mark.parametrize(("splits", "with_rotary"), [(1, False), (8, False), (8, True)])
+def test_with_pdl_the_kernel_waits_before_it_accesses_what_the_step_writes(splits, with_rotary, monkeypatch, tmp_path):
+    """Before the wait the kernel loads only int32: the length and block ids, which no kernel of the step writes."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "supports_pdl", lambda _: True)
     launches = record_launches(monkeypatch)
@@ -250,16 +255,16 @@ def test_launched_early_the_kernel_waits_before_it_touches_what_the_step_writes(
     assert "griddepcontrol.launch_dependents" in after and "st.global" in after
 
 
-def test_a_gpu_without_dependent_launch_is_not_asked_for_it(monkeypatch):
+def test_without_pdl_support_the_kernel_is_launched_without_it(monkeypatch):
     launches = record_launches(monkeypatch)
     launch(Case(), 1, 1)
     assert "launch_pdl" not in launches[0].options
 
 
-def test_another_batch_window_or_number_of_parts_compiles_nothing_new(monkeypatch):
+def test_another_batch_window_or_number_of_splits_does_not_recompile(monkeypatch):
     launches = record_launches(monkeypatch)
     for batch, splits in ((1, 16), (2, 8), (3, 5), (16, 2), (17, 2)):
         for window in (0, 1001, 64):
             launch(Case(head_dim=128, group=4, window=window, dtype=torch.bfloat16), batch, splits)
     assert len(launches) == 15
-    assert len({specialization_key(launched) for launched in launches}) == 2, "with a window, and without"
+    assert len({specialization_key(recorded) for recorded in launches}) == 2, "one with a window, one without"

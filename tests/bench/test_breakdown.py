@@ -35,7 +35,8 @@ def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
 @pytest.mark.parametrize(
     ("module", "kind"),
     [
-        ("attention.kernels", "attention"),
+        ("attention.prefill", "attention"),
+        ("attention.kv_write", "attention"),
         ("attention.decode", "attention"),
         ("linear.skinny_gemm", "gemm"),
         ("linear.gemv", "gemm"),

@@ -38,7 +38,7 @@ def machine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "triton":
         yield Machine("triton", "cuda")
         return
-    from tests.attention.paged import triton_interpreter
+    from tests.triton_tools import triton_interpreter
 
     with triton_interpreter(monkeypatch):
         yield Machine("triton", "cpu")
@@ -185,7 +185,7 @@ def test_the_kernel_compiles_for_hopper(
 ) -> None:
     """Triton's compiler needs no GPU. A batch of one and a view at an odd address are the same program."""
     pytest.importorskip("triton")
-    from tests.attention import paged as attention
+    from tests import triton_tools as attention
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(module, "tiles_per_program", lambda size, vocab_size: tiles)

@@ -1,7 +1,8 @@
-"""What the linear kernels' tests run on (a GPU, or the CPU with Triton's interpreter), and where they write."""
+"""Fixtures of the linear kernels' tests: the device, and outputs inside NaN guard blocks."""
 
 from __future__ import annotations
 
-from tests.attention.paged import device
+from tests.linear.matmul_cases import poisoned_outputs
+from tests.triton_tools import device
 
-__all__ = ["poisoned_outputs", "device"]
+__all__ = ["device", "poisoned_outputs"]

@@ -1,4 +1,4 @@
-"""What our pass makes of a function: the targets in its graph, and the certainty that it still means the same."""
+"""Compile a function with the post-grad pass, check its result, and count the ops in its graph."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tests.conftest import reset_programs
 
 
 class CountingPass(PostGradPass):
-    found: Counter[object]
+    counts: Counter[object]
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         super().__call__(graph)
-        self.found = Counter(node.target for node in graph.nodes)
+        self.counts = Counter(node.target for node in graph.nodes)
 
 
-def count_targets(function: Callable[[Tensor], Tensor], x: Tensor, **asked: bool) -> Counter[object]:
-    """What the compiled function is made of; it must say what the function says, in the same dtype."""
-    counting = CountingPass(**asked)
+def count_targets(function: Callable[[Tensor], Tensor], x: Tensor, **flags: bool) -> Counter[object]:
+    """Ops in the compiled graph of `function`. Its result and dtype must match eager mode, and x must not change."""
+    counting_pass = CountingPass(**flags)
     reset_programs()
     with torch.no_grad(), torch._inductor.utils.fresh_cache():
-        with inductor_config.patch(post_grad_custom_pre_pass=counting):
-            before = x.clone()
-            found = torch.compile(function, fullgraph=True, dynamic=False)(x)
-        assert torch.equal(x, before), "an input was written to"
-        torch.testing.assert_close(found, function(x), rtol=5e-2, atol=0.2)  # bfloat16, rounded less often
-    return counting.found
+        with inductor_config.patch(post_grad_custom_pre_pass=counting_pass):
+            x_before = x.clone()
+            compiled = torch.compile(function, fullgraph=True, dynamic=False)(x)
+        assert torch.equal(x, x_before), "the program wrote to its input"
+        torch.testing.assert_close(compiled, function(x), rtol=5e-2, atol=0.2)  # bfloat16, rounded less often
+    return counting_pass.counts

@@ -1,4 +1,4 @@
-"""A product adds the residual where that changes nothing else: as an argument of ours, or in the residual's place."""
+"""Residual additions are fused into `tcdeploy::linear`, or accumulated in place by cuBLAS, where that is safe."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch import Tensor
 
 from tests.passes.compiled_targets import count_targets
 
-STREAMED, IN_PLACE, ADDITION = (
-    torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_add_.default, torch.ops.aten.add.Tensor,
-)  # fmt: skip
+LINEAR, LINEAR_ADD = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_add_.default
+ADD = torch.ops.aten.add.Tensor
 WEIGHT, BIAS = torch.randn(1024, 1024).bfloat16() / 32, torch.randn(1024).bfloat16()
 
 
@@ -25,10 +24,10 @@ def rows(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return torch.randn(*shape, 1024, dtype=dtype)
 
 
-def test_a_streamed_product_adds_the_residual_on_either_side_of_it() -> None:
+def test_linear_takes_the_residual_from_either_side_of_the_addition() -> None:
     for function in (lambda x: x + product(x), lambda x: product(x) + x):
-        found = count_targets(function, rows(1, 4), skinny_gemm=True)
-        assert (found[STREAMED], found[ADDITION]) == (1, 0)
+        counts = count_targets(function, rows(1, 4), skinny_gemm=True)
+        assert (counts[LINEAR], counts[ADD]) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -43,20 +42,20 @@ def test_a_streamed_product_adds_the_residual_on_either_side_of_it() -> None:
     ],
     ids=["a bias", "another reader", "a transposed residual", "another dtype", "broadcasting", "a number"],
 )
-def test_a_streamed_product_leaves_what_it_cannot_add(function: Callable[[Tensor], Tensor], additions: int) -> None:
-    found = count_targets(function, rows(1, 4), skinny_gemm=True)
-    assert (found[STREAMED], found[ADDITION]) == (1, additions)
+def test_linear_leaves_additions_that_it_cannot_take(function: Callable[[Tensor], Tensor], additions: int) -> None:
+    counts = count_targets(function, rows(1, 4), skinny_gemm=True)
+    assert (counts[LINEAR], counts[ADD]) == (1, additions)
 
 
-def test_a_product_is_added_in_the_place_of_a_sum_that_nothing_reads_later() -> None:
+def test_a_product_accumulates_into_a_sum_that_nothing_reads_later() -> None:
     def block(x: Tensor) -> Tensor:
         middle = x + torch.tanh(x)
         return middle + product(middle * 0.5)
 
     for function in (block, lambda x: block(block(x))):
-        found = count_targets(function, rows(1, 70), inplace_residual=True)
-        assert found[IN_PLACE] == found[torch.ops.aten.tanh.default] > 0
-        assert found[torch.ops.aten.mm.default] == 0
+        counts = count_targets(function, rows(1, 70), inplace_residual=True)
+        assert counts[LINEAR_ADD] == counts[torch.ops.aten.tanh.default] > 0
+        assert counts[torch.ops.aten.mm.default] == 0
 
 
 def read_later(x: Tensor) -> Tensor:
@@ -81,8 +80,8 @@ def read_later_through_a_view(x: Tensor) -> Tensor:
         read_later,
         read_later_through_a_view,
     ],
-    ids=["an input", "no sum", "another dtype", "a bias", "broadcasting", "read later", "read later through a view"],
+    ids=["an input", "not a sum", "another dtype", "a bias", "broadcasting", "read later", "read later through a view"],
 )
-def test_what_cannot_be_written_over_is_not(function: Callable[[Tensor], Tensor]) -> None:
-    found = count_targets(function, rows(1, 70), inplace_residual=True)
-    assert found[IN_PLACE] == 0 and found[torch.ops.aten.mm.default] + found[torch.ops.aten.addmm.default] == 1
+def test_a_tensor_that_may_not_be_overwritten_is_not(function: Callable[[Tensor], Tensor]) -> None:
+    counts = count_targets(function, rows(1, 70), inplace_residual=True)
+    assert counts[LINEAR_ADD] == 0 and counts[torch.ops.aten.mm.default] + counts[torch.ops.aten.addmm.default] == 1

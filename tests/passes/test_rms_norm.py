@@ -1,4 +1,4 @@
-"""A product of one row normalises its input itself: no mean is left, and what the norm says is still what comes out."""
+"""RMSNorm is fused into the single-row products that read it; anything else is left alone."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tests.passes.compiled_targets import count_targets
 
 MEAN, RSQRT = torch.ops.aten.mean.dim, torch.ops.aten.rsqrt.default
-PLAIN, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
-NORMED = torch.ops.tcdeploy.rms_norm_linear.default
+LINEAR, LINEAR_SILU_MUL = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
+RMS_NORM_LINEAR = torch.ops.tcdeploy.rms_norm_linear.default
 K = N = 1024
 torch.manual_seed(8)
 WEIGHTS = [torch.randn(N, K).bfloat16() / 32 for _ in range(2)]
 HALVES = torch.randn(2 * N, K).bfloat16() / 32
 BIAS = torch.randn(N).bfloat16()
 STRIDED = torch.randn(2 * K).bfloat16()
-FLOWING = torch.randn(1, 1, K).bfloat16()  # as a layer's other inputs
+ACTIVATION = torch.randn(1, 1, K).bfloat16()  # three-dimensional, as a layer's hidden states
 TWENTIES = torch.full((K,), 20.0)
 LLAMA, GEMMA = LlamaRMSNorm(K, eps=1e-3).bfloat16(), GemmaRMSNorm(K, eps=1e-3).bfloat16()
 for norm in (LLAMA, GEMMA):
@@ -35,10 +35,10 @@ def product(x: Tensor, weight: Tensor = WEIGHTS[0]) -> Tensor:
 
 def row(dtype: torch.dtype = torch.bfloat16) -> Tensor:
     torch.manual_seed(9)
-    return torch.randn(1, 1, K, dtype=dtype) / 30  # small enough for eps to count
+    return torch.randn(1, 1, K, dtype=dtype) / 30  # small enough for eps to matter
 
 
-def one(x: Tensor) -> Tensor:
+def single(x: Tensor) -> Tensor:
     return product(LLAMA(x))
 
 
@@ -60,7 +60,7 @@ def of_torch(x: Tensor) -> Tensor:
     return product(torch.nn.functional.rms_norm(x, (K,), LLAMA.weight, 1e-3))
 
 
-def with_a_whole_eps(x: Tensor) -> Tensor:
+def with_an_integer_eps(x: Tensor) -> Tensor:
     return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1) * LLAMA.weight)
 
 
@@ -72,23 +72,29 @@ def gated(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("function", "products"),
     [
-        (one, 1), (biased, 1), (several, 2), (of_a_sum_that_is_read_again, 1), (gated, 1), (of_torch, 1),
-        (with_a_whole_eps, 1),
+        (single, 1), (biased, 1), (several, 2), (of_a_sum_that_is_read_again, 1), (gated, 1), (of_torch, 1),
+        (with_an_integer_eps, 1),
     ],
 )  # fmt: skip
-def test_the_product_normalises_and_no_mean_is_left(function: Callable[[Tensor], Tensor], products: int) -> None:
-    found = count_targets(function, row(), skinny_gemm=True, fused_epilogues=True)
-    assert (found[MEAN], found[RSQRT], found[PLAIN], found[GATED], found[NORMED]) == (0, 0, 0, 0, products)
-    found = count_targets(function, row(), skinny_gemm=True)
-    assert (found[MEAN], found[PLAIN], found[NORMED]) == (1, products, 0), "nobody asked"
+def test_the_norm_is_fused_into_its_products(function: Callable[[Tensor], Tensor], products: int) -> None:
+    counts = count_targets(function, row(), skinny_gemm=True, fused_epilogues=True)
+    assert (counts[MEAN], counts[RSQRT], counts[LINEAR], counts[LINEAR_SILU_MUL], counts[RMS_NORM_LINEAR]) == (
+        0,
+        0,
+        0,
+        0,
+        products,
+    )
+    counts = count_targets(function, row(), skinny_gemm=True)
+    assert (counts[MEAN], counts[LINEAR], counts[RMS_NORM_LINEAR]) == (1, products, 0), "fused_epilogues is off"
 
 
-def test_more_rows_are_normalised_before() -> None:
-    found = count_targets(one, row().expand(1, 2, K).contiguous(), skinny_gemm=True, fused_epilogues=True)
-    assert (found[MEAN], found[PLAIN], found[NORMED]) == (1, 1, 0)
+def test_with_more_rows_the_norm_is_not_fused() -> None:
+    counts = count_targets(single, row().expand(1, 2, K).contiguous(), skinny_gemm=True, fused_epilogues=True)
+    assert (counts[MEAN], counts[LINEAR], counts[RMS_NORM_LINEAR]) == (1, 1, 0)
 
 
-def read_by_another(x: Tensor) -> Tensor:
+def read_by_another_op(x: Tensor) -> Tensor:
     normed = LLAMA(x)
     return product(normed) + normed.sum()
 
@@ -115,16 +121,16 @@ def added_to_itself(x: Tensor) -> Tensor:
     return product(normed) + normed
 
 
-def of_a_weight_made_here(x: Tensor) -> Tensor:
+def of_a_computed_weight(x: Tensor) -> Tensor:
     return product(GEMMA(x))  # 1 + weight
 
 
-def scaled_by_what_flows(x: Tensor) -> Tensor:
-    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * FLOWING)
+def scaled_by_an_activation(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-3) * ACTIVATION)
 
 
-def with_an_eps_that_flows(x: Tensor) -> Tensor:
-    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + FLOWING[..., :1].abs()) * LLAMA.weight)
+def with_an_activation_as_eps(x: Tensor) -> Tensor:
+    return product(x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + ACTIVATION[..., :1].abs()) * LLAMA.weight)
 
 
 def with_eps_twice(x: Tensor) -> Tensor:
@@ -153,8 +159,8 @@ def over_all_dims(x: Tensor) -> Tensor:
     return product(x * torch.rsqrt(x.pow(2).mean(dim=None, keepdim=True) + 1e-3))
 
 
-def cut_to_whole_numbers(x: Tensor) -> Tensor:
-    wide = x.float()  # exact enough for the cut to be the same
+def truncated_to_int8(x: Tensor) -> Tensor:
+    wide = x.float()  # precise enough to truncate to the same integers
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-3) * TWENTIES
     return product(normed.to(torch.int8).to(x.dtype))
 
@@ -167,14 +173,14 @@ def twice(x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "function",
     [
-        read_by_another, layer_norm, of_heads, of_another_row, of_fourth_powers, twice, over_all_dims,
-        cut_to_whole_numbers, added_to_itself, of_a_weight_made_here, with_two_weights, in_float32,
-        scaled_by_what_flows, with_an_eps_that_flows, with_eps_twice, of_every_second, with_a_strided_weight,
+        read_by_another_op, layer_norm, of_heads, of_another_row, of_fourth_powers, twice, over_all_dims,
+        truncated_to_int8, added_to_itself, of_a_computed_weight, with_two_weights, in_float32,
+        scaled_by_an_activation, with_an_activation_as_eps, with_eps_twice, of_every_second, with_a_strided_weight,
     ],
 )  # fmt: skip
-def test_whatever_is_no_such_norm_stays(function: Callable[[Tensor], Tensor]) -> None:
+def test_other_expressions_are_not_fused(function: Callable[[Tensor], Tensor]) -> None:
     before, after = (
         count_targets(function, row(), skinny_gemm=True, fused_epilogues=fused_epilogues)
         for fused_epilogues in (False, True)
     )
-    assert before == after and before[PLAIN] == 1
+    assert before == after and before[LINEAR] == 1

@@ -1,4 +1,4 @@
-"""Decode attention turns queries and keys itself where a product made them; whatever else they come from stays."""
+"""RoPE is fused into decode attention if q and k come from a linear layer; anything else is left alone."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ ANGLES = torch.randn(1, BATCH, DIM // 2).repeat(1, 1, 2)
 Rotation = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def attention(turn: Rotation) -> Callable[..., Tensor]:
-    """As a layer of transformers' calls it: q, k and v [1, heads, tokens, dim], of one product."""
+def attention(rotate: Rotation) -> Callable[..., Tensor]:
+    """Decode attention as transformers' layers call it: q, k and v [1, heads, tokens, dim], slices of one product."""
 
     def run(x: Tensor, cos: Tensor, sin: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         packed = linear(x, WEIGHT.to(x.dtype))
         parts = [packed[..., begin:end] for begin, end in zip((0, *ENDS), ENDS, strict=False)]
         q, k, v = (part.view(1, BATCH, -1, DIM).transpose(1, 2) for part in parts)
-        q, k = turn(q, k, cos, sin)
+        q, k = rotate(q, k, cos, sin)
         q, k, v = (states[0].transpose(0, 1) for states in (q, k, v))
         table = torch.arange(1, 1 + 2 * BATCH, dtype=torch.int32).view(BATCH, 2)
         lengths = torch.tensor([5, 20, 32], dtype=torch.int32)
@@ -45,47 +45,47 @@ def attention(turn: Rotation) -> Callable[..., Tensor]:
 
 
 class RotaryCheckingPass(PostGradPass):
-    turns: bool
+    is_fused: bool
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         super().__call__(graph)
-        [self.turns] = [node.kwargs.get("cos") is not None for node in graph.nodes if "q" in node.kwargs]
+        [self.is_fused] = [node.kwargs.get("cos") is not None for node in graph.nodes if "q" in node.kwargs]
 
 
 def is_rope_fused(
-    turn: Rotation,
+    rotate: Rotation,
     fused_epilogues: bool = True,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
     dtype: Any = torch.float32,
 ) -> bool:
-    """Whether the compiled attention turns by itself; it writes and gives what the plain function does."""
-    looking, function = RotaryCheckingPass(fused_epilogues=fused_epilogues), attention(turn)
+    """Whether RoPE was fused. The result and both caches must match the uncompiled function."""
+    checking_pass, function = RotaryCheckingPass(fused_epilogues=fused_epilogues), attention(rotate)
     caches = [torch.randn(1 + 2 * BATCH, 16, KV_HEADS, DIM, dtype=dtype) for _ in range(2)]
     x = torch.randn(1, BATCH, WIDTH, dtype=dtype)
     cos, sin = ANGLES.cos().to(dtype) if cos is None else cos, ANGLES.sin().to(dtype) if sin is None else sin
-    wanted_caches = [cache.clone() for cache in caches]
-    wanted = function(x, cos, sin, *wanted_caches)
+    expected_caches = [cache.clone() for cache in caches]
+    expected = function(x, cos, sin, *expected_caches)
     reset_programs()
     compiled = torch.compile(function, fullgraph=True, dynamic=False)
-    settings = inductor_config.patch(post_grad_custom_pre_pass=looking)
+    settings = inductor_config.patch(post_grad_custom_pre_pass=checking_pass)
     with torch.no_grad(), torch._inductor.utils.fresh_cache(), settings:
-        found = compiled(x, cos, sin, *caches)
+        out = compiled(x, cos, sin, *caches)
     tolerance = 1e-5 if dtype == torch.float32 else 4e-2
-    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(caches, wanted_caches, rtol=tolerance, atol=tolerance)
-    return looking.turns
+    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(caches, expected_caches, rtol=tolerance, atol=tolerance)
+    return checking_pass.is_fused
 
 
-def test_what_transformers_turns_by_halves_is_turned_in_attention() -> None:
+def test_transformers_rope_is_fused_into_attention() -> None:
     assert is_rope_fused(apply_rotary_pos_emb)
     assert is_rope_fused(apply_rotary_pos_emb, dtype=torch.bfloat16)
-    assert not is_rope_fused(apply_rotary_pos_emb, fused_epilogues=False), "nobody asked"
+    assert not is_rope_fused(apply_rotary_pos_emb, fused_epilogues=False), "fused_epilogues is off"
 
 
-def test_angles_of_another_kind_are_not_for_the_kernel() -> None:
-    one_for_all = ANGLES[:, :1]
-    assert not is_rope_fused(apply_rotary_pos_emb, cos=one_for_all.cos(), sin=one_for_all.sin())
+def test_unsupported_layouts_of_cos_and_sin_are_not_fused() -> None:
+    shared_angles = ANGLES[:, :1]
+    assert not is_rope_fused(apply_rotary_pos_emb, cos=shared_angles.cos(), sin=shared_angles.sin())
     column_first = ANGLES.sin().transpose(1, 2).contiguous().transpose(1, 2)
     assert not is_rope_fused(apply_rotary_pos_emb, sin=column_first), "strides differ"
 
@@ -94,23 +94,23 @@ def halves(x: Tensor) -> Tensor:
     return torch.cat((-x[..., DIM // 2 :], x[..., : DIM // 2]), dim=-1)
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos[:, None] + halves(x) * sin[:, None]
 
 
 def normalised_before(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return turned(torch.nn.functional.rms_norm(q, (DIM,)), cos, sin), turned(k, cos, sin)
+    return apply_rope(torch.nn.functional.rms_norm(q, (DIM,)), cos, sin), apply_rope(k, cos, sin)
 
 
-def keys_alone(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return q, turned(k, cos, sin)
+def keys_only(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return q, apply_rope(k, cos, sin)
 
 
-def each_by_its_own(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return turned(q, cos, sin), turned(k, cos.abs(), sin)
+def by_different_angles(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return apply_rope(q, cos, sin), apply_rope(k, cos.abs(), sin)
 
 
-def the_other_way(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+def in_the_other_direction(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return tuple(x * cos[:, None] - halves(x) * sin[:, None] for x in (q, k))
 
 
@@ -128,7 +128,7 @@ def by_quarters(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return tuple(x * cos[:, None] + swapped(x) * sin[:, None] for x in (q, k))
 
 
-def a_part_of_the_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+def part_of_the_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     def partly(x: Tensor) -> Tensor:
         first, rest = x.chunk(2, -1)
         swapped = torch.cat((-first[..., DIM // 4 :], first[..., : DIM // 4]), dim=-1)
@@ -137,26 +137,26 @@ def a_part_of_the_head(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
     return partly(q), partly(k)
 
 
-def turned_in_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return tuple(turned(x.float(), cos, sin).to(x.dtype) for x in (q, k))
+def rotated_in_float32(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return tuple(apply_rope(x.float(), cos, sin).to(x.dtype) for x in (q, k))
 
 
-@pytest.mark.parametrize("turn", [normalised_before, turned_in_float32])
-def test_in_bfloat16_too_only_a_product_is_turned(turn: Rotation) -> None:
-    """What was converted to bfloat16 is not always a product."""
-    assert not is_rope_fused(turn, dtype=torch.bfloat16)
+@pytest.mark.parametrize("rotate", [normalised_before, rotated_in_float32])
+def test_in_bfloat16_too_only_a_product_is_fused(rotate: Rotation) -> None:
+    """A conversion to bfloat16 does not make its argument a product."""
+    assert not is_rope_fused(rotate, dtype=torch.bfloat16)
 
 
-def one_token_for_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
-    return turned(q[:, :, :1], cos, sin), turned(k[:, :, :1], cos, sin)
+def one_token_broadcast_to_all_positions(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> Any:
+    return apply_rope(q[:, :, :1], cos, sin), apply_rope(k[:, :, :1], cos, sin)
 
 
 @pytest.mark.parametrize(
-    "turn",
+    "rotate",
     [
-        one_token_for_all_positions, normalised_before, keys_alone, each_by_its_own, the_other_way,
-        with_the_sign_on_the_other_half, by_quarters, a_part_of_the_head,
+        one_token_broadcast_to_all_positions, normalised_before, keys_only, by_different_angles, in_the_other_direction,
+        with_the_sign_on_the_other_half, by_quarters, part_of_the_head,
     ],
 )  # fmt: skip
-def test_whatever_is_turned_otherwise_stays(turn: Rotation) -> None:
-    assert not is_rope_fused(turn)
+def test_other_rotations_are_not_fused(rotate: Rotation) -> None:
+    assert not is_rope_fused(rotate)

@@ -1,4 +1,4 @@
-"""A streamed product ends in the gate that reads it, where that is silu of its first half times its second."""
+"""SwiGLU is fused into the product that computes its two halves; anything else is left alone."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch.nn.functional import gelu, linear, silu
 
 from tests.passes.compiled_targets import count_targets
 
-STREAMED, GATED = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
+LINEAR, LINEAR_SILU_MUL = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_silu_mul.default
 torch.manual_seed(6)
 WEIGHT, BIAS = torch.randn(2048, 1024).bfloat16() / 32, torch.randn(2048).bfloat16()
-UNEVEN = torch.randn(1040, 1024).bfloat16() / 32  # halves of 520, which is no multiple of 16
+UNEVEN = torch.randn(1040, 1024).bfloat16() / 32  # halves of 520, not a multiple of 16
 
 
 def rows(*shape: int) -> Tensor:
@@ -39,12 +39,12 @@ def gated_from_the_right(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("function", [gated, gated_from_the_right])
-def test_the_product_ends_in_its_gate(function: Callable[[Tensor], Tensor]) -> None:
+def test_swiglu_is_fused_into_the_product(function: Callable[[Tensor], Tensor]) -> None:
     for shape in ((1,), (4,), (1, 1), (1, 4), (1, 16)):
-        found = count_targets(function, rows(*shape), skinny_gemm=True, fused_epilogues=True)
-        assert (found[GATED], found[STREAMED]) == (1, 0)
-        assert found[torch.ops.aten.exp.default] == 0
-    assert count_targets(function, rows(4), skinny_gemm=True)[GATED] == 0, "nobody asked"
+        counts = count_targets(function, rows(*shape), skinny_gemm=True, fused_epilogues=True)
+        assert (counts[LINEAR_SILU_MUL], counts[LINEAR]) == (1, 0)
+        assert counts[torch.ops.aten.exp.default] == 0
+    assert count_targets(function, rows(4), skinny_gemm=True)[LINEAR_SILU_MUL] == 0, "fused_epilogues is off"
 
 
 def read_elsewhere(x: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def shifted_twice(x: Tensor) -> Tensor:
     return (gate.float() / torch.add(torch.exp(-gate.float()), 1, alpha=2)).bfloat16() * up
 
 
-def cut_to_whole_numbers(x: Tensor) -> Tensor:
+def truncated_to_int8(x: Tensor) -> Tensor:
     gate, up = halves(x)
     wide = gate.float()
     return (wide / (1 + torch.exp(-wide))).to(torch.int8) * up
@@ -106,9 +106,9 @@ def left_in_float32(x: Tensor) -> Tensor:
     "function",
     [
         read_elsewhere, other_halves, other_activation, two_products, with_a_bias, overlapping, every_second, uneven,
-        shifted_twice, left_in_float32, cut_to_whole_numbers,
+        shifted_twice, left_in_float32, truncated_to_int8,
     ],
 )  # fmt: skip
-def test_whatever_is_something_else_stays(function: Callable[[Tensor], Tensor]) -> None:
-    found = count_targets(function, rows(4), skinny_gemm=True, fused_epilogues=True)
-    assert found[GATED] == 0 and found[STREAMED] > 0
+def test_other_expressions_are_not_fused(function: Callable[[Tensor], Tensor]) -> None:
+    counts = count_targets(function, rows(4), skinny_gemm=True, fused_epilogues=True)
+    assert counts[LINEAR_SILU_MUL] == 0 and counts[LINEAR] > 0

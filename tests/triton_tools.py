@@ -1,0 +1,125 @@
+"""Run Triton kernels without a GPU, record their launches, and compile a recorded launch for Hopper.
+
+On a GPU the tests run the compiled kernels. Without one they run the same source in Triton's numpy interpreter
+(`triton_interpreter`). Triton's compiler needs no GPU, so shared memory, PTX and specialisation are checked everywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.compiler import compile as triton_compile
+from triton.runtime import interpreter
+from triton.runtime.jit import JITFunction, create_function_from_signature, mangle_type
+
+HOPPER = GPUTarget("cuda", 90, 32)
+HOPPER_SHARED_BYTES = 227 * 1024
+
+HAS_GPU = torch.cuda.is_available()
+CUDA = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not HAS_GPU, reason="needs a GPU")])
+CPU = pytest.param(
+    "cpu", id="cpu-interpreted", marks=pytest.mark.skipif(HAS_GPU, reason="the compiled kernels run on the GPU instead")
+)
+
+
+@contextmanager
+def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run kernels in numpy, on CPU tensors, until the block ends and the patches are undone.
+
+    TRITON_INTERPRET is read when `@triton.jit` decorates a function, including Triton's own `tl.max` and `tl.cdiv`: it
+    decides for the whole process, and fails if Triton was imported before. This redirects the decorated functions
+    instead. It also works around three faults of the interpreter: a jitted function called from a kernel leaves
+    `triton.language` patched; a dot of bfloat16, which numpy lacks, multiplies the bit patterns; Triton 3.6 cannot loop
+    with numpy 2.4.
+    """
+
+    interpret = functools.cache(interpreter.InterpretedFunction)
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        return interpret(self.fn).run(*args, grid=grid, warmup=warmup, **kwargs)
+
+    def call(self: JITFunction, *args: Any, **kwargs: Any) -> Any:
+        return interpret(self.fn)(*args, **kwargs)
+
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return create_dot(self, a, b, *rest)
+
+    original_attributes = set(vars(tl.tensor))
+    patched = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
+    patched.set_attr(tl.tensor, "__index__", lambda self: self.handle.data.item())
+    monkeypatch.setattr(interpreter, "_patch_lang", lambda fn: interpreter._LangPatchScope())
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(JITFunction, "__call__", call)
+    try:
+        yield
+    finally:
+        patched.restore()
+        for name in set(vars(tl.tensor)) - original_attributes:  # Triton 3.6 leaves a __repr__
+            delattr(tl.tensor, name)
+
+
+@pytest.fixture(params=[CPU, CUDA])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The device of the kernels' tests: a GPU, or the CPU with Triton's interpreter."""
+    if request.param == "cuda":
+        yield "cuda"
+    else:
+        with triton_interpreter(monkeypatch):
+            yield "cpu"
+
+
+class Launch(NamedTuple):
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    options: dict[str, int]
+
+
+def record_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """Record kernel launches in the returned list instead of running them."""
+    launches: list[Launch] = []
+
+    def run(self: JITFunction, *args: Any, grid: Any, warmup: bool, **options: int) -> None:
+        launches.append(Launch(self, args, options))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    return launches
+
+
+def compile_for_hopper(launch: Launch) -> CompiledKernel:
+    """Compile a recorded launch for a Hopper GPU, specialised as Triton would: pointers and sizes divisible by 16."""
+    signature, constants, hints = {}, {}, {}
+    for i, (param, arg) in enumerate(zip(launch.kernel.params, launch.args, strict=True)):
+        if param.is_constexpr or arg is None:
+            signature[param.name], constants[i,] = "constexpr", arg
+        else:
+            signature[param.name] = mangle_type(arg)
+            is_divisible = isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0)
+            if is_divisible and not param.do_not_specialize:
+                hints[i,] = [["tt.divisibility", 16]]
+    source = ASTSource(launch.kernel, signature, constants, hints)
+    return triton_compile(source, target=HOPPER, options=launch.options)
+
+
+def shared_memory_on_hopper(launch: Launch) -> int:
+    """Bytes of shared memory per program of a recorded launch."""
+    return compile_for_hopper(launch).metadata.shared
+
+
+def specialization_key(launch: Launch) -> tuple[str, str]:
+    """The kernel's name and its specialisation: a launch with a new key compiles again."""
+    bind = create_function_from_signature(launch.kernel.signature, launch.kernel.params, make_backend(HOPPER))
+    return launch.kernel.fn.__name__, str(bind(*launch.args, **launch.options)[1:])
