@@ -52,7 +52,7 @@ from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
-from tcdeploy.passes.post_grad import sources_digest
+from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
@@ -159,7 +159,7 @@ def _earlier_results(planned: PlannedDeployment, earlier: Manifest | None) -> Pr
 
 def origin_of(planned: PlannedDeployment) -> Origin:
     """What programs are made from here, beside plan and machine."""
-    return make_origin(planned.recipe, config_to_dict(planned.config), sources_digest(), torch_settings())
+    return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
 def _hash_used_files(

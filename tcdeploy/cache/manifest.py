@@ -23,7 +23,7 @@ from typing import Any
 
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.errors import IntegrityError, SpaceError
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
@@ -104,7 +104,7 @@ class Origin:
 
     recipe: dict[str, Any]  # as it was asked
     model_config: dict[str, Any]  # transformers' own, of the model
-    sources: str  # sha256 over the sources of our ops and graph passes
+    sources: dict[str, str]  # digest of each source file of our ops and graph passes, by its path in the package
     torch_settings: dict[str, str]  # that stand in torch's cache key
 
 
@@ -152,8 +152,16 @@ def make_manifest(
     )
 
 
-def make_origin(recipe: Recipe, model_config: dict[str, Any], sources: str, torch_settings: dict[str, str]) -> Origin:
+def make_origin(
+    recipe: Recipe, model_config: dict[str, Any], sources: dict[str, str], torch_settings: dict[str, str]
+) -> Origin:
     return Origin(asdict(recipe), model_config, sources, torch_settings)
+
+
+def diff_sources(here: Origin, there: Origin) -> list[Difference]:
+    """Each source file of our ops and graph passes that differs, with the first digits of its digests."""
+    ours, theirs = ({path: digest[:12] for path, digest in origin.sources.items()} for origin in (here, there))
+    return diff_mappings(ours, theirs, "tcdeploy/")
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
@@ -259,8 +267,8 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
     _check_fields(document, BucketRecord)
     made: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
-        "eager_greedy_tokens": _read_greedy_tokens(document["oracle"]),
-        "greedy_tokens": _read_greedy_tokens(document["answers"]),
+        "eager_greedy_tokens": _read_greedy_tokens(document["eager_greedy_tokens"]),
+        "greedy_tokens": _read_greedy_tokens(document["greedy_tokens"]),
         "trials": tuple(Trial(**trial) for trial in document["trials"]),
     }
     return BucketRecord(**{**document, **made})

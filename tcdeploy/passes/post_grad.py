@@ -19,14 +19,13 @@ it: what one had tuned, another looked for under another name, and every start t
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
@@ -37,6 +36,7 @@ from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residua
 from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
+from tcdeploy.planning.keys import combined_digest, source_digests
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
@@ -71,21 +71,19 @@ class PostGradPass(CustomGraphPass):
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
+        flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}"
+        return f"{combined_digest(op_source_digests())} {flags}".encode()
 
 
 @functools.cache
-def sources_digest() -> str:
-    """Of `sources`, as hex."""
-    return hashlib.sha256(b"".join(Path(name).read_bytes() for name in sources())).hexdigest()
+def op_source_digests() -> dict[str, str]:
+    """The digest of each source file that decides what a program with our ops in it computes, by path in the package.
 
-
-@functools.cache
-def sources() -> tuple[str, ...]:
-    """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
+    torch_compat/graph_cache_keys.py is among them because it changes torch's keys.
+    """
     package = Path(__file__).parent.parent
-    files = [path for folder in HASHED_FOLDERS for path in sorted((package / folder).glob("*.py"))]
-    return (*map(str, files), str(package / "torch_compat" / "graph_cache_keys.py"))
+    files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
+    return source_digests(package, [*files, package / "torch_compat" / "graph_cache_keys.py"])
 
 
 def _eliminate_common_subexpressions(graph: Graph) -> None:

@@ -195,9 +195,9 @@ def test_with_a_gpu_more_cores_and_another_compiler_are_the_same(manifest: Manif
 
 def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
-    other = dataclasses.replace(manifest.origin, sources="0" * 64)
+    other = dataclasses.replace(manifest.origin, sources={"linear/ops.py": "0" * 64})
     found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.differences]
+    assert len(found.misses) == 4 and "tcdeploy/linear/ops.py" in [one.name for one in found.differences]
 
 
 def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:

@@ -69,7 +69,7 @@ PLAN = make_plan(ASKED, H100, LLAMA_8B)
 ORIGIN = make_origin(
     ASKED,
     {"model_type": "llama", "rope_theta": 500000.0},
-    hashlib.sha256(b"sources").hexdigest(),
+    {"linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
 )
 FILES = (
@@ -194,7 +194,7 @@ def test_a_changed_byte_is_an_integrity_error(written: Path, seed: int) -> None:
 
 def test_every_bit_counts(path: Path) -> None:
     """Each single one of a small manifest turned over, those of blanks and line ends and of the sum too."""
-    small = Manifest({"key": "k"}, {}, Origin({}, {}, "s", {}), {"load": 0.5}, (RECORD,), FILES[:1])
+    small = Manifest({"key": "k"}, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (RECORD,), FILES[:1])
     write_manifest(path, small)
     whole = path.read_bytes()
     assert read_manifest(path) == small
