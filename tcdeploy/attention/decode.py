@@ -55,6 +55,7 @@ from tcdeploy.attention.kernels import (
     store_rows,
 )
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 # What to tune on a GPU, all of it.
 TILE_BYTES = 16 * 1024  # of keys, per step; as many of values, and `stages - 1` of both in flight
@@ -103,6 +104,7 @@ def paged_decode(
     return out
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
@@ -201,12 +203,14 @@ def _decode_kernel(
             )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit
 def _apply_rotary(x, partner, cosines, sines):
     """A rotation by halves of the head: `partner` is the other coordinate of each pair, `sines` have its sign."""
     return (x.to(tl.float32) * cosines + partner.to(tl.float32) * sines).to(x.dtype)
 
 
+@ignore_comments
 @triton.jit
 def _merge_splits(
     out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,

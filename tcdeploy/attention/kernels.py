@@ -26,6 +26,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tcdeploy.torch_compat.triton_source import ignore_comments
+
 
 class TileConfig(NamedTuple):
     """The shape of one program of a kernel: rows of queries, keys per step, warps, software-pipeline stages."""
@@ -106,6 +108,7 @@ DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", 
 DO_NOT_SPECIALIZE += ["table_stride", "table_width", "splits", "tokens", "sequences", "window"]
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
     k, v, k_cache, v_cache, slot_mapping,
@@ -124,6 +127,7 @@ def _write_kernel(
     tl.store(v_cache + (first + heads) * V_HEAD_DIM + dims, v_token, mask=v_inside)
 
 
+@ignore_comments
 @triton.jit
 def load_rows(start, offsets, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     """[rows, DIM], with zeros in rows that are not wanted (what lies there may be NaN) and past the head's size."""
@@ -132,6 +136,7 @@ def load_rows(start, offsets, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexp
     return tl.load(start + offsets[:, None] + dims[None, :], mask=inside, other=0.0)
 
 
+@ignore_comments
 @triton.jit
 def store_rows(start, rows, values, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.constexpr):
     dims = tl.arange(0, DIM)
@@ -139,6 +144,7 @@ def store_rows(start, rows, values, row_mask, HEAD_DIM: tl.constexpr, DIM: tl.co
     tl.store(start + rows[:, None] * HEAD_DIM + dims[None, :], values.to(start.dtype.element_ty), mask=inside)
 
 
+@ignore_comments
 @triton.jit
 def block_ids(table, start, width, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr):
     """The blocks of the KEYS keys from `start`: one number if they lie in one block, else [KEYS]; 0 past the table."""
@@ -149,18 +155,21 @@ def block_ids(table, start, width, BLOCK_SIZE: tl.constexpr, KEYS: tl.constexpr)
         return tl.load(table + entries, mask=entries < width, other=0)
 
 
+@ignore_comments
 @triton.jit
 def key_slots(blocks, keys, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
     """Where these keys lie, counted in heads: [blocks, block_size, kv_heads] flattened; int64 as the blocks are."""
     return (blocks * BLOCK_SIZE + keys % BLOCK_SIZE) * KV_HEADS + kv_head
 
 
+@ignore_comments
 @triton.jit
 def scaled_tanh(scores, tanh_scale):
     """tanh(inner * scores); the number is 2 * log2(e)."""
     return 1.0 - 2.0 / (tl.exp2(scores * (tanh_scale * 2.8853900817779268)) + 1.0)
 
 
+@ignore_comments
 @triton.jit
 def attend_tile(
     acc, row_max, row_sum,  # of each row so far: [rows, V_DIM] weighted values, [rows] largest score, [rows] sum of weights
@@ -190,6 +199,7 @@ def attend_tile(
     return acc, new_row_max, row_sum * rescale + tl.sum(weights, 1)
 
 
+@ignore_comments
 @triton.jit
 def output_scale(row_max, row_sum, sinks, heads, inside):
     """What the weighted values are multiplied with in the end. A sink joins here, once; a row without keys gives 0."""
@@ -201,6 +211,7 @@ def output_scale(row_max, row_sum, sinks, heads, inside):
     return tl.exp2(row_max - shift) / tl.where(row_sum == 0.0, 1.0, row_sum)
 
 
+@ignore_comments
 @triton.jit
 def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     """Sequence s owns the tiles from cu[s] // QUERIES + s: enough for its queries, wherever they begin."""
@@ -212,6 +223,7 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     return found
 
 
+@ignore_comments
 @triton.jit
 def _attend_causal_tile(
     acc, row_max, row_sum, q, positions, start, oldest, end, window,  # the row at position p sees the keys in (p - window, p]
@@ -230,6 +242,7 @@ def _attend_causal_tile(
     )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,

@@ -52,6 +52,7 @@ from torch import Tensor
 
 from tcdeploy.linear.skinny_gemm import K_MULTIPLE, MIN_N_AND_K, N_MULTIPLE, fit_block_k
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 
 class TileConfig(NamedTuple):
@@ -138,6 +139,7 @@ def matmul(
     return out
 
 
+@ignore_comments
 @triton.jit
 def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,

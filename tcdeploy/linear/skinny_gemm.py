@@ -48,6 +48,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 
 class TileConfig(NamedTuple):
@@ -149,6 +150,7 @@ def fit_block_k(block_k: int, k: int) -> int:
 
 
 # `rows` is not specialised: else a batch of 16 would compile the kernel again.
+@ignore_comments
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,
