@@ -251,7 +251,7 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         found = Manifest(
             **{
                 **document,
-                "origin": Origin(**document["origin"]),
+                "origin": _read_origin(document["origin"]),
                 "buckets": tuple(_read_record(item) for item in document["buckets"]),
                 "files": tuple(FileRecord(**item) for item in document["files"]),
             }
@@ -261,6 +261,13 @@ def parse_manifest(text: str, path: Path) -> Manifest:
     if digest != _digest(document) or text != manifest_text(found):
         raise _corruption_error(path, "it is not as it was written")
     return found
+
+
+def _read_origin(document: dict[str, Any]) -> Origin:
+    origin = Origin(**document)
+    if not all(isinstance(digest, str) for digest in origin.sources.values()):
+        raise TypeError("a digest of a source file is not a string")
+    return origin
 
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
