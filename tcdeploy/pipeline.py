@@ -32,6 +32,8 @@ from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
+from tcdeploy.cache.integrity import read_verified_manifest
+from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -119,10 +121,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
 
             patch_platform_key()
             relocate_autotune_cache()
-        cache_folder.acquire_lease(cache_dir, plan.key)
-        earlier = cache_folder.read_verified_manifest(
-            cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir
-        )
+        acquire_lease(cache_dir, plan.key)
+        earlier = read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)
         if planned.toolchain:
             toolchain.install_compiler_stub(planned.toolchain)

@@ -1,4 +1,4 @@
-"""A Triton kernel's cache key after `ignore_comments`: it holds the kernel's code, not its documentation or position."""
+"""A Triton kernel's cache key after `ignore_comments` holds its code, not its documentation or position."""
 
 from __future__ import annotations
 
