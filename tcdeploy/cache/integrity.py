@@ -89,9 +89,9 @@ def discard_plan(folder: str, plan_key: str) -> None:
                 _remove_manifest(folder, path.stem)
         listed = {file for manifest in others.values() for file in manifest.files}
         valid = {file.path for file in listed} - {damage.path for damage in find_damage(folder, listed)}
-        for path in list_cache_files(folder):
-            if path not in valid:
-                Path(folder, path).unlink(missing_ok=True)
+        for name in list_cache_files(folder):
+            if name not in valid:
+                Path(folder, name).unlink(missing_ok=True)
 
 
 def _remove_manifest(folder: str, plan_key: str) -> None:
