@@ -28,6 +28,8 @@ from tcdeploy.attention.metadata import StepSlot, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
+from tcdeploy.cache.integrity import read_verified_manifest
+from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -48,7 +50,7 @@ from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
-from tcdeploy.passes.post_grad import sources_digest
+from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
@@ -114,10 +116,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
 
             patch_platform_key()
             relocate_autotune_cache()
-        cache_folder.acquire_lease(cache_dir, plan.key)
-        earlier = cache_folder.read_verified_manifest(
-            cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir
-        )
+        acquire_lease(cache_dir, plan.key)
+        earlier = read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         toolchain.use_precompiled_headers(earlier is None)
         if planned.toolchain:
             toolchain.install_compiler_stub(planned.toolchain)
@@ -150,7 +150,7 @@ def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> Previ
 
 def origin_of(planned: PlannedDeployment) -> Origin:
     """What programs depend on besides the plan and the machine."""
-    return make_origin(planned.recipe, config_to_dict(planned.config), sources_digest(), torch_settings())
+    return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
 def _hash_used_files(

@@ -48,6 +48,7 @@ from tcdeploy.attention.online_softmax import (
     store_rows,
 )
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 # Tuning constants.
 TILE_BYTES = 16 * 1024  # of K per loop step, and as much of V; `num_stages - 1` steps are in flight
@@ -96,6 +97,7 @@ def paged_decode(
     return out
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
@@ -196,12 +198,14 @@ def _decode_kernel(
             )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit
 def _apply_rotary(x, partner, cos_row, sin_row):
     """RoPE over pairs (i, i + head_dim / 2): `partner` is x's other coordinate, and `sin_row` carries its sign."""
     return (x.to(tl.float32) * cos_row + partner.to(tl.float32) * sin_row).to(x.dtype)
 
 
+@ignore_comments
 @triton.jit
 def _merge_splits(
     out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,

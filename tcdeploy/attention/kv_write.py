@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from tcdeploy.attention.online_softmax import DO_NOT_SPECIALIZE, padded_head_dim
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 WRITE_ELEMENTS, WRITE_WARPS = 4096, 4  # elements of one token per program, and warps per program
 
@@ -34,6 +35,7 @@ def write_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _write_kernel(
     k, v, k_cache, v_cache, slot_mapping,

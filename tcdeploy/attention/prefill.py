@@ -33,6 +33,7 @@ from tcdeploy.attention.online_softmax import (
     padded_head_dim,
     store_rows,
 )
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 
 class TileConfig(NamedTuple):
@@ -78,6 +79,7 @@ def paged_prefill(
     return out
 
 
+@ignore_comments
 @triton.jit
 def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     """The sequence that a tile belongs to. Tiles from cu_seqlens_q[s] // QUERIES + s on belong to sequence s.
@@ -92,6 +94,7 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
     return sequence
 
 
+@ignore_comments
 @triton.jit
 def _attend_causal_tile(
     acc, row_max, row_sum, q, positions, start, oldest, end, window,  # the row at position p sees keys (p - window, p]
@@ -110,6 +113,7 @@ def _attend_causal_tile(
     )  # fmt: skip
 
 
+@ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
     out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,

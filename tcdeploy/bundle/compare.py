@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tcdeploy.bundle.header import PATH_FIELDS
-from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.manifest import Manifest, diff_sources
 from tcdeploy.planning.environment import Difference, diff_mappings
 
 
@@ -28,7 +28,7 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
         *diff_mappings(_without_paths(first.plan), _without_paths(second.plan), "plan."),
         *diff_mappings(first.origin.model_config, second.origin.model_config, "config."),
         *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
-        *diff_mappings({"tcdeploy's ops": first.origin.sources}, {"tcdeploy's ops": second.origin.sources}),
+        *diff_sources(first.origin, second.origin),
     ]
     mine, theirs = ({file.path: file.sha256 for file in one.files} for one in (first, second))
     shared = mine.keys() & theirs.keys()

@@ -18,7 +18,7 @@ from tcdeploy.bundle.pack import warm_start_and_pack
 from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
-from tcdeploy.cache.folder import read_verified_manifest
+from tcdeploy.cache.integrity import read_verified_manifest
 from tcdeploy.cache.manifest import Manifest, manifest_path
 from tcdeploy.errors import MismatchError
 from tcdeploy.pipeline import PlannedDeployment

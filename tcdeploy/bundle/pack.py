@@ -24,7 +24,7 @@ from tcdeploy.bundle.container import Payload, read_signed_header, replace_signa
 from tcdeploy.bundle.header import Header, header_bytes, make_portable
 from tcdeploy.bundle.signing import sign
 from tcdeploy.cache.contents import find_damage
-from tcdeploy.cache.folder import folder_lock
+from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX

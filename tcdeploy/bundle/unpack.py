@@ -24,7 +24,8 @@ from tcdeploy.bundle.container import SignedHeader, check_payload, read_files, r
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, verify_signature
 from tcdeploy.cache.contents import FileRecord, find_damage
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, folder_lock
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 

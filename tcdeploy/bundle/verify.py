@@ -15,7 +15,8 @@ from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, verify_signature
 from tcdeploy.bundle.unpack import open_bundle
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, find_damage
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, unlisted_files
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 

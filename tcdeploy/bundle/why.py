@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin
+from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
@@ -62,8 +62,7 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     """What a start of `plan` on this machine, from `origin`, will find in the cache that `cached` describes."""
     head_differences: list[Difference] = []
     shared_differences = diff_environments(environment, _environment(cached))
-    if origin.sources != cached.origin.sources:
-        shared_differences.append(Difference("tcdeploy's ops", origin.sources[:12], cached.origin.sources[:12]))
+    shared_differences += diff_sources(origin, cached.origin)
     shared_differences += diff_mappings(origin.torch_settings, cached.origin.torch_settings, "torch.")
     for one in diff_mappings(_layer_config(origin.model_config), _layer_config(cached.origin.model_config), "config."):
         (head_differences if one.name.removeprefix("config.") in HEAD_CONFIG_KEYS else shared_differences).append(one)

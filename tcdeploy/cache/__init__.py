@@ -1,1 +1,1 @@
-"""The persistent compile cache: its folder, the manifest of each plan, and the files that a start needs."""
+"""The persistent compile cache: its folder, locks and integrity, and the manifest of each plan."""

@@ -1,13 +1,13 @@
-"""The bytes of a cache folder: which files a plan needs, what they were, and whether they are that still.
+"""Which files of the cache folder a plan needs, and whether they still have their recorded bytes. No torch.
 
-torch never looks at a compiled library before it loads it: of 14 random bit flips in one, 6 went unnoticed, 5 killed
-the process and one computed something else, beside a reported cache hit. So each plan's manifest names its files with
-their sha256, and every start compares them first: about 0.1 s per 100 MB.
+torch does not check a compiled library before it loads it. Of 14 random bit flips in one library, 6 had no effect, 5
+crashed the process and one changed the results, while torch reported a cache hit. The manifest of a plan therefore
+lists its files with their sha256, and every start compares them first (0.1 s per 100 MB).
 
-Which files a plan needs, torch does not say. `FileAccessTracker` listens to Python's own audit events while the buckets are
-warmed: every file below the folder counts that is opened, loaded as a library or named to another process, and its
-companions (what stands beside it under the same name, or with it in a folder of Triton's, which C++ code opens without
-a word to Python). No torch here.
+torch does not report which files a start uses. `FileAccessTracker` records them from Python's audit events while the
+buckets are warmed: files that are opened, loaded as a library, renamed or passed to a subprocess. C++ code in torch and
+Triton opens further files without an audit event, so the companions of a recorded file count as used too: files with
+the same stem, and all files in the same folder of Triton's cache.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from pathlib import Path, PurePosixPath
 CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
-CACHE_DIRS = ("fxgraph", "aotautograd", TRITON_DIR, TOOLCHAIN_DIR)  # of the root; and two letters of a source's hash
+# Beside these, torch makes folders named by the first two characters of a source file's hash.
+CACHE_DIRS = ("fxgraph", "aotautograd", TRITON_DIR, TOOLCHAIN_DIR)
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file of the folder: its place with slashes, its size and the sha256 of its bytes in hex."""
+    """A cache file: its POSIX path relative to the cache folder, its size, and its sha256 in hex."""
 
     path: str
     bytes: int
@@ -41,11 +42,11 @@ class FileRecord:
 @dataclass(frozen=True)
 class DamagedFile:
     path: str
-    reason: str
+    reason: str  # completes the sentence "PATH ..."
 
 
 class FileAccessTracker:
-    """What a process opens below `folder` while it is `track`. One watcher at a time."""
+    """Records which files below `folder` this process uses inside `track()`. One tracker is active at a time."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = os.path.realpath(folder)
@@ -56,7 +57,7 @@ class FileAccessTracker:
     def track(self) -> Iterator[FileAccessTracker]:
         global _active_tracker, _is_hook_installed
         if not _is_hook_installed:
-            sys.addaudithook(_audit_hook)  # for good: Python takes none back
+            sys.addaudithook(_audit_hook)  # permanent: Python cannot remove an audit hook
             _is_hook_installed = True
         _active_tracker = self
         try:
@@ -65,43 +66,43 @@ class FileAccessTracker:
             _active_tracker = None
 
     def add(self, value: object) -> None:
-        """A path, a text with paths in it (a program for another Python), or several of these."""
+        """Record the paths in `value`: a path, a text that contains paths (`python -c`), or a sequence of these."""
         if isinstance(value, list | tuple):
-            for one in value:
-                self.add(one)
+            for item in value:
+                self.add(item)
         elif isinstance(value, str | bytes | os.PathLike):
             self._opened_paths.update(self._path_pattern.findall(os.fsdecode(value)))
 
     def paths(self) -> list[str]:
-        """Relative to the folder, sorted: files that are there now, with their companions, without bookkeeping."""
+        """The recorded cache files that exist now, and their companions: sorted, relative to the folder."""
         root = Path(self.folder)
-        found: set[str] = set()
+        files: set[Path] = set()
         for name in list(self._opened_paths):
             path = Path(os.path.realpath(name))
             if path.is_dir() and path.parent == root / TRITON_DIR:
-                found.update(one.relative_to(root).as_posix() for one in path.iterdir() if one.is_file())
+                files.update(child for child in path.iterdir() if child.is_file())
             if path.is_file() and path.is_relative_to(root) and is_cache_file(path.relative_to(root).as_posix()):
-                found.update(one.relative_to(root).as_posix() for one in _companion_files(root, path))
-        return sorted(path for path in found if is_cache_file(path))
+                files.update(_companion_files(root, path))
+        return sorted(path for path in (file.relative_to(root).as_posix() for file in files) if is_cache_file(path))
 
 
-libraries_compiled = 0  # by a C++ compiler that this process called while it watched; headers aside
+libraries_compiled = 0  # by C++ compilers that this process started inside `track()`; precompiled headers do not count
 _active_tracker: FileAccessTracker | None = None
 _is_hook_installed = False
 
 
 def _audit_hook(event: str, args: tuple[object, ...]) -> None:
-    """Python calls this at every audited event of the process: no more than a comparison where nobody watches."""
+    """Called by Python for every audited event of the process: one comparison while no tracker is active."""
     if _active_tracker is None:
         return
     if event == "open":
         _active_tracker.add(args[0])
     elif event in ("import", "os.rename") and len(args) > 1:
-        _active_tracker.add(args[1])  # a library by its file; the name that a finished file gets
+        _active_tracker.add(args[1])  # import: the file of an extension module; rename: the target
     elif event == "ctypes.dlopen":
         _active_tracker.add(args[0])
     elif event == "os.listdir":
-        _active_tracker.add(args[0])  # a kernel that C++ code loads: torch lists its folder, and no more
+        _active_tracker.add(args[0])  # torch only lists a kernel's folder before C++ code loads from it
     elif event == "subprocess.Popen":
         _active_tracker.add(args[1])
         _count_library(args[1], _active_tracker.folder)
@@ -110,41 +111,55 @@ def _audit_hook(event: str, args: tuple[object, ...]) -> None:
 def _count_library(command: object, folder: str) -> None:
     global libraries_compiled
     words = [os.fsdecode(word) for word in command] if isinstance(command, list | tuple) else []
-    made = words[words.index("-o") + 1 :][:1] if "-o" in words else []
-    libraries_compiled += any(path.startswith(folder) and path.endswith(".so") for path in made)
+    outputs = words[words.index("-o") + 1 :][:1] if "-o" in words else []
+    libraries_compiled += any(path.startswith(folder) and path.endswith(".so") for path in outputs)
 
 
 def _companion_files(root: Path, path: Path) -> Iterator[Path]:
-    """The file itself; all in its folder if Triton made it, else what has its name up to the first dot."""
+    """`path` and the files used with it: all of its folder in Triton's cache, elsewhere those with the same stem.
+
+    The stem ends at the first dot.
+    """
     parts = path.relative_to(root).parts
-    in_triton = parts[0] == TRITON_DIR and len(parts) > 2
-    for one in path.parent.iterdir():
-        is_near = in_triton or one.name.partition(".")[0] == path.name.partition(".")[0]
-        if is_near and one.is_file() and not one.is_symlink():
-            yield one
+    is_kernel = parts[0] == TRITON_DIR and len(parts) > 2
+    stem = path.name.partition(".")[0]
+    for sibling in path.parent.iterdir():
+        is_companion = is_kernel or sibling.name.partition(".")[0] == stem
+        if is_companion and sibling.is_file() and not sibling.is_symlink():
+            yield sibling
 
 
 def is_cache_file(path: str) -> bool:
-    """Whether a file (relative to the root, with slashes) may be what a start needs: where torch and we put such files,
-    finished, and no bookkeeping. What removes files removes none but these."""
+    """Whether a file may belong to a plan, by its POSIX path relative to the cache folder.
+
+    True below the folders of torch, Triton and the toolchain, except for locks, temporary and hidden files. Garbage
+    collection removes only files for which this is true.
+    """
     parts = PurePosixPath(path).parts
     name = parts[-1]
     is_lock = name.endswith((".lock", ".tmp")) or name == "lock"
-    is_ours = parts[0] in CACHE_DIRS or (len(parts) == 2 and re.fullmatch("[a-z0-9]{2}", parts[0]) is not None)
-    return is_ours and len(parts) > 1 and not is_lock and not any(part.startswith(".") for part in parts)
+    is_known = parts[0] in CACHE_DIRS or (len(parts) == 2 and re.fullmatch("[a-z0-9]{2}", parts[0]) is not None)
+    return is_known and len(parts) > 1 and not is_lock and not any(part.startswith(".") for part in parts)
+
+
+def list_cache_files(folder: str | Path) -> list[str]:
+    """Every file for which `is_cache_file` is true, relative to the folder, sorted."""
+    root = Path(folder)
+    paths = (Path(parent, name).relative_to(root).as_posix() for parent, _, names in os.walk(root) for name in names)
+    return sorted(path for path in paths if is_cache_file(path))
 
 
 def hash_files(folder: str | Path, paths: Iterable[str]) -> tuple[FileRecord, ...]:
-    """Hash them. Raises OSError for one that cannot be read."""
+    """The records of these files, sorted by path. Raises OSError if one cannot be read."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         return tuple(pool.map(lambda path: _hash_file(Path(folder), path), sorted(paths)))
 
 
 def find_damage(folder: str | Path, files: Iterable[FileRecord]) -> list[DamagedFile]:
-    """What of `files` is missing or has other bytes, in order."""
+    """The files that are missing or differ from their records, in the order of `files`."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        found = pool.map(lambda file: _check_file(Path(folder), file), files)
-        return [damage for damage in found if damage is not None]
+        results = pool.map(lambda file: _check_file(Path(folder), file), files)
+        return [damage for damage in results if damage is not None]
 
 
 def _hash_file(folder: Path, path: str) -> FileRecord:
@@ -168,6 +183,7 @@ def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
 
 
 def sha256_of(path: Path) -> str:
+    """In hex. Raises OSError."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):

@@ -1,12 +1,11 @@
-"""The record that stands in the cache folder: for one Plan, what was warmed, how long it took, and that it was right.
+"""The manifest of a plan: what was warmed, from which inputs, into which files, and with what result. No torch.
 
-It also says what a start needs (each file with its sha256), what the programs were made from (recipe, environment, the
-model's config, the sources of our ops), and what the eager model answered to each bucket's fixed inputs: so a cache can
-be packed, explained and proved on another machine from this file alone.
+A manifest lists the files that a start needs with their sha256, the inputs of its programs (recipe, environment, model
+config, digests of our op sources), and the greedy tokens of the eager model for each bucket's fixed inputs. A cache can
+therefore be packed, explained and verified on another machine from this file.
 
-One JSON file per plan key, so that processes that warm different plans never write the same file, and those that
-warm the same plan replace it whole: written beside, synced, renamed. Its last field is the sha256 of the others, so
-that no byte of it changes unseen. No torch here: `cache ls` reads it in a blink.
+There is one JSON file per plan key, so processes that warm different plans never write to the same file. It is written
+to a staging file, synced and renamed. Its last field is the sha256 of the other fields, against accidental changes.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.errors import IntegrityError, SpaceError
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
@@ -33,42 +32,42 @@ MANIFESTS_DIR = "manifests"
 
 @dataclass(frozen=True)
 class Parity:
-    """How far a bucket's logits lie from transformers' own attention on the same weights, over the rows compared."""
+    """The distance of a bucket's logits from those of transformers' attention on the same weights."""
 
-    rows: int
+    rows: int  # compared
     max_difference: float
     relative_difference: float  # max_difference over the largest reference logit
-    kl: float  # nats, the largest over the rows
-    tolerance: float  # of relative_difference
+    kl: float  # in nats, the largest over the rows
+    tolerance: float  # for relative_difference
     kl_tolerance: float
     passed: bool
 
 
 @dataclass(frozen=True)
 class GreedyTokens:
-    """To a bucket's fixed inputs: per row the most likely next token, and its log-probability in nats."""
+    """The most likely next token of each row of a bucket's fixed inputs, and its log-probability in nats."""
 
-    inputs_sha256: str  # sha256 over the rows' token ids
+    inputs_sha256: str  # of the rows' token ids
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One candidate as it did on this bucket: median ms of a step, or why it could not be timed."""
+    """The timing of one variant on a bucket: `step_ms` is the median over its steps, None with an `error`."""
 
     variant: str
     step_ms: float | None
-    seconds: float  # of compiling, recording and timing it
+    seconds: float  # for compiling, capturing and timing it
     error: str = ""
 
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """What warming one bucket took and gave. Times in seconds or ms as named; a None was not measured."""
+    """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
-    outcome: str  # hit, miss or reused
+    outcome: str  # hit, miss, or reused: this process had compiled the programs before
     compile_seconds: float
     capture_seconds: float
     check_seconds: float
@@ -80,18 +79,18 @@ class BucketRecord:
     cudagraph_skips: int
     captured: bool
     parity: Parity
-    eager_greedy_tokens: GreedyTokens  # of the eager model
-    greedy_tokens: GreedyTokens  # of the bucket as it serves
+    eager_greedy_tokens: GreedyTokens
+    greedy_tokens: GreedyTokens  # of the compiled, captured bucket
     peak_memory_bytes: int
-    variant: str  # how its step is made
-    trials: tuple[Trial, ...] = ()  # what was timed to choose it, the losers included; kept from the run that tuned
-    graph_memory_bytes: int | None = None  # that recording took from the device
-    cold_seconds: float | None = None  # compile_seconds of the run that filled the cache
+    variant: str  # name of the variant in use
+    trials: tuple[Trial, ...] = ()  # all variants that were timed; copied from the run that tuned
+    graph_memory_bytes: int | None = None  # device memory that capturing took
+    cold_seconds: float | None = None  # compile_seconds of the run that missed
     eager_ms: float | None = None
     compiled_ms: float | None = None
-    kernels_timed: int = 0  # variants of kernels that torch timed in this run to choose one
-    kernels_compiled: int = 0  # by Triton or a C++ compiler in this run, in trials and checks too
-    timed_context: int | None = None  # tokens that each sequence held while the step was timed
+    kernels_timed: int = 0  # Triton configs that torch timed in this run
+    kernels_compiled: int = 0  # by Triton or a C++ compiler in this run, trials and checks included
+    timed_context: int | None = None  # tokens per sequence while the step was timed
 
     @property
     def seconds(self) -> float:
@@ -100,12 +99,12 @@ class BucketRecord:
 
 @dataclass(frozen=True)
 class Origin:
-    """What programs are made from, beside the plan and the machine."""
+    """The inputs of the programs beside the plan and the environment."""
 
-    recipe: dict[str, Any]  # as it was asked
-    model_config: dict[str, Any]  # transformers' own, of the model
-    sources: str  # sha256 over the sources of our ops and graph passes
-    torch_settings: dict[str, str]  # that stand in torch's cache key
+    recipe: dict[str, Any]
+    model_config: dict[str, Any]  # of transformers
+    sources: dict[str, str]  # digest of each source file of our ops and graph passes, by its path in the package
+    torch_settings: dict[str, str]  # those in torch's cache key
 
 
 @dataclass(frozen=True)
@@ -115,25 +114,25 @@ class Manifest:
     origin: Origin
     stage_seconds: dict[str, float]
     buckets: tuple[BucketRecord, ...]
-    files: tuple[FileRecord, ...]  # what the start that wrote this used, by path
-    workspace_bytes: int | None = None  # device memory beyond weights and KV once all was warm; the plan predicted it
-    is_first_start: bool = True  # of its process
+    files: tuple[FileRecord, ...]  # used by the start that wrote the manifest, sorted by path
+    workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
+    is_first_start: bool = True  # whether its process had prepared nothing before
     schema: int = SCHEMA_VERSION
 
     @property
     def was_warm(self) -> bool:
-        """Whether the start that wrote this compiled nothing: then `files` is what a start needs, and no more.
+        """Whether the start that wrote this compiled nothing, so that `files` is exactly what a start needs.
 
-        A process that had started something before may have found programs in its memory, and opened no file.
+        False for a later start of a process: it may have found programs in memory and opened no file.
         """
         return self.is_first_start and all(record.outcome != "miss" for record in self.buckets)
 
     def cold_seconds(self) -> dict[str, float]:
-        """Per bucket, the compile seconds of the run that missed: what the cache saves."""
+        """Compile seconds of the run that missed, by bucket: the time that the cache saves."""
         return {record.bucket: record.cold_seconds for record in self.buckets if record.cold_seconds is not None}
 
     def trials(self) -> dict[str, tuple[Trial, ...]]:
-        """Per bucket, what an earlier run timed: the fastest is taken without timing again."""
+        """Earlier timings by bucket: the next start takes the fastest variant without timing again."""
         return {record.bucket: record.trials for record in self.buckets if record.trials}
 
 
@@ -152,8 +151,16 @@ def make_manifest(
     )
 
 
-def make_origin(recipe: Recipe, model_config: dict[str, Any], sources: str, torch_settings: dict[str, str]) -> Origin:
+def make_origin(
+    recipe: Recipe, model_config: dict[str, Any], sources: dict[str, str], torch_settings: dict[str, str]
+) -> Origin:
     return Origin(asdict(recipe), model_config, sources, torch_settings)
+
+
+def diff_sources(here: Origin, there: Origin) -> list[Difference]:
+    """Each source file of our ops and graph passes that differs, with the first digits of its digests."""
+    ours, theirs = ({path: digest[:12] for path, digest in origin.sources.items()} for origin in (here, there))
+    return diff_mappings(ours, theirs, "tcdeploy/")
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
@@ -161,7 +168,7 @@ def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Publish atomically. Raises SpaceError on a full disk, and the manifest that was there stays."""
+    """Replace the file atomically. Raises SpaceError if the disk is full; the previous manifest then stays."""
     staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +180,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
-                f"no room for the manifest {path}", "free some room and run again: the cache is intact"
+                f"no room for the manifest {path}", "free space and run again; the cache is intact"
             ) from error
         raise
     finally:
@@ -182,7 +189,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """As it stands in the file: the same manifest is the same bytes."""
+    """The content of the file. Equal manifests give equal bytes."""
     content = asdict(manifest)
     return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
@@ -192,10 +199,7 @@ def _digest(content: dict[str, Any]) -> str:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest, or None where none was written, or by a version with another schema.
-
-    Raises IntegrityError when it is not one, or not as it was written.
-    """
+    """The manifest; None if there is no file or if it has another schema. Raises IntegrityError if it is damaged."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -206,22 +210,23 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, Manifest]:
-    """Of all plans of a cache folder, by key; those of another version are left out. Raises IntegrityError, or skips.
+    """The manifests of all plans of a cache folder by plan key, without those of another schema.
 
-    One that stands under another plan's key is damaged too.
+    Raises IntegrityError for a damaged one, or leaves it out with `skip_damaged`. A manifest under another plan's name
+    is damaged too.
     """
-    found: dict[str, Manifest] = {}
+    manifests: dict[str, Manifest] = {}
     for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
         with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
             manifest = read_manifest(path)
             if manifest is not None and manifest.plan["key"] != path.stem:
                 raise _corruption_error(path, "it is of another plan")
-            found |= {path.stem: manifest} if manifest is not None else {}
-    return found
+            manifests |= {path.stem: manifest} if manifest is not None else {}
+    return manifests
 
 
 def _has_other_schema(text: str) -> bool:
-    """As it was written, and by a version that wrote otherwise: neither damaged nor of use. The first wrote no sum."""
+    """Whether it is an undamaged manifest of another schema. The first schema had no checksum."""
     try:
         document = json.loads(text)
         schema, digest = document["schema"], document.pop("sha256", None)
@@ -232,42 +237,49 @@ def _has_other_schema(text: str) -> bool:
 
 
 def parse_manifest(text: str, path: Path) -> Manifest:
-    """`path` is named in errors. Raises IntegrityError."""
+    """Parse the content of a file. `path` is for the error. Raises IntegrityError."""
     try:
         document = json.loads(text)
         schema = document["schema"]
         if schema != SCHEMA_VERSION:
-            raise _corruption_error(path, f"schema {schema}, and this version reads {SCHEMA_VERSION}")
+            raise _corruption_error(path, f"it has schema {schema}, and this version reads {SCHEMA_VERSION}")
         digest = document.pop("sha256")
         _check_fields(document, Manifest)
-        found = Manifest(
+        manifest = Manifest(
             **{
                 **document,
-                "origin": Origin(**document["origin"]),
+                "origin": _read_origin(document["origin"]),
                 "buckets": tuple(_read_record(item) for item in document["buckets"]),
                 "files": tuple(FileRecord(**item) for item in document["files"]),
             }
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
-    if digest != _digest(document) or text != manifest_text(found):
-        raise _corruption_error(path, "it is not as it was written")
-    return found
+    if digest != _digest(document) or text != manifest_text(manifest):
+        raise _corruption_error(path, "its checksum does not match")
+    return manifest
+
+
+def _read_origin(document: dict[str, Any]) -> Origin:
+    origin = Origin(**document)
+    if not all(isinstance(digest, str) for digest in origin.sources.values()):
+        raise TypeError("a digest of a source file is not a string")
+    return origin
 
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
     _check_fields(document, BucketRecord)
-    made: dict[str, Any] = {
+    nested: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
         "eager_greedy_tokens": _read_greedy_tokens(document["eager_greedy_tokens"]),
         "greedy_tokens": _read_greedy_tokens(document["greedy_tokens"]),
         "trials": tuple(Trial(**trial) for trial in document["trials"]),
     }
-    return BucketRecord(**{**document, **made})
+    return BucketRecord(**{**document, **nested})
 
 
 def _check_fields(document: dict[str, Any], kind: type[Manifest | BucketRecord]) -> None:
-    """All of them, those that have a default too. Raises KeyError."""
+    """Require every field, with or without a default, and no other. Raises KeyError."""
     known = {item.name for item in fields(kind)}
     if set(document) != known:
         raise KeyError(f"fields of {kind.__name__}: {sorted(set(document) ^ known)}")
@@ -280,6 +292,6 @@ def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:
 def _corruption_error(path: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"the manifest {path} is corrupt: {reason}",
-        "nothing of the cache was loaded; --on-bad-cache rebuild discards it and compiles again, or believe the files "
-        f"beside it: rm {path}",
+        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild; to trust the other files "
+        f"of the folder: rm {path}",
     )

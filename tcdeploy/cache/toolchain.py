@@ -1,8 +1,9 @@
-"""The C++ compiler that made a CPU's programs, and a stand-in for it on a machine that has none.
+"""The C++ compiler that built a CPU's programs, and a stub for machines without one.
 
-A warm start compiles nothing, and still Inductor asks the compiler who it is: the answer is part of the names of what
-it made, and without one it gives up. So what the compiler answers is kept beside the programs, and where no compiler
-is found, a script of its name gives those answers. Asked to compile, it fails and says why.
+Inductor asks the compiler for its version even if every program is cached: the version is part of file names, and
+without a compiler Inductor gives up. The compiler's output for these queries is therefore kept in the cache folder. On
+a machine without a compiler, a script of the same name on PATH replays it. Any other command of the stub fails with
+NO_COMPILER_MESSAGE.
 
 Precompiled headers are the other thing in the way: Inductor makes them in a folder of its own outside the cache, at
 every start that loads a C++ program, hit or miss (0.4 s, and 12 s more on a machine that has none yet). They halve a
@@ -26,8 +27,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-COMPILER = "g++"  # Inductor's own choice, unless CXX names another
-TOOLCHAIN_DIR = "toolchain"
+from tcdeploy.cache.contents import TOOLCHAIN_DIR
+
+COMPILER = "g++"  # Inductor's default without CXX
 NO_COMPILER_MESSAGE = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
 COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
 
@@ -41,14 +43,14 @@ class CompilerOutput(NamedTuple):
 
 
 class Toolchain(NamedTuple):
-    """A compiler, as its answers: `path` is the file that keeps them, relative to the cache folder."""
+    """The recorded output of a compiler by query. `path`: the file that holds it, relative to the cache folder."""
 
     path: str
     outputs: dict[str, CompilerOutput]
 
     @property
     def version(self) -> str:
-        """The first line, which `Environment.compiler` holds."""
+        """The first line of the version, as in `Environment.compiler`."""
         return self.outputs["--version"].stdout.partition("\n")[0].strip()
 
 
@@ -57,7 +59,10 @@ def is_compiler_missing() -> bool:
 
 
 def save_toolchain(folder: str | Path) -> str | None:
-    """Keep this machine's answers in the cache folder; the file's place in it, or None where there is no compiler."""
+    """Record this machine's compiler in the cache folder and return the file's path in it.
+
+    None without a compiler, and if CXX names another compiler.
+    """
     if is_compiler_missing() or "CXX" in os.environ:
         return None
     document = json.dumps({query: _run_query(query) for query in COMPILER_QUERIES}, indent=1)
@@ -71,30 +76,26 @@ def save_toolchain(folder: str | Path) -> str | None:
 
 
 def _run_query(query: str) -> CompilerOutput:
-    asked = subprocess.run(
-        [COMPILER, *query.split()], capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
-    )
-    return CompilerOutput(asked.stdout, asked.stderr)
+    environment = {**os.environ, "LC_ALL": "C"}
+    completed = subprocess.run([COMPILER, *query.split()], capture_output=True, text=True, env=environment)
+    return CompilerOutput(completed.stdout, completed.stderr)
 
 
 def load_toolchains(folder: str | Path) -> list[Toolchain]:
-    """What compilers have left their answers in the folder; a file that is not one is passed over."""
-    found = []
+    """The compilers that are recorded in the folder; unreadable files are skipped."""
+    toolchains = []
     for path in sorted(Path(folder, TOOLCHAIN_DIR).glob("*.json")):
         try:
             document = json.loads(path.read_text(encoding="utf-8"))
             outputs = {query: CompilerOutput(*document[query]) for query in COMPILER_QUERIES}
         except (OSError, ValueError, KeyError, TypeError):
             continue
-        found.append(Toolchain(path.relative_to(folder).as_posix(), outputs))
-    return found
+        toolchains.append(Toolchain(path.relative_to(folder).as_posix(), outputs))
+    return toolchains
 
 
 def install_compiler_stub(toolchain: Toolchain) -> None:
-    """From here on this process, and those that it starts, find a compiler that answers and cannot compile.
-
-    Raises OSError where no script can be written into the folder for temporary files.
-    """
+    """Put the stub on PATH for this process and its children. Raises OSError if TMPDIR is not writable."""
     folder = tempfile.mkdtemp(prefix="tcdeploy-toolchain-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     script = Path(folder) / COMPILER
@@ -105,8 +106,8 @@ def install_compiler_stub(toolchain: Toolchain) -> None:
 
 def _stub_script(toolchain: Toolchain) -> str:
     cases = [
-        f"{shlex.quote(asked)}) printf %s {shlex.quote(output.stdout)}; printf %s {shlex.quote(output.stderr)} >&2 ;;"
-        for asked, output in toolchain.outputs.items()
+        f"{shlex.quote(query)}) printf %s {shlex.quote(output.stdout)}; printf %s {shlex.quote(output.stderr)} >&2 ;;"
+        for query, output in toolchain.outputs.items()
     ]
     return "\n".join(
         ["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"]

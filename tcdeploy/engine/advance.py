@@ -22,6 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tcdeploy.torch_compat.triton_source import ignore_comments
+
 try:
     import triton
     import triton.language as tl
@@ -84,6 +86,7 @@ if triton is not None:
     # What varies between calls is not specialised: else a batch of one, or a view at an odd address, compiles again.
     DO_NOT_SPECIALIZE = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
 
+    @ignore_comments
     @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
     def _argmax_kernel(  # type: ignore[no-untyped-def]
         bests, logits,
@@ -106,6 +109,7 @@ if triton is not None:
         winner = tl.max((order.to(tl.int64) << 32) | (MAX_TOKEN_ID - best_ids).to(tl.int64), 0)
         tl.store(bests + row * PARTS + part, winner)
 
+    @ignore_comments
     @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
     def _advance_kernel(  # type: ignore[no-untyped-def]
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from tcdeploy.linear.tile_configs import K_MULTIPLE, N_MULTIPLE, GemvTile, fit_block_k
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 
 def matmul(
@@ -61,6 +62,7 @@ def matmul(
     return out
 
 
+@ignore_comments
 @triton.jit
 def _gemv_kernel(
     out, x, w, addend, norm, n, k, eps,

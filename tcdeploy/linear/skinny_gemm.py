@@ -28,6 +28,7 @@ from torch import Tensor
 
 from tcdeploy.linear.tile_configs import K_MULTIPLE, MAX_ROWS, MIN_ROWS, N_MULTIPLE, SkinnyGemmTile, fit_block_k
 from tcdeploy.torch_compat.pdl import supports_pdl
+from tcdeploy.torch_compat.triton_source import ignore_comments
 
 
 def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
@@ -58,6 +59,7 @@ def _padded_rows(rows: int) -> int:
 
 
 # `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
+@ignore_comments
 @triton.jit(do_not_specialize=["rows"])
 def _skinny_gemm_kernel(
     out, x, w, addend, rows, n, k, x_stride, addend_stride,

@@ -16,11 +16,10 @@ part of the key of autotuning results, and Inductor's compile workers do not see
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib.util
 from pathlib import Path
 
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from tcdeploy.passes.cse import eliminate_common_subexpressions
@@ -31,6 +30,7 @@ from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
 from tcdeploy.passes.skinny_gemm import replace_with_skinny_gemm
+from tcdeploy.planning.keys import combined_digest, source_digests
 
 HASHED_FOLDERS = ("attention", "linear", "passes")
 
@@ -60,18 +60,16 @@ class PostGradPass(CustomGraphPass):
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
+        flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}"
+        return f"{combined_digest(op_source_digests())} {flags}".encode()
 
 
 @functools.cache
-def sources_digest() -> str:
-    """Of `sources`, as hex."""
-    return hashlib.sha256(b"".join(Path(name).read_bytes() for name in sources())).hexdigest()
+def op_source_digests() -> dict[str, str]:
+    """The digest of each source file that decides what a program with our ops in it computes, by path in the package.
 
-
-@functools.cache
-def sources() -> tuple[str, ...]:
-    """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
+    torch_compat/graph_cache_keys.py is among them because it changes torch's keys.
+    """
     package = Path(__file__).parent.parent
-    files = [path for folder in HASHED_FOLDERS for path in sorted((package / folder).glob("*.py"))]
-    return (*map(str, files), str(package / "torch_compat" / "graph_cache_keys.py"))
+    files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
+    return source_digests(package, [*files, package / "torch_compat" / "graph_cache_keys.py"])

@@ -13,11 +13,11 @@ import json
 import os
 from dataclasses import dataclass
 
-from tcdeploy import __version__
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.capability import Supported, Unsupported, check_backend
 from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand, KVSize, gib, predict_workspace, size_kv_cache
 from tcdeploy.planning.recipe import Attention, Recipe
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, variants
@@ -199,7 +199,7 @@ def _plan_key(fields: dict[str, object], environment: Environment, architecture:
     """The same for a model and its fine-tunes, with and without their weights: `architecture` stands for the config."""
     program_fields = {name: value for name, value in fields.items() if name not in IGNORED_PLAN_FIELDS}
     remote_code = (fields["model"], fields["revision"]) if fields["trust_remote_code"] else None
-    plain = [__version__, program_fields, remote_code, environment.cache_factors(), architecture]
+    plain = [CACHE_EPOCH, program_fields, remote_code, environment.cache_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
 

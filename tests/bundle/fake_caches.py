@@ -79,7 +79,9 @@ def manifest_for(
     asked = make_recipe(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
     machine = as_installed()
     plan = make_plan(asked, machine, LLAMA_8B)
-    origin = make_origin(asked, {"model_type": "llama", "hidden_size": 4096}, "5" * 64, {"epilogue_fusion": "True"})
+    origin = make_origin(
+        asked, {"model_type": "llama", "hidden_size": 4096}, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}
+    )
     buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
     made = make_manifest(plan, machine, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
     return replace(made, **differences)

@@ -18,7 +18,7 @@ from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
-from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache import integrity
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
@@ -224,12 +224,12 @@ def test_what_another_version_left_is_passed_over(unpacked: Path, small: Packed,
     (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 3, "plan": {}}')
     assert [one.plan_key for one in verify_folder(unpacked, keys.trusted)] == [small.key]
     assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
-    assert cache_folder.read_verified_manifest(str(unpacked), "f" * 16, rebuild=False) is None
+    assert integrity.read_verified_manifest(str(unpacked), "f" * 16, rebuild=False) is None
 
 
 def test_a_rebuild_takes_the_record_of_the_bundle_along(unpacked: Path, small: Packed, keys: Keys) -> None:
     (unpacked / KINDS[2]).write_bytes(b"damaged")
-    assert cache_folder.read_verified_manifest(str(unpacked), small.key, rebuild=True) is None
+    assert integrity.read_verified_manifest(str(unpacked), small.key, rebuild=True) is None
     make_small(unpacked, seed=7)
     [found] = verify_folder(unpacked, keys.trusted)
     assert not found.is_from_bundle

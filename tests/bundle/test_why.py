@@ -195,9 +195,9 @@ def test_with_a_gpu_more_cores_and_another_compiler_are_the_same(manifest: Manif
 
 def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
-    other = dataclasses.replace(manifest.origin, sources="0" * 64)
+    other = dataclasses.replace(manifest.origin, sources={"linear/ops.py": "0" * 64})
     found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy's ops" in [one.name for one in found.differences]
+    assert len(found.misses) == 4 and "tcdeploy/linear/ops.py" in [one.name for one in found.differences]
 
 
 def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:
@@ -285,9 +285,9 @@ def test_changed_sources_are_forecast_by_the_changed_package_itself(
     package = tmp_path / "changed"
     shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
     with open(package / "tcdeploy" / "attention" / "reference.py", "a") as source:
-        source.write("# changed\n")
+        source.write("CHANGED = True\n")
     done = run_cli("cache", "why", str(cached.folder), PYTHONPATH=str(package), cwd=str(package))
-    assert done.returncode == 3 and "tcdeploy's ops" in done.stdout
+    assert done.returncode == 3 and "tcdeploy/attention/reference.py" in done.stdout
 
 
 def test_a_folder_without_a_plan_is_refused(run_cli: Any, tmp_path: Path) -> None:

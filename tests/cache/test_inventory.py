@@ -15,9 +15,9 @@ import pytest
 
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
-from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache.folder import acquire_lease, is_leased
+from tcdeploy.cache.integrity import discard_plan
 from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
+from tcdeploy.cache.leases import acquire_lease, folder_lock, is_leased
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
@@ -30,8 +30,8 @@ DAY = 86400.0
 SHARED = {"fxgraph/shared": 1000}
 HOLDER = """
 import sys
-from tcdeploy.cache.folder import hold
-hold(sys.argv[1], sys.argv[2])
+from tcdeploy.cache.leases import acquire_lease
+acquire_lease(sys.argv[1], sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
 """
@@ -223,7 +223,7 @@ def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> Non
     with Child(HOLDER, folder, keys[0]) as child:
         child.line()
     lease.unlink()
-    with cache_folder.folder_lock(folder):
+    with folder_lock(folder):
         child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
         with child:
             assert child.line() == "at the door"
@@ -360,7 +360,7 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert removed.files == len(manifest.files)
     assert all((tmp_path / "cache" / name).exists() for name in others)
     make_small(tmp_path / "cache")
-    cache_folder.discard_plan(str(tmp_path / "cache"), key_of(manifest))
+    discard_plan(str(tmp_path / "cache"), key_of(manifest))
     assert all((tmp_path / "cache" / name).exists() for name in others)
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 

@@ -69,7 +69,7 @@ PLAN = make_plan(ASKED, H100, LLAMA_8B)
 ORIGIN = make_origin(
     ASKED,
     {"model_type": "llama", "rope_theta": 500000.0},
-    hashlib.sha256(b"sources").hexdigest(),
+    {"linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
 )
 FILES = (
@@ -194,7 +194,7 @@ def test_a_changed_byte_is_an_integrity_error(written: Path, seed: int) -> None:
 
 def test_every_bit_counts(path: Path) -> None:
     """Each single one of a small manifest turned over, those of blanks and line ends and of the sum too."""
-    small = Manifest({"key": "k"}, {}, Origin({}, {}, "s", {}), {"load": 0.5}, (RECORD,), FILES[:1])
+    small = Manifest({"key": "k"}, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (RECORD,), FILES[:1])
     write_manifest(path, small)
     whole = path.read_bytes()
     assert read_manifest(path) == small
@@ -304,9 +304,9 @@ def test_a_field_nobody_knows_is_named(written: Path, place: str) -> None:
     assert "novelty" in corruption(written).message
 
 
-@pytest.mark.parametrize("place", ["oracle", "answers"])
+@pytest.mark.parametrize("place", ["eager_greedy_tokens", "greedy_tokens"])
 @pytest.mark.parametrize("name", [item.name for item in fields(GreedyTokens)])
-def test_a_missing_field_of_the_answers_is_named(written: Path, place: str, name: str) -> None:
+def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, place: str, name: str) -> None:
     change(written, lambda document: document["buckets"][0][place].pop(name))
     assert name in corruption(written).message
 
@@ -329,6 +329,12 @@ def test_files_of_another_shape_are_corrupt(written: Path, files: Any) -> None:
 @pytest.mark.parametrize("buckets", [None, 3, "text", [1], ["bucket"], [None], [[]], {"a": 1}])
 def test_buckets_of_another_shape_are_corrupt(written: Path, buckets: Any) -> None:
     change(written, lambda document: document.update(buckets=buckets))
+    corruption(written)
+
+
+@pytest.mark.parametrize("sources", [None, 3, "text", ["path"], {"ops.py": 1}, {"ops.py": None}])
+def test_sources_of_another_shape_are_corrupt(written: Path, sources: Any) -> None:
+    change(written, lambda document: document["origin"].update(sources=sources))
     corruption(written)
 
 

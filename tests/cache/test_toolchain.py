@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.manifest import Manifest, read_manifest
-from tcdeploy.errors import TcdeployError
-from tests.conftest import ROOT, TINY, cli_command, cli_environment
+from tests.conftest import TINY, cli_command, cli_environment
 
 pytestmark = pytest.mark.usefixtures("without_speedups")
 PROMPT = ("This module provides", "--max-new-tokens", "12")
@@ -204,7 +198,7 @@ assert is_compiler_missing()
 [recorded] = load_toolchains(sys.argv[1])
 install_compiler_stub(recorded)
 assert not is_compiler_missing()
-asked = [[*question.split()] for question in recorded.answers] + [["-c", "code.cpp"], []]
+asked = [[*question.split()] for question in recorded.outputs] + [["-c", "code.cpp"], []]
 done = [subprocess.run(["g++", *arguments], capture_output=True, text=True) for arguments in asked]
 print(json.dumps([(one.returncode, one.stdout, one.stderr) for one in done]))
 """
@@ -274,118 +268,3 @@ def test_a_file_that_holds_no_answers_is_passed_over(tmp_path: Path) -> None:
     (folder / "whole.json").write_text(json.dumps(whole))
     assert [item.path for item in toolchain.load_toolchains(tmp_path)] == ["toolchain/whole.json"]
     assert toolchain.load_toolchains(tmp_path / "none") == []
-
-
-# Leases and the lock
-
-
-@contextlib.contextmanager
-def another_process(program: str, *arguments: object) -> Iterator[subprocess.Popen[str]]:
-    """Runs the program up to its first line of output, and is killed in the end if it still lives."""
-    run = subprocess.Popen(
-        [sys.executable, "-c", program, *map(str, arguments)],
-        stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    assert run.stdout is not None
-    assert run.stdout.readline() == "ready\n"
-    try:
-        yield run
-    finally:
-        kill(run)
-
-
-def kill(run: subprocess.Popen[str]) -> None:
-    run.send_signal(signal.SIGKILL)
-    run.wait()
-
-
-HOLDER = """
-import sys, time
-from tcdeploy.cache import folder as cache_folder
-cache_folder.hold(sys.argv[1], "plan")
-cache_folder.hold(sys.argv[1], "plan")
-print("ready", flush=True)
-time.sleep(600)
-"""
-
-
-@pytest.mark.timeout(60)  # one that waits for a lock in vain waits long
-def test_a_plan_is_held_for_as_long_as_a_process_that_holds_it_lives(tmp_path: Path) -> None:
-    assert not cache_folder.is_leased(tmp_path, "plan")
-    with another_process(HOLDER, tmp_path) as first:
-        assert cache_folder.is_leased(tmp_path, "plan") and cache_folder.is_leased(tmp_path, "plan")
-        assert not cache_folder.is_leased(tmp_path, "another plan")
-        with another_process(HOLDER, tmp_path) as second:
-            kill(first)
-            assert cache_folder.is_leased(tmp_path, "plan"), "by the second"
-            kill(second)
-            assert not cache_folder.is_leased(tmp_path, "plan")
-
-
-def test_a_process_holds_its_own_plan_too(tmp_path: Path) -> None:
-    cache_folder.acquire_lease(str(tmp_path), "plan")
-    assert cache_folder.is_leased(tmp_path, "plan")
-
-
-ALONE = """
-import os, sys, time
-from tcdeploy.cache import folder as cache_folder
-folder = sys.argv[1]
-print("ready", flush=True)
-for _ in range(5):
-    with cache_folder.locked(folder):
-        os.close(os.open(f"{folder}/inside", os.O_CREAT | os.O_EXCL))
-        time.sleep(0.02)
-        os.unlink(f"{folder}/inside")
-        with open(f"{folder}/done", "a") as file:
-            file.write("x")
-"""
-
-
-@pytest.mark.timeout(60)
-def test_of_eight_processes_each_is_alone_inside_the_lock(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        with cache_folder.folder_lock(tmp_path):  # so that all eight wait before the first is let in
-            runs = [stack.enter_context(another_process(ALONE, tmp_path)) for _ in range(8)]
-            time.sleep(0.1)
-            assert not (tmp_path / "done").exists()
-        assert [run.wait(timeout=60) for run in runs] == [0] * 8
-    assert (tmp_path / "done").read_text() == "x" * 40
-
-
-INSIDE = """
-import sys, time
-from tcdeploy.cache import folder as cache_folder
-with cache_folder.locked(sys.argv[1]):
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-@pytest.mark.timeout(60)
-def test_the_lock_of_a_process_that_was_killed_inside_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 5.0)
-    with another_process(INSIDE, tmp_path) as run:
-        kill(run)
-        with cache_folder.folder_lock(tmp_path):
-            assert (tmp_path / cache_folder.LOCK_FILE).exists()
-
-
-@pytest.mark.timeout(60)
-def test_who_waits_too_long_for_the_lock_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 0.2)
-    with another_process(INSIDE, tmp_path):
-        start = time.monotonic()
-        with pytest.raises(TcdeployError, match="another process has held the cache folder") as caught, (
-            cache_folder.folder_lock(tmp_path)
-        ):  # fmt: skip
-            pytest.fail("two are inside")
-        assert str(tmp_path) in caught.value.message and time.monotonic() - start >= 0.2
-
-
-def test_an_error_inside_the_lock_frees_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache_folder, "LOCK_TIMEOUT_S", 0.2)
-    with pytest.raises(ValueError), cache_folder.folder_lock(tmp_path):
-        raise ValueError
-    with cache_folder.folder_lock(tmp_path):
-        pass

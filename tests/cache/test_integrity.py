@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache import contents, integrity
 from tcdeploy.cache.manifest import read_manifest, write_manifest
 from tcdeploy.errors import IntegrityError
 from tests.conftest import cli_command, cli_environment
@@ -118,12 +118,12 @@ def test_each_file_that_a_manifest_names_is_looked_at(cache: Path, how: str) -> 
         content = path.read_bytes()
         flip(path, number) if how == "one bit" else damage(path)
         with pytest.raises(IntegrityError) as caught:
-            cache_folder.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
+            integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
         assert str(path) in caught.value.message and reason in caught.value.message
         path.unlink(missing_ok=True)
         path.write_bytes(content)
         (path.parent / "twin").unlink(missing_ok=True)
-    assert cache_folder.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
+    assert integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "manifest"])
@@ -201,8 +201,8 @@ def test_discarding_keeps_what_another_plan_vouches_for_and_nothing_else(cache: 
     (cache / "bundles" / "one" / "index.json").write_text("{}")
     (cache / "ab").mkdir(exist_ok=True)
     (cache / "ab" / "unnamed.so").write_text("left by nobody")
-    cache_folder.discard_plan(str(cache), first.stem)
-    assert cache_folder.list_cache_files(cache) == [kept]
+    integrity.discard_plan(str(cache), first.stem)
+    assert contents.list_cache_files(cache) == [kept]
     assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
     assert (cache / "bundles" / "one" / "index.json").exists()
 
@@ -217,17 +217,17 @@ def manifest_of(manifest: Any, *names: str) -> Any:
 
 def test_a_plan_that_is_new_to_the_folder_is_refused_a_damaged_one_of_others(cache: Path) -> None:
     """Programs are shared: what another plan's manifest names may be what this one would load."""
-    assert cache_folder.read_verified_manifest(str(cache), "new", rebuild=False) is None
+    assert integrity.read_verified_manifest(str(cache), "new", rebuild=False) is None
     path = one_of_each_kind(cache)["library"]
     flip(path)
     with pytest.raises(IntegrityError, match="has other bytes"):
-        cache_folder.read_verified_manifest(str(cache), "new", rebuild=False)
-    assert cache_folder.read_verified_manifest(str(cache), "new", rebuild=True) is None
+        integrity.read_verified_manifest(str(cache), "new", rebuild=False)
+    assert integrity.read_verified_manifest(str(cache), "new", rebuild=True) is None
     assert not path.exists() and the_manifest(cache).exists()
 
 
 def test_a_folder_without_a_manifest_has_nothing_to_compare(tmp_path: Path) -> None:
-    assert cache_folder.read_verified_manifest(str(tmp_path), "any", rebuild=False) is None
+    assert integrity.read_verified_manifest(str(tmp_path), "any", rebuild=False) is None
 
 
 def test_what_nobody_checked_does_not_lie_where_torch_would_unpickle_it(run_cli: Any, model: str, cache: Path) -> None:
@@ -260,16 +260,14 @@ def test_an_entry_that_another_plan_names_is_no_stranger(cache: Path) -> None:
     (cache / shared).write_bytes((cache / theirs.path).read_bytes())
     others = of_plan("other", replace(known, files=(replace(theirs, path=shared),)))
     write_manifest(manifest.with_name("other.json"), others)
-    assert cache_folder.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == known
+    assert integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == known
     assert (cache / shared).exists()
     manifest.with_name("other.json").unlink()
-    cache_folder.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
+    integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
     assert not (cache / shared).exists()
 
 
 def test_damage_in_a_private_copy_is_named_where_the_user_put_it(cache: Path) -> None:
     flip(one_of_each_kind(cache)["library"])
     with pytest.raises(IntegrityError, match="the cache is damaged: /baked/in/"):
-        cache_folder.read_verified_manifest(
-            str(cache), the_manifest(cache).stem, rebuild=False, display_path="/baked/in"
-        )
+        integrity.read_verified_manifest(str(cache), the_manifest(cache).stem, rebuild=False, display_path="/baked/in")

@@ -1,0 +1,53 @@
+"""The parts of a cache key that stand for tcdeploy's own code. Does not import torch.
+
+A key holds what changes programs or tokens, and nothing else. Source files therefore enter it as syntax trees without
+docstrings, comments and positions: an edit of the documentation keeps every program. The release number does not enter
+at all. Code that no hashed file covers is represented by CACHE_EPOCH, which is raised by hand.
+
+Rejected: hashing file bytes, as `torch._inductor.custom_graph_pass.get_hash_for_files` does. It is faster (the syntax
+trees of 21 files take about 0.1 s, once per process), but a reworded comment recompiles every program.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+# Raise by one with every change that alters programs or tokens without altering a hashed source (passes/post_grad.py
+# lists them), a setting of torch or a shape. Examples: a region is traced in another way, weights are packed in another
+# layout, sampling draws other random numbers.
+CACHE_EPOCH = 1
+
+DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+BLOCK_FIELDS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement holds further statements
+
+
+def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:
+    """The digest of each file, by its path relative to `root`, in sorted order. Raises OSError and SyntaxError."""
+    return {path.relative_to(root).as_posix(): _source_digest(path) for path in sorted(paths)}
+
+
+def combined_digest(digests: Mapping[str, str]) -> str:
+    """One sha256, in hex, over the names and digests of several files."""
+    text = "".join(f"{path} {digest}\n" for path, digest in digests.items())
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _source_digest(path: Path) -> str:
+    tree = ast.parse(path.read_bytes())
+    drop_docstrings(tree)
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()
+
+
+def drop_docstrings(node: ast.AST) -> None:
+    """Remove the docstrings of a module, class or function, and of all that are defined in it, in place.
+
+    The body of a function that holds nothing else is empty afterwards.
+    """
+    if isinstance(node, DOCUMENTED_NODES) and ast.get_docstring(node, clean=False) is not None:
+        del node.body[0]
+    for field in BLOCK_FIELDS:
+        for statement in getattr(node, field, ()):
+            drop_docstrings(statement)
