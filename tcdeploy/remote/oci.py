@@ -194,7 +194,7 @@ class OciRepository:
         return response
 
     def _authorize(self, request: PreparedRequest) -> PreparedRequest:
-        """Send the login to the registry only, not to hosts that take uploads. Also keeps requests from using .netrc."""
+        """Send the login to the registry only, not to upload hosts. Also keeps requests from using .netrc."""
         if self.authorization and (request.url or "").startswith(f"{self.origin}/"):
             request.headers["Authorization"] = self.authorization
         return request

@@ -141,7 +141,9 @@ def translate_error(error: Exception, failure: ClassifiedError, address: Address
         return SpaceError(f"no space left at {address.redacted}", "free some space there and run again")
     if failure.kind == "auth":
         hint = AUTH_HINTS.get(address.scheme, "renew the login, or request access")
-        return NetworkError(f"{address.redacted} denied access, the login is wrong or expired: {detail}", hint)
+        return NetworkError(
+            f"access to {address.redacted} was denied (wrong or expired login, or missing permission): {detail}", hint
+        )
     if failure.kind == "not_found":
         return NetworkError(
             f"{address.redacted} does not exist",
