@@ -1,1 +1,1 @@
-"""Caches that travel: packed, signed, verified, explained, sent and fetched."""
+"""Bundles: a plan's compile cache as one signed file. Packs, verifies, unpacks, compares and fetches them."""

@@ -1,4 +1,4 @@
-"""Two caches side by side: what each was made from, and which of their files differ. No torch here."""
+"""Compares two caches: what each was made from, and which of their files differ. Does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tcdeploy.planning.environment import Difference, diff_mappings
 
 @dataclass(frozen=True)
 class Comparison:
-    """What differs of all that both were made from, and files by where they are: paths."""
+    """The inputs that differ, and the paths of files that are in one cache only, in both but changed, or the same."""
 
     differences: tuple[Difference, ...]
     only_first: tuple[str, ...]
@@ -30,15 +30,15 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
         *diff_mappings(first.origin.torch_settings, second.origin.torch_settings, "torch."),
         *diff_sources(first.origin, second.origin),
     ]
-    mine, theirs = ({file.path: file.sha256 for file in one.files} for one in (first, second))
-    shared = mine.keys() & theirs.keys()
-    other = tuple(sorted(path for path in shared if mine[path] != theirs[path]))
+    first_files, second_files = ({file.path: file.sha256 for file in manifest.files} for manifest in (first, second))
+    shared = first_files.keys() & second_files.keys()
+    changed = tuple(sorted(path for path in shared if first_files[path] != second_files[path]))
     return Comparison(
         tuple(differences),
-        tuple(sorted(mine.keys() - theirs.keys())),
-        tuple(sorted(theirs.keys() - mine.keys())),
-        other,
-        len(shared) - len(other),
+        tuple(sorted(first_files.keys() - second_files.keys())),
+        tuple(sorted(second_files.keys() - first_files.keys())),
+        changed,
+        len(shared) - len(changed),
     )
 
 

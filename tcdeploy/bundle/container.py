@@ -1,17 +1,17 @@
-"""The file format of a bundle: two small blocks that are read first, and the files behind them.
+"""The bundle file format: a header and its signatures, followed by the compressed cache files.
 
-    zstd skippable frame    header: what the bundle is, with one sha256 per file and one of the payload, as JSON
-    zstd skippable frame    signatures over the header, as JSON
-    zstd frame              payload: a tar of the files, in the header's order
+    zstd skippable frame    header, JSON: what the bundle was made from, one sha256 per file, one of the payload
+    zstd skippable frame    signatures over the header, JSON
+    zstd frame              payload: a tar of the files, in the order of the header
 
-Every tool that knows zstd and tar can look inside (`zstd -dc FILE.tcb | tar -t`), since skippable frames are skipped.
-We read it the other way round: the header is judged by its signature before it is parsed, the payload by its digest
-before it is decompressed, and a member of the tar must be, byte for byte, the head that we would have written for the
-next file of the header. So links, devices, other paths, duplicates, sparse files and members too many are all the same
-error, and nothing that a bundle says is ever a path but what the header's rules allow. No torch here.
+zstd decoders skip skippable frames, so `zstd -dc FILE.tcb | tar -t` lists the files. tcdeploy checks before it decodes:
+the signature before it parses the header, the payload's sha256 before it decompresses, and each tar header must equal,
+byte for byte, the one that the writer produces for the next file of the header. Links, devices, other paths,
+duplicates, sparse files and extra members therefore all fail the same check, and only paths that `check_files` accepts
+are ever written. Does not import torch.
 
-Rejected: `tarfile.extractall` with a filter (it follows the archive; we follow the header), and zip, whose members are
-compressed apart (the kernels of a cache are alike).
+Rejected: `tarfile.extractall` with a filter, which follows the archive instead of the signed header; and zip, which
+compresses members separately, although the kernels of a cache resemble each other.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from typing import IO, Any
 from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_cache_file
 from tcdeploy.errors import IntegrityError
 
-HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # of zstd's skippable frames
+HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # zstd skippable frames
 HEADER_PREFIX = b"tcdeploy bundle 1\n"
 MAX_HEADER_BYTES, MAX_SIGNATURES_BYTES = 64 << 20, 1 << 20
 MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
-ZSTD_LEVEL = 9  # of zstd
-MAX_WINDOW_BYTES = 1 << 27  # the most that decompressing may hold
+ZSTD_LEVEL = 9
+MAX_WINDOW_BYTES = 1 << 27  # limit on the decompressor's memory
 TAR_END = bytes(2 * tarfile.BLOCKSIZE)
-RLE_BLOCK = 1  # the kind of a zstd block that is one byte, repeated
+RLE_BLOCK = 1  # zstd block type: one byte, repeated
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Ed25519 over the header, in hex; `key` is the fingerprint of the public key."""
+    """An Ed25519 signature over the header, in hex. `key` is the fingerprint of the public key."""
 
     key: str
     signature: str
@@ -52,11 +52,11 @@ class Signature:
 
 @dataclass(frozen=True)
 class SignedHeader:
-    """The first two blocks of a bundle, not believed yet: `header` is bytes until its signature was judged."""
+    """The first two frames of a bundle. `header` stays unparsed until a signature has been verified."""
 
     header: bytes
     signatures: tuple[Signature, ...]
-    payload_offset: int  # in the file
+    payload_offset: int  # bytes from the start of the file
 
 
 @dataclass(frozen=True)
@@ -68,47 +68,47 @@ class Payload:
 def write_bundle(
     target: Path, folder: Path, files: tuple[FileRecord, ...], make_signed_header: Callable[[Payload], bytes]
 ) -> Payload:
-    """Pack `files` of `folder`; the same files and head make the same bytes. The target appears whole or not at all.
+    """Write `files` of `folder` as a bundle. Deterministic: equal files and header give equal bytes.
 
-    Raises OSError, and IntegrityError for a file that is not as recorded.
+    `target` is replaced atomically. Raises OSError, and IntegrityError for a file that differs from its record.
     """
-    packed = target.with_name(f".{target.name}-{os.getpid()}.payload.tmp")
+    payload_path = target.with_name(f".{target.name}-{os.getpid()}.payload.tmp")
     try:
-        with open(packed, "wb") as payload:
-            _write_payload(folder, files, payload)
-        found = Payload(packed.stat().st_size, _sha256_from(packed, 0))
-        _write_atomically(target, make_signed_header(found), packed, 0)
+        with open(payload_path, "wb") as payload_file:
+            _write_payload(folder, files, payload_file)
+        payload = Payload(payload_path.stat().st_size, _sha256_from(payload_path, 0))
+        _write_atomically(target, make_signed_header(payload), payload_path, 0)
     finally:
-        packed.unlink(missing_ok=True)
-    return found
+        payload_path.unlink(missing_ok=True)
+    return payload
 
 
 def replace_signatures(path: Path, signed_header: SignedHeader, signatures: tuple[Signature, ...]) -> None:
-    """The same bundle with other signatures; it is replaced whole."""
+    """Replace the signatures of a bundle; the file is replaced atomically."""
     _write_atomically(path, signed_header_bytes(signed_header.header, signatures), path, signed_header.payload_offset)
 
 
 def _write_atomically(target: Path, signed_header: bytes, payload: Path, offset: int) -> None:
-    """The head, and what stands in `payload` from `offset` on; under the final name when it is on the disk."""
-    whole = target.with_name(f".{target.name}-{os.getpid()}.whole.tmp")
+    """Write the signed header and the bytes of `payload` from `offset` on; rename to `target` after fsync."""
+    staging = target.with_name(f".{target.name}-{os.getpid()}.whole.tmp")
     try:
-        with open(whole, "wb") as out, open(payload, "rb") as rest:
+        with open(staging, "wb") as out, open(payload, "rb") as source:
             out.write(signed_header)
-            rest.seek(offset)
-            shutil.copyfileobj(rest, out, CHUNK_BYTES)
+            source.seek(offset)
+            shutil.copyfileobj(source, out, CHUNK_BYTES)
             out.flush()
             os.fsync(out.fileno())
-        os.replace(whole, target)
+        os.replace(staging, target)
     finally:
-        whole.unlink(missing_ok=True)
+        staging.unlink(missing_ok=True)
 
 
 def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> bytes:
-    """What a bundle begins with; alone, it is the record that stays in a folder that the bundle was unpacked into."""
-    signed = [asdict(one) for one in signatures]
-    digest = hashlib.sha256(header + _canonical_json(signed)).hexdigest()  # over all, whoever may have signed it
+    """The two frames that start a bundle. A cache folder keeps them for each bundle unpacked into it."""
+    signature_dicts = [asdict(signature) for signature in signatures]
+    checksum = hashlib.sha256(header + _canonical_json(signature_dicts)).hexdigest()  # finds damage without a key
     content = HEADER_PREFIX + header
-    document = _canonical_json({"sha256": digest, "signatures": signed})
+    document = _canonical_json({"sha256": checksum, "signatures": signature_dicts})
     return (
         struct.pack("<II", HEADER_MAGIC, len(content))
         + content
@@ -118,57 +118,61 @@ def signed_header_bytes(header: bytes, signatures: tuple[Signature, ...]) -> byt
 
 
 def read_signed_header(file: IO[bytes], name: str) -> SignedHeader:
-    """The first two blocks, and no byte behind them. Raises IntegrityError."""
+    """Read the first two frames and nothing after them. Raises IntegrityError."""
     content = _read_skippable_frame(file, HEADER_MAGIC, MAX_HEADER_BYTES, name)
     if not content.startswith(HEADER_PREFIX):
-        raise IntegrityError(f"{name} is no bundle of this version of tcdeploy", "tcdeploy cache pack makes one")
+        raise IntegrityError(
+            f"{name} is not a bundle of format version 1", "pack it again with this version: tcdeploy cache pack"
+        )
     header = content[len(HEADER_PREFIX) :]
     document = _read_skippable_frame(file, SIGNATURES_MAGIC, MAX_SIGNATURES_BYTES, name)
     try:
-        told = json.loads(document)
-        signatures = tuple(Signature(**one) for one in told["signatures"])
-        written = signed_header_bytes(header, signatures)
-        is_as_written = written.endswith(document) and all(map(_is_canonical_hex, signatures))
+        signatures = tuple(Signature(**fields) for fields in json.loads(document)["signatures"])
+        canonical = signed_header_bytes(header, signatures)
+        matches_checksum = canonical.endswith(document) and all(map(_is_canonical_hex, signatures))
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise _damaged_error(name, "its signatures cannot be read") from error
-    if not is_as_written:
-        raise _damaged_error(name, "its header or its signatures are not as they were written")
-    return SignedHeader(header, signatures, len(written))
+        raise _damaged_error(name, "its signatures cannot be parsed") from error
+    if not matches_checksum:
+        raise _damaged_error(name, "its header and signatures do not match their checksum")
+    return SignedHeader(header, signatures, len(canonical))
 
 
-def _is_canonical_hex(one: Signature) -> bool:
-    return all(isinstance(text, str) and bytes.fromhex(text).hex() == text for text in (one.key, one.signature))
+def _is_canonical_hex(signature: Signature) -> bool:
+    texts = (signature.key, signature.signature)
+    return all(isinstance(text, str) and bytes.fromhex(text).hex() == text for text in texts)
 
 
-def _read_skippable_frame(file: IO[bytes], magic: int, most: int, name: str) -> bytes:
-    signed_header = file.read(8)
-    if len(signed_header) < 8 or struct.unpack("<I", signed_header[:4])[0] != magic:
+def _read_skippable_frame(file: IO[bytes], magic: int, max_bytes: int, name: str) -> bytes:
+    frame_header = file.read(8)
+    if len(frame_header) < 8 or struct.unpack("<I", frame_header[:4])[0] != magic:
+        is_first = magic == HEADER_MAGIC
         raise _damaged_error(
-            name, "it does not begin as a bundle does" if magic == HEADER_MAGIC else "its signatures are gone"
+            name, "it does not start with a bundle header" if is_first else "its signatures are missing"
         )
-    (length,) = struct.unpack("<I", signed_header[4:])
-    if length > most:
-        raise _damaged_error(name, f"a block of {length} bytes, and {most} is the most")
+    (length,) = struct.unpack("<I", frame_header[4:])
+    if length > max_bytes:
+        raise _damaged_error(name, f"its header or signatures have {length} bytes; the limit is {max_bytes}")
     content = file.read(length)
     if len(content) < length:
-        raise _damaged_error(name, "it was cut")
+        raise _damaged_error(name, "it is truncated")
     return content
 
 
 def check_files(files: tuple[FileRecord, ...], name: str) -> None:
-    """What a header may name: plain relative paths, each once, sizes within bounds. Raises IntegrityError."""
+    """Check that the paths are plain, relative and unique, and the sizes within limits. Raises IntegrityError."""
     if len(files) > MAX_FILES:
-        raise _damaged_error(name, f"it names {len(files)} files, and {MAX_FILES} is the most")
+        raise _damaged_error(name, f"it lists {len(files)} files; the limit is {MAX_FILES}")
     seen: set[str] = set()
     for file in files:
         if not _is_safe_file(file) or file.path in seen:
-            raise _damaged_error(name, f"it names a file that no cache has: {file.path!r:.200}")
+            raise _damaged_error(name, f"it lists an invalid or duplicate file: {file.path!r:.200}")
         seen.add(file.path)
     folders = {str(parent) for path in seen for parent in PurePosixPath(path).parents}
     if folders & seen:
-        raise _damaged_error(name, "it names a file and a folder alike")
-    if sum(file.bytes for file in files) > MAX_TOTAL_FILE_BYTES:
-        raise _damaged_error(name, f"its files are more than {MAX_TOTAL_FILE_BYTES} bytes")
+        raise _damaged_error(name, "it lists the same path as a file and as a folder")
+    total_bytes = sum(file.bytes for file in files)
+    if total_bytes > MAX_TOTAL_FILE_BYTES:
+        raise _damaged_error(name, f"its files have {total_bytes} bytes; the limit is {MAX_TOTAL_FILE_BYTES}")
 
 
 def _is_safe_file(file: FileRecord) -> bool:
@@ -177,27 +181,29 @@ def _is_safe_file(file: FileRecord) -> bool:
         return False
     parts = path.split("/")
     is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
-    has_odd = any(ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path)
-    is_hash = isinstance(file.sha256, str) and len(file.sha256) == 64
-    is_named = is_plain and not has_odd and len(path) < 1024 and not path.startswith(".") and is_cache_file(path)
-    return is_named and file.bytes > 0 and is_hash
+    is_printable = not any(
+        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
+    )
+    is_sha256 = isinstance(file.sha256, str) and len(file.sha256) == 64
+    is_safe_path = is_plain and is_printable and len(path) < 1024 and not path.startswith(".") and is_cache_file(path)
+    return is_safe_path and file.bytes > 0 and is_sha256
 
 
 def check_payload(path: Path, signed_header: SignedHeader, payload: Payload) -> None:
-    """The bytes behind the head, all of them and as they are: nothing is decompressed. Raises IntegrityError."""
+    """Compare the payload's size and sha256 with the header, without decompressing. Raises IntegrityError."""
     length = path.stat().st_size - signed_header.payload_offset
     if length != payload.bytes:
-        raise _damaged_error(str(path), f"{length} bytes behind its head instead of {payload.bytes}")
+        raise _damaged_error(str(path), f"its payload has {length} bytes; the header says {payload.bytes}")
     if _sha256_from(path, signed_header.payload_offset) != payload.sha256:
-        raise _damaged_error(str(path), "its files have other bytes")
+        raise _damaged_error(str(path), "its payload does not match the sha256 in the header")
 
 
 def read_files(
     path: Path, signed_header: SignedHeader, files: tuple[FileRecord, ...]
 ) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
-    """Each file with its bytes in chunks, which must be taken before the next one is.
+    """Yield each file with an iterator over its chunks. Consume the chunks before asking for the next file.
 
-    Raises IntegrityError where the payload is not exactly these files; a file's own bytes are checked as they go by.
+    Raises IntegrityError if the payload is not exactly `files`. A file's sha256 is checked after its last chunk.
     """
     import zstandard
 
@@ -208,13 +214,13 @@ def read_files(
         file.seek(signed_header.payload_offset)
         decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
         with decompressor.stream_reader(file) as stream:
-            for one in files:
-                expected = _tar_header(one)
-                if _read_up_to(stream, len(expected)) != expected:
-                    raise _damaged_error(name, f"what should be the file {one.path} is something else")
-                yield one, _read_tar_member(stream, one, name)
+            for record in files:
+                tar_header = _tar_header(record)
+                if _read_up_to(stream, len(tar_header)) != tar_header:
+                    raise _damaged_error(name, f"its payload does not hold {record.path} as the header lists it")
+                yield record, _read_tar_member(stream, record, name)
             if _read_up_to(stream, len(TAR_END) + 1) != TAR_END:
-                raise _damaged_error(name, "it holds more than its header names")
+                raise _damaged_error(name, "its payload holds more than the header lists")
 
 
 @contextlib.contextmanager
@@ -228,51 +234,54 @@ def _translate_zstd_errors(name: str) -> Iterator[None]:
 
 
 def _check_single_frame(file: IO[bytes], name: str) -> None:
-    """From block to block by their lengths: zstd itself would read on behind the first frame, and skip what it may."""
+    """Check that the payload is one zstd frame up to the end of the file, by walking its block headers.
+
+    A zstd reader would continue into further frames, and skip skippable ones.
+    """
     import zstandard
 
     start = file.tell()
-    begin = file.read(18)  # the longest head of a frame
-    if not begin.startswith(zstandard.FRAME_HEADER):
-        raise _damaged_error(name, "what stands behind its head is not compressed")
-    file.seek(start + zstandard.frame_header_size(begin))
+    frame_header = file.read(18)  # the largest zstd frame header
+    if not frame_header.startswith(zstandard.FRAME_HEADER):
+        raise _damaged_error(name, "its payload is not a zstd frame")
+    file.seek(start + zstandard.frame_header_size(frame_header))
     is_last = False
     while not is_last:
-        block = _read_up_to(file, 3)
-        if len(block) < 3:
-            raise _damaged_error(name, "it was cut")
-        bits = int.from_bytes(block, "little")
-        is_last, kind, length = bool(bits & 1), bits >> 1 & 3, bits >> 3
-        file.seek(1 if kind == RLE_BLOCK else length, os.SEEK_CUR)
-    end = file.tell() + 4 * zstandard.get_frame_parameters(begin).has_checksum
+        block_header = _read_up_to(file, 3)
+        if len(block_header) < 3:
+            raise _damaged_error(name, "it is truncated")
+        bits = int.from_bytes(block_header, "little")
+        is_last, block_type, length = bool(bits & 1), bits >> 1 & 3, bits >> 3
+        file.seek(1 if block_type == RLE_BLOCK else length, os.SEEK_CUR)
+    end = file.tell() + 4 * zstandard.get_frame_parameters(frame_header).has_checksum
     if end != file.seek(0, os.SEEK_END):
-        raise _damaged_error(name, "it was cut, or something stands behind its files")
+        raise _damaged_error(name, "it is truncated, or data follows its payload")
 
 
 def _read_tar_member(stream: IO[bytes], file: FileRecord, name: str) -> Iterator[bytes]:
-    digest, left = hashlib.sha256(), file.bytes
-    while left:
-        with _translate_zstd_errors(name):  # here: read_files stands still while these are taken
-            chunk = stream.read(min(left, CHUNK_BYTES))
+    digest, remaining = hashlib.sha256(), file.bytes
+    while remaining:
+        with _translate_zstd_errors(name):  # read_files is suspended at its yield here
+            chunk = stream.read(min(remaining, CHUNK_BYTES))
         if not chunk:
-            raise _damaged_error(name, f"it was cut in {file.path}")
+            raise _damaged_error(name, f"it is truncated in {file.path}")
         digest.update(chunk)
-        left -= len(chunk)
+        remaining -= len(chunk)
         yield chunk
     if digest.hexdigest() != file.sha256:
-        raise _damaged_error(name, f"{file.path} has other bytes")
+        raise _damaged_error(name, f"{file.path} does not match its sha256")
     with _translate_zstd_errors(name):
         padding = _read_up_to(stream, _padding(file.bytes))
     if any(padding):
-        raise _damaged_error(name, f"{file.path} is longer than its header says")
+        raise _damaged_error(name, f"{file.path} is longer than the header says")
 
 
 def _read_up_to(stream: IO[bytes], count: int) -> bytes:
-    """`count` bytes, or what there is."""
-    found = b""
-    while len(found) < count and (chunk := stream.read(count - len(found))):
-        found += chunk
-    return found
+    """Read `count` bytes, or fewer at the end of the stream."""
+    content = b""
+    while len(content) < count and (chunk := stream.read(count - len(content))):
+        content += chunk
+    return content
 
 
 def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) -> None:
@@ -288,13 +297,16 @@ def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) 
                     length += len(chunk)
                     stream.write(chunk)
             if digest.hexdigest() != file.sha256:
-                raise IntegrityError(f"{folder / file.path} has other bytes than its manifest says", "warm again")
+                raise IntegrityError(
+                    f"{folder / file.path} does not match the sha256 in its manifest",
+                    f"discard it and compile again: tcdeploy warm MODEL --cache-dir {folder} --on-bad-cache rebuild",
+                )
             stream.write(bytes(_padding(length)))
         stream.write(TAR_END)
 
 
 def _tar_header(file: FileRecord) -> bytes:
-    """Of a regular file without owner or time; a long name takes a member of its own, as GNU tar does it."""
+    """The header of a regular file without owner or time; a long path takes an extra member, as in GNU tar."""
     member = tarfile.TarInfo(file.path)
     member.size, member.mode = file.bytes, 0o644
     return member.tobuf(tarfile.GNU_FORMAT, "utf-8", "strict")
@@ -318,4 +330,4 @@ def _canonical_json(document: Any) -> bytes:
 
 
 def _damaged_error(name: str, reason: str) -> IntegrityError:
-    return IntegrityError(f"the bundle {name} is damaged: {reason}", "fetch it again; nothing of it was used")
+    return IntegrityError(f"the bundle {name} is damaged: {reason}", "fetch it again; nothing from it was used")

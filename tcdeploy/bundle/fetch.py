@@ -1,9 +1,9 @@
-"""A start from elsewhere: find the plan's bundle, fetch it, judge it, and put it where the start will look.
+"""Fetches the bundle of a plan into its cache folder before a start, and pushes a bundle after one.
 
-The plan's key is the name to look for, so a folder of bundles may hold those of many models and machines. A bundle that
-was named itself must be of the plan that this start will make; one that is not is refused with what differs, because a
-cache that is fetched and then silently not used is what this is here to prevent. A plan that the cache folder knows
-already is not fetched again.
+A folder of bundles is searched by plan key, so it may hold bundles of many models and machines. A bundle that is given
+by URL must have the plan that this start makes. Otherwise it is rejected with the list of differences: a cache that is
+fetched and then silently not used is the failure that this module prevents. A plan that the cache folder already has
+is not fetched again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tcdeploy.remote.transfer import PushResult, find, pull, push
 
 @dataclass(frozen=True)
 class FetchResult:
-    """`url` is without secrets, and empty where the cache folder knew the plan; `seconds` of all of it."""
+    """`url` has no secrets, and is empty if the cache folder already had the plan. `seconds` covers the whole fetch."""
 
     plan_key: str
     url: str
@@ -41,7 +41,7 @@ class FetchResult:
 
 
 class EnvironmentMismatchError(MismatchError):
-    """`differences` are what differs."""
+    """The bundle was made for another environment or plan; `differences` lists what differs."""
 
     def __init__(self, message: str, hint: str, differences: tuple[Difference, ...]) -> None:
         super().__init__(message, hint)
@@ -49,9 +49,9 @@ class EnvironmentMismatchError(MismatchError):
 
 
 def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool = False) -> FetchResult:
-    """Put the recipe's plan into its cache folder, from a bundle (a file, a URL) or a folder of bundles.
+    """Fetch the recipe's plan into its cache folder. `source` is a bundle (path or URL) or a folder of bundles.
 
-    Raises MismatchError (none of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
+    Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
     """
     start = time.perf_counter()
     planned = pipeline.decide(recipe)
@@ -59,10 +59,10 @@ def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool 
     if manifest_path(plan.cache_dir, plan.key).is_file() and not _needs_refetch(plan, recipe):
         return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
     address = Address.parse(_resolve_bundle_url(source, plan.key))
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-fetch-") as place:
+    with tempfile.TemporaryDirectory(prefix="tcdeploy-fetch-") as work_dir:
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
-            path = pull(address.url, Path(place, "bundle.tcb"))
+            path = pull(address.url, Path(work_dir, "bundle.tcb"))
         header = open_bundle(path, trusted_keys, allow_unsigned).header
         _check_compatible(planned, header.manifest, address.redacted)
         unpacked = unpack(path, Path(plan.cache_dir), trusted_keys, allow_unsigned)
@@ -70,45 +70,48 @@ def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool 
 
 
 def _needs_refetch(plan: Plan, recipe: Recipe) -> bool:
-    """Damaged here, and to be rebuilt: then what is stored is better than compiling. Else the start tells."""
+    """Whether the cached plan is damaged and would be rebuilt: fetching it is faster than compiling.
+
+    Without `on_bad_cache: rebuild`, the start reports the damage.
+    """
     if recipe.on_bad_cache != "rebuild":
         return False
     return read_verified_manifest(plan.cache_dir, plan.key, rebuild=True) is None
 
 
 def _resolve_bundle_url(source: str, plan_key: str) -> str:
-    """The source itself where it is a bundle; else the newest of the plan in it. Raises MismatchError."""
+    """`source` if it is a bundle, else the newest bundle of the plan in that folder. Raises MismatchError."""
     address = Address.parse(source)
     if parse_bundle_name(address.host_and_path.rpartition("/")[2]) or (
         address.scheme in LOCAL_SCHEMES and Path(address.host_and_path).is_file()
     ):
         return source
-    found = find(source, plan_key)
-    if not found:
+    urls = find(source, plan_key)
+    if not urls:
         raise MismatchError(
-            f"{address.redacted} holds no bundle of the plan {plan_key}, which this machine and these flags make",
-            "tcdeploy warm --cache-to puts one there; tcdeploy cache why FILE compares one with this machine",
+            f"{address.redacted} holds no bundle of the plan {plan_key} (these flags on this machine)",
+            "push one with tcdeploy warm --cache-to, or compare one with this machine: tcdeploy cache why FILE",
         )
-    return found[0]
+    return urls[0]
 
 
 def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -> None:
     if not planned.environment.compiler:
-        planned = pipeline.with_cxx_compiler(
-            planned, str(cached.environment["compiler"])
-        )  # the bundle brings a stand-in
-    found = forecast(cached, planned.plan, planned.environment, pipeline.origin_of(planned))
-    if planned.plan.key != cached.plan["key"] or found.misses:
-        names = [one.name for one in found.differences] or [one.reasons[0] for one in found.misses]
+        # Without a compiler, the start uses the compiler answers recorded in the bundle.
+        planned = pipeline.with_cxx_compiler(planned, str(cached.environment["compiler"]))
+    expected = forecast(cached, planned.plan, planned.environment, pipeline.origin_of(planned))
+    if planned.plan.key != cached.plan["key"] or expected.misses:
+        names = [difference.name for difference in expected.differences]
+        names = names or [bucket.reasons[0] for bucket in expected.misses]
         raise EnvironmentMismatchError(
-            f"the bundle {name} is of another plan: {', '.join(names[:5]) or 'another version of tcdeploy'}",
-            "tcdeploy cache why tells what it would miss here",
-            found.differences,
+            f"the bundle {name} was made for another plan: {', '.join(names[:5]) or 'another version of tcdeploy'}",
+            "list the buckets that would be recompiled here: tcdeploy cache why FILE",
+            expected.differences,
         )
 
 
-def pack_and_push(cache_dir: str, plan_key: str, destination: str, key: Path | None = None) -> PushResult:
-    """Pack the plan of a cache folder, sign it if a key is given, and push it."""
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-send-") as place:
-        packed = warm_start_and_pack(Path(cache_dir), plan_key, Path(place, "bundle.tcb"), key)
+def pack_and_push(cache_dir: str, plan_key: str, destination: str, secret_key: Path | None = None) -> PushResult:
+    """Pack a plan of a cache folder, sign it if `secret_key` is given, and push it."""
+    with tempfile.TemporaryDirectory(prefix="tcdeploy-push-") as work_dir:
+        packed = warm_start_and_pack(Path(cache_dir), plan_key, Path(work_dir, "bundle.tcb"), secret_key)
         return push(packed.path, destination, plan_key)

@@ -1,8 +1,8 @@
-"""What a bundle says of itself: the manifest of one plan, made portable, and the digest of its payload.
+"""The bundle header: the manifest of one plan, made portable, and the size and sha256 of the payload.
 
-The manifest is the one that stands in the cache folder, so a folder that a bundle is unpacked into knows the plan as if
-it had been warmed there. Where it was packed is left out, and what one warm start took: so the same cache packs to the
-same bytes wherever it lies. (Compiled files hold the paths of their sources all the same.) No torch here.
+The manifest is the one from the cache folder, so a folder that a bundle is unpacked into has the plan as if it had been
+warmed there. Paths of the packing machine and timings of single warm starts are removed, so a cache packs to the same
+bytes wherever it lies. (Compiled files still contain paths of their sources.) Does not import torch.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Header:
 
 
 def make_portable(manifest: Manifest) -> Manifest:
-    """The manifest without the places of the machine that wrote it."""
-    decisions = [one for one in manifest.plan["decisions"] if one["name"] != CACHE_FOLDER_DECISION]
+    """The manifest without paths of this machine and timings of this run."""
+    decisions = [decision for decision in manifest.plan["decisions"] if decision["name"] != CACHE_FOLDER_DECISION]
     plan = {**_blank_paths(manifest.plan), "decisions": decisions}
     origin = dataclasses.replace(manifest.origin, recipe=_blank_paths(manifest.origin.recipe))
     return dataclasses.replace(
@@ -50,7 +50,7 @@ def make_portable(manifest: Manifest) -> Manifest:
 
 
 def _without_run_timings(record: BucketRecord) -> BucketRecord:
-    """What one warm start took and the next takes otherwise; what the cold one took stays."""
+    """Clears what differs between two warm starts; `cold_seconds` stays."""
     return dataclasses.replace(
         record,
         compile_seconds=0.0,
@@ -68,9 +68,9 @@ def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_required_fields(manifest: Manifest) -> None:
-    """Of plan and machine, what a bundle is judged by. Raises KeyError, TypeError or AttributeError."""
+    """Check the fields that compatibility depends on. Raises KeyError, TypeError or AttributeError."""
     if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
-        raise TypeError("its plan is none")
+        raise TypeError("a field of its plan is not a string")
     Environment(**manifest.environment).cache_factors()
 
 
@@ -79,7 +79,7 @@ def header_bytes(header: Header) -> bytes:
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
-    """Of a head whose signature was judged. Raises IntegrityError for what is no header of ours."""
+    """Parse a header whose signature has been verified. Raises IntegrityError for an invalid one."""
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
@@ -87,10 +87,8 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
         key = header.plan_key
         _check_required_fields(header.manifest)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise IntegrityError(
-            f"the bundle {name} has a header that cannot be read: {error}", "fetch it again"
-        ) from error
+        raise IntegrityError(f"the bundle {name} has an invalid header: {error}", "fetch it again") from error
     if len(key) != 16 or not set(key) <= set("0123456789abcdef"):
-        raise IntegrityError(f"the bundle {name} names no plan", "fetch it again")
+        raise IntegrityError(f"the bundle {name} has an invalid plan key: {key!r:.50}", "fetch it again")
     check_files(header.manifest.files, name)
     return header

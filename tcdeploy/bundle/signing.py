@@ -1,8 +1,8 @@
-"""Who says that a bundle is good: Ed25519 signatures over its header, and the keys that this machine trusts.
+"""Ed25519 signatures over bundle headers, and the keys that this machine trusts.
 
-Loading a bundle is running code, so the signature is judged before anything else of it is used. A key is trusted by
-name: `tcdeploy cache trust NAME FILE.pub` puts it into a folder, one PEM file per name; who signed is told by that name
-and by nothing that stands in the bundle. No torch here; `cryptography` does the arithmetic.
+Loading a bundle runs the code in it, so the signature is verified before anything else of the bundle is used.
+`tcdeploy cache trust NAME FILE.pub` stores a trusted key in a folder, one PEM file per name. A signer is reported by
+that local name, never by text from the bundle. Does not import torch; `cryptography` implements Ed25519.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from tcdeploy.errors import TcdeployError, TrustError, UsageError
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-SIGNATURE_CONTEXT = b"tcdeploy bundle header\n"  # a signature made for something else is none
+SIGNATURE_CONTEXT = (
+    b"tcdeploy bundle header\n"  # prefix of the signed message; excludes signatures made for other purposes
+)
 SECRET_SUFFIX, PUBLIC_SUFFIX = ".key", ".pub"
 
 
@@ -32,21 +34,21 @@ class TrustedKey:
 
 
 def default_trusted_keys_folder(environ: Mapping[str, str] = os.environ) -> Path:
-    """Where trusted keys lie: TCDEPLOY_TRUSTED_KEYS, else in the user's configuration."""
+    """TCDEPLOY_TRUSTED_KEYS, else tcdeploy/trusted in the user's configuration folder."""
     if folder := environ.get("TCDEPLOY_TRUSTED_KEYS"):
         return Path(folder)
     return Path(environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "tcdeploy" / "trusted"
 
 
 def generate_key(name: Path) -> str:
-    """Write NAME.key, for its owner alone, and NAME.pub; returns the fingerprint. Raises UsageError if one is there."""
+    """Write NAME.key (mode 0600) and NAME.pub; returns the fingerprint. Raises UsageError if either exists."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
     secret, public = (name.with_name(name.name + suffix) for suffix in (SECRET_SUFFIX, PUBLIC_SUFFIX))
     for path in (secret, public):
         if path.exists():
-            raise UsageError(f"{path} is there already", "give the key another name")
+            raise UsageError(f"{path} already exists", "choose another name: tcdeploy cache keygen NAME")
     key = Ed25519PrivateKey.generate()
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
@@ -63,17 +65,19 @@ def _translate_os_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise TcdeployError(f"the key {path} cannot be written: {error.strerror}", "name another place") from error
+        raise TcdeployError(
+            f"the key {path} cannot be written: {error.strerror}", "choose a writable folder"
+        ) from error
 
 
 def trust(name: str, public: Path, folder: Path) -> TrustedKey:
-    """Believe from now on what this key signs. Raises UsageError."""
+    """Add a public key to the trusted keys, under `name`. Raises UsageError."""
     if not name or name.startswith(".") or os.sep in name:
-        raise UsageError(f"{name!r} is no name for a key", "such as ci, or release-2026")
+        raise UsageError(f"{name!r} is not a valid key name", "use a file name, such as ci or release-2026")
     path = folder / f"{name}{PUBLIC_SUFFIX}"
     key = _read_public(public)
     if path.exists() and fingerprint(_read_public(path)) != fingerprint(key):
-        raise UsageError(f"another key is trusted as {name}: {path}", "remove it first, or choose another name")
+        raise UsageError(f"another key is already trusted as {name}: {path}", "delete it first, or choose another name")
     with _translate_os_errors(path):
         folder.mkdir(parents=True, exist_ok=True)
         path.write_bytes(_public_pem(key))
@@ -81,7 +85,7 @@ def trust(name: str, public: Path, folder: Path) -> TrustedKey:
 
 
 def sign(header: bytes, secret: Path) -> Signature:
-    """Raises UsageError for a file that is no Ed25519 key."""
+    """Sign a header with the private key in the file `secret`. Raises UsageError if it is not an Ed25519 key."""
     key = _read_secret(secret)
     return Signature(fingerprint(key.public_key()), key.sign(SIGNATURE_CONTEXT + header).hex())
 
@@ -89,34 +93,37 @@ def sign(header: bytes, secret: Path) -> Signature:
 def verify_signature(
     signed_header: SignedHeader, name: str, folder: Path, allow_unsigned: bool = False
 ) -> TrustedKey | None:
-    """The trusted key that signed the head; None for one that nobody we know signed, where that is allowed.
+    """The trusted key that signed the header, or None if no trusted key did and `allow_unsigned` is set.
 
-    Raises TrustError: no signature of a trusted key, or one that does not fit.
+    Raises TrustError if no trusted key signed it, or if a trusted key's signature is invalid.
     """
     from cryptography.exceptions import InvalidSignature
 
     trusted = _load_trusted_keys(folder)
-    for one in signed_header.signatures:
-        if one.key not in trusted:
+    for signature in signed_header.signatures:
+        if signature.key not in trusted:
             continue
-        who, key = trusted[one.key]
+        signer, key = trusted[signature.key]
         try:
-            key.verify(bytes.fromhex(one.signature), SIGNATURE_CONTEXT + signed_header.header)
+            key.verify(bytes.fromhex(signature.signature), SIGNATURE_CONTEXT + signed_header.header)
         except InvalidSignature:
             raise TrustError(
-                f"the signature of {who} does not fit the bundle {name}", "it was changed after it was signed"
+                f"the signature of {signer} does not match the bundle {name}",
+                "the bundle was changed after it was signed; fetch it again from its source",
             ) from None
-        return TrustedKey(who, one.key)
+        return TrustedKey(signer, signature.key)
     if allow_unsigned:
         return None
-    unknown = ", ".join(one.key for one in signed_header.signatures)
+    unknown = ", ".join(signature.key for signature in signed_header.signatures)
     raise TrustError(
-        f"the bundle {name} is signed by {unknown}, and that is no trusted key" if unknown else f"{name} is not signed",
-        "tcdeploy cache trust NAME FILE.pub, if you know the key; --allow-unsigned runs code that nobody vouches for",
+        f"no trusted key signed the bundle {name}; it is signed by {unknown}" if unknown else f"{name} is not signed",
+        "trust a key whose owner you know: tcdeploy cache trust NAME FILE.pub; --allow-unsigned skips this check "
+        "and runs the code in the bundle",
     )
 
 
 def fingerprint(key: Ed25519PublicKey) -> str:
+    """The first 32 hexadecimal digits of the sha256 of the raw public key."""
     return hashlib.sha256(key.public_bytes_raw()).hexdigest()[:32]
 
 
@@ -138,9 +145,9 @@ def _read_public(path: Path) -> Ed25519PublicKey:
     try:
         key = serialization.load_pem_public_key(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path} is no public key: {error}", "tcdeploy cache keygen NAME makes a pair") from error
+        raise UsageError(f"{path} is not a public key: {error}", "create a pair: tcdeploy cache keygen NAME") from error
     if not isinstance(key, Ed25519PublicKey):
-        raise UsageError(f"{path} is no Ed25519 key", "tcdeploy cache keygen NAME makes a pair")
+        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
     return key
 
 
@@ -151,7 +158,9 @@ def _read_secret(path: Path) -> Ed25519PrivateKey:
     try:
         key = serialization.load_pem_private_key(path.read_bytes(), password=None)
     except (OSError, ValueError, TypeError) as error:
-        raise UsageError(f"{path} is no private key: {error}", "tcdeploy cache keygen NAME makes a pair") from error
+        raise UsageError(
+            f"{path} is not a private key: {error}", "create a pair: tcdeploy cache keygen NAME"
+        ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise UsageError(f"{path} is no Ed25519 key", "tcdeploy cache keygen NAME makes a pair")
+        raise UsageError(f"{path} is not an Ed25519 key", "create a pair: tcdeploy cache keygen NAME")
     return key

@@ -1,11 +1,11 @@
-"""From a bundle to a cache folder: judged, checked, staged, and only then put in place.
+"""Unpacks a bundle into a cache folder.
 
-The order is the point. Signature, header, digest of the payload, room on the disk: nothing is written before these
-hold. Then every file goes into a staging folder on the same disk and is compared with the header as it is written;
-whole, they are renamed into the cache one by one, and the plan's manifest last, which is what makes them count. Killed
-anywhere, the cache is what it was, with some files more that no manifest names and a staging folder that the next one
-removes; only the same plan, where it was there with other bytes, is not warm until it is whole. Several processes may
-do this at once: one works, the others wait, and find it done.
+The order matters. Nothing is written before the signature, the header, the payload's sha256 and the free space are
+checked. Each file is then written to a staging folder on the same disk and compared with the header on the way. Once
+all files are complete, they are renamed into the cache, and the plan's manifest last: a start uses only what a manifest
+lists. A process killed at any point leaves the cache as it was, plus a staging folder that the next unpack deletes and
+files that no manifest lists. One exception: a plan that was there with other bytes is cold until it is complete again.
+Processes that unpack at once take turns; those after the first find the plan present.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 STAGING_PREFIX = ".staging-"
 SPARE_BYTES = 16 << 20
 FSYNC_THREADS = 4
-STAGED_MANIFEST = ".manifest"  # in the staging folder; no file of a bundle is named so
+STAGED_MANIFEST = ".manifest"  # in the staging folder; paths in a bundle never start with a dot
 
 
 @dataclass(frozen=True)
 class OpenedBundle:
-    """A bundle whose signature was judged and whose payload is as its header says."""
+    """A bundle whose signature is verified and whose payload matches its header."""
 
     path: Path
     signed_header: SignedHeader
@@ -55,7 +55,10 @@ class UnpackResult:
 
 
 def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> OpenedBundle:
-    """Judge and check; decompresses nothing. Raises TrustError, IntegrityError and TcdeployError (no such file)."""
+    """Verify a bundle's signature, header and payload digest, without decompressing.
+
+    Raises TrustError, IntegrityError, and TcdeployError for a file that cannot be read.
+    """
     try:
         with open(path, "rb") as file:
             signed_header = read_signed_header(file, str(path))
@@ -63,12 +66,14 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
         header = parse_header(signed_header, str(path))
         check_payload(path, signed_header, header.payload)
     except OSError as error:
-        raise TcdeployError(f"the bundle {path} cannot be read: {error.strerror}", "tcdeploy cache pack -o") from error
+        raise TcdeployError(
+            f"the bundle {path} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
+        ) from error
     return OpenedBundle(path, signed_header, header, signer)
 
 
 def unpack(path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = False) -> UnpackResult:
-    """Put a bundle's files into a cache folder. Raises TrustError, IntegrityError, SpaceError and TcdeployError."""
+    """Unpack a bundle into a cache folder. Raises TrustError, IntegrityError, SpaceError and TcdeployError."""
     opened = open_bundle(path, trusted_keys, allow_unsigned)
     manifest, key = opened.header.manifest, opened.header.plan_key
     size = sum(file.bytes for file in manifest.files)
@@ -82,18 +87,23 @@ def unpack(path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = 
             _store_signed_header(opened, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SpaceError(f"the disk of {folder} is full: {size} bytes are needed", "free some room") from error
-        raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "name another folder") from error
+            raise SpaceError(
+                f"the disk of {folder} is full; unpacking needs {size} bytes",
+                "free some space, or choose another folder",
+            ) from error
+        raise TcdeployError(f"{folder} cannot be written: {error.strerror}", "choose another folder") from error
     return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
 
 
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
-    """The plan is known here, and the bundle's files are as they should be."""
+    """Whether the folder has this plan with all of the bundle's files, undamaged."""
     with contextlib.suppress(IntegrityError):
-        known = read_manifest(manifest_path(folder, key))
-        wanted = {file.path for file in manifest.files}
+        local = read_manifest(manifest_path(folder, key))
+        bundled_paths = {file.path for file in manifest.files}
         return (
-            known is not None and wanted <= {file.path for file in known.files} and not find_damage(folder, known.files)
+            local is not None
+            and bundled_paths <= {file.path for file in local.files}
+            and not find_damage(folder, local.files)
         )
     return False
 
@@ -102,25 +112,27 @@ def _check_free_space(folder: Path, size: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < size + SPARE_BYTES:
         raise SpaceError(
-            f"unpacking needs {size + SPARE_BYTES} bytes in {folder}, and {free} are free", "free some room"
+            f"unpacking needs {size + SPARE_BYTES} bytes in {folder}; {free} are free",
+            "free some space, or choose another folder",
         )
 
 
 def _stage_and_publish(opened: OpenedBundle, folder: Path) -> None:
-    for left in folder.glob(f"{STAGING_PREFIX}*"):  # of one that was killed; we hold the lock
-        shutil.rmtree(left, ignore_errors=True)
+    for stale in folder.glob(f"{STAGING_PREFIX}*"):  # of a killed process: this one holds the lock
+        shutil.rmtree(stale, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
     manifest, key = opened.header.manifest, opened.header.plan_key
     try:
         _write_files(opened, staging)
-        kept = _conflicting_files(folder, manifest, key)
-        local = dataclasses.replace(manifest, files=tuple(kept.get(file.path, file) for file in manifest.files))
+        conflicts = _conflicting_files(folder, manifest, key)
+        local = dataclasses.replace(manifest, files=tuple(conflicts.get(file.path, file) for file in manifest.files))
         _write_bytes(staging / STAGED_MANIFEST, manifest_text(local).encode())
         _fsync_all(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
         final = manifest_path(folder, key)
-        final.unlink(missing_ok=True)  # of the same plan with other bytes: killed between, it is not warm, not damaged
+        # The same plan with other bytes: if killed before the last rename, it must be cold, not damaged.
+        final.unlink(missing_ok=True)
         for file in manifest.files:
-            if file.path in kept:
+            if file.path in conflicts:
                 continue
             target = folder / file.path
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -132,27 +144,27 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path) -> None:
 
 
 def _write_files(opened: OpenedBundle, staging: Path) -> None:
-    made: set[Path] = set()
+    created: set[Path] = set()
     for file, chunks in read_files(opened.path, opened.signed_header, opened.header.manifest.files):
         target = staging / file.path
-        if target.parent not in made:
+        if target.parent not in created:
             target.parent.mkdir(parents=True, exist_ok=True)
-            made.add(target.parent)
+            created.add(target.parent)
         with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "wb") as out:
             for chunk in chunks:
                 out.write(chunk)
 
 
 def _conflicting_files(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
-    """Files that another plan of the folder has under the same name with other bytes, whole: they stay.
+    """Undamaged files of other plans that have a bundled file's path but other bytes. They are kept.
 
-    torch names a file by what it was made from, so it is the same program, built where another path was baked in.
+    torch names a file after its inputs, so both are the same program, compiled with different paths baked in.
     """
-    known = read_manifests(folder, skip_damaged=True)
-    theirs = {file.path: file for name, other in known.items() if name != key for file in other.files}
-    others = [theirs[file.path] for file in manifest.files if theirs.get(file.path, file) != file]
-    damaged = {damage.path for damage in find_damage(folder, others)}
-    return {file.path: file for file in others if file.path not in damaged}
+    manifests = read_manifests(folder, skip_damaged=True)
+    local = {file.path: file for name, other in manifests.items() if name != key for file in other.files}
+    conflicts = [local[file.path] for file in manifest.files if local.get(file.path, file) != file]
+    damaged = {damage.path for damage in find_damage(folder, conflicts)}
+    return {file.path: file for file in conflicts if file.path not in damaged}
 
 
 def _write_bytes(path: Path, content: bytes) -> None:
@@ -161,7 +173,7 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def _fsync_all(folder: Path, names: list[str]) -> None:
-    """To the disk before they count; several at once, because each waits for the disk alone."""
+    """Flush the files to disk, several at once: an fsync mostly waits."""
 
     def sync(name: str) -> None:
         descriptor = os.open(folder / name, os.O_RDONLY)
@@ -175,7 +187,7 @@ def _fsync_all(folder: Path, names: list[str]) -> None:
 
 
 def _store_signed_header(opened: OpenedBundle, folder: Path) -> None:
-    """So that the folder can say who signed what is in it, and `gc` keeps it."""
+    """Keep the signed header in the folder: `verify` reads the signer from it, and `gc` keeps its plan."""
     path = folder / BUNDLES_DIR / f"{opened.header.plan_key}{HEADER_SUFFIX}"
     content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
     path.parent.mkdir(exist_ok=True)

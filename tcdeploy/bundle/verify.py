@@ -1,12 +1,13 @@
-"""Is it what it was, who says so, and does it still compute the same?
+"""Verifies bundles and cache folders: their bytes, their signers, and the tokens that they compute.
 
-`verify_bundle` and `verify_folder` read every byte and run none. `compare_top_tokens` is the last question: the manifest
-holds what the eager model answered to each bucket's fixed inputs on the machine that packed it; a start on this machine
-answers them through the compiled buckets, and the two must agree.
+`verify_bundle` and `verify_folder` read every byte and run none. `compare_top_tokens` compares a start on this machine
+with the packing machine: the manifest holds the eager model's greedy tokens for each bucket's fixed inputs, and the
+compiled buckets must reproduce them here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,20 +15,23 @@ from tcdeploy.bundle.container import read_files, read_signed_header
 from tcdeploy.bundle.header import Header, parse_header
 from tcdeploy.bundle.signing import TrustedKey, verify_signature
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.cache.contents import TOOLCHAIN_DIR, find_damage
+from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileRecord, find_damage
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
 from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.errors import IntegrityError, UsageError
 
-# A compiled bucket may choose another token than the eager model where two are about as likely: nats between them.
+# Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
 LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 
 
 @dataclass(frozen=True)
 class VerifiedPlan:
-    """One plan whose every byte is as recorded. `files_not_from_bundle` counts files that are not as they came in the bundle: that
-    a start compiled, or that another plan had first."""
+    """A plan whose files all match their records.
+
+    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept from a plan
+    that was there first.
+    """
 
     plan_key: str
     model: str
@@ -40,7 +44,7 @@ class VerifiedPlan:
 
 @dataclass(frozen=True)
 class BucketReplay:
-    """One bucket's answers here beside the packer's: how many rows, and the largest difference in nats."""
+    """Greedy tokens of one bucket here compared with the packer's; the log-probability difference is in nats."""
 
     bucket: str
     rows: int
@@ -51,7 +55,7 @@ class BucketReplay:
 
 
 def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) -> VerifiedPlan:
-    """Every byte of a bundle, and its signature. Raises TrustError and IntegrityError."""
+    """Verify the signature and every byte of a bundle. Raises TrustError and IntegrityError."""
     opened = open_bundle(path, trusted_keys, allow_unsigned)
     for _, chunks in read_files(path, opened.signed_header, opened.header.manifest.files):
         for _ in chunks:
@@ -60,46 +64,53 @@ def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) 
 
 
 def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False) -> list[VerifiedPlan]:
-    """Every file that a plan of the folder names. Raises TrustError, IntegrityError, UsageError where there is none."""
+    """Verify all files of all plans in a folder. Raises TrustError, IntegrityError, and UsageError without a plan."""
     manifests = read_manifests(folder)
-    found = []
+    plans = []
     for key, manifest in manifests.items():
         files, signer, files_not_from_bundle = {file.path: file for file in manifest.files}, None, 0
-        record = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
-        if record.exists():
-            header, signer = _read_stored_header(record, trusted_keys, allow_unsigned)
-            # A file of another plan that was there first has stayed (unpack.py); else what was signed counts.
+        stored_header = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
+        if stored_header.exists():
+            header, signer = _read_stored_header(stored_header, trusted_keys, allow_unsigned)
+            # Files must match the signed header, except those kept from a plan that was there first (unpack.py).
             others = {file for other in manifests if other != key for file in manifests[other].files}
             signed = {file.path: file for file in header.manifest.files}
-            files |= {name: file for name, file in signed.items() if files.get(name) not in others}
-            others_than_signed = [name for name, file in files.items() if signed.get(name) != file]
-            files_not_from_bundle = sum(not name.startswith(TOOLCHAIN_DIR) for name in others_than_signed)
-        if damage := find_damage(folder, files.values()):
-            more = f", and {len(damage) - 1} more are damaged" if len(damage) > 1 else ""
-            raise IntegrityError(
-                f"{folder / damage[0].path} {damage[0].reason}{more}",
-                "--on-bad-cache rebuild discards it and compiles again; a bundle can be unpacked again",
-            )
-        if strangers := unlisted_files(folder, manifest):
-            raise IntegrityError(
-                f"{sorted(strangers)[0]} is named by no manifest, and torch would run it",
-                "remove it; the next start would",
-            )
-        found.append(_verified_plan(manifest, signer, record.exists(), files_not_from_bundle))
+            files |= {path: file for path, file in signed.items() if files.get(path) not in others}
+            changed = [path for path, file in files.items() if signed.get(path) != file]
+            files_not_from_bundle = sum(not path.startswith(TOOLCHAIN_DIR) for path in changed)
+        _check_files(folder, manifest, files.values())
+        plans.append(_verified_plan(manifest, signer, stored_header.exists(), files_not_from_bundle))
     _check_stored_headers(folder)
-    if not found:
-        raise UsageError(f"the folder {folder} holds no plan that finished warming", "tcdeploy warm MODEL --cache-dir")
-    return found
+    if not plans:
+        raise UsageError(
+            f"the folder {folder} holds no plan that finished warming", f"tcdeploy warm MODEL --cache-dir {folder}"
+        )
+    return plans
+
+
+def _check_files(folder: Path, manifest: Manifest, files: Iterable[FileRecord]) -> None:
+    if damage := find_damage(folder, files):
+        count = f" ({len(damage)} files are damaged)" if len(damage) > 1 else ""
+        raise IntegrityError(
+            f"{folder / damage[0].path} {damage[0].reason}{count}",
+            "unpack the bundle again, or compile again: "
+            f"tcdeploy warm MODEL --cache-dir {folder} --on-bad-cache rebuild",
+        )
+    if unlisted := unlisted_files(folder, manifest):
+        raise IntegrityError(
+            f"{sorted(unlisted)[0]} is not listed in any manifest, and torch would load it",
+            "delete it; the next start of this plan would",
+        )
 
 
 def packed_manifest(folder: Path, plan_key: str) -> Manifest:
-    """The packer's own where the plan came in a bundle: the folder's is written anew by every start."""
-    record = folder / BUNDLES_DIR / f"{plan_key}{HEADER_SUFFIX}"
-    if record.exists():
-        with open(record, "rb") as file:
-            return parse_header(read_signed_header(file, str(record)), str(record)).manifest
+    """The packer's manifest for a plan from a bundle (each start rewrites the folder's), else the folder's."""
+    stored_header = folder / BUNDLES_DIR / f"{plan_key}{HEADER_SUFFIX}"
+    if stored_header.exists():
+        with open(stored_header, "rb") as file:
+            return parse_header(read_signed_header(file, str(stored_header)), str(stored_header)).manifest
     manifest = read_manifest(manifest_path(folder, plan_key))
-    assert manifest is not None, "it was verified"
+    assert manifest is not None, "the caller has verified this plan"
     return manifest
 
 
@@ -107,18 +118,20 @@ def _read_stored_header(path: Path, trusted_keys: Path, allow_unsigned: bool) ->
     with open(path, "rb") as file:
         signed_header = read_signed_header(file, str(path))
         if file.read(1):
-            raise IntegrityError(f"the record {path} is longer than it was", "unpack the bundle again")
+            raise IntegrityError(f"the stored header {path} has trailing bytes", "unpack the bundle again")
     signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
     header = parse_header(signed_header, str(path))
     if header.plan_key != path.stem:
-        raise IntegrityError(f"the record {path} is of another plan", "unpack the bundle again")
+        raise IntegrityError(f"the stored header {path} belongs to plan {header.plan_key}", "unpack the bundle again")
     return header, signer
 
 
 def _check_stored_headers(folder: Path) -> None:
     for path in (folder / BUNDLES_DIR).glob(f"*{HEADER_SUFFIX}"):
         if not (folder / MANIFESTS_DIR / f"{path.stem}.json").exists():
-            raise IntegrityError(f"the plan {path.stem} was unpacked here, and its manifest is gone", "unpack it again")
+            raise IntegrityError(
+                f"plan {path.stem} was unpacked here, but its manifest is missing", "unpack the bundle again"
+            )
 
 
 def _verified_plan(
@@ -132,21 +145,19 @@ def _verified_plan(
 
 
 def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:
-    """Per bucket, what the compiled model answers here beside what the eager model answered where it was packed."""
+    """Compare, per bucket, the compiled model's tokens on this machine with the eager model's on the packer's."""
     records = {record.bucket: record for record in here}
     return [_compare_bucket(record, records.get(record.bucket), str(packed.plan["dtype"])) for record in packed.buckets]
 
 
 def _compare_bucket(there: BucketRecord, here: BucketRecord | None, dtype: str) -> BucketReplay:
-    wanted = there.eager_greedy_tokens
-    rows = len(wanted.tokens)
-    if here is None or here.greedy_tokens.inputs_sha256 != wanted.inputs_sha256:
-        return BucketReplay(there.bucket, rows, 0, 0.0, False, "it was not asked the same here")
-    found = here.greedy_tokens
-    difference = max(abs(a - b) for a, b in zip(wanted.logprobs, found.logprobs, strict=True))
-    other = sum(a != b for a, b in zip(wanted.tokens, found.tokens, strict=True))
+    expected = there.eager_greedy_tokens
+    rows = len(expected.tokens)
+    if here is None or here.greedy_tokens.inputs_sha256 != expected.inputs_sha256:
+        return BucketReplay(there.bucket, rows, 0, 0.0, False, "it was not run here with the packer's inputs")
+    actual = here.greedy_tokens
+    difference = max(abs(a - b) for a, b in zip(expected.logprobs, actual.logprobs, strict=True))
+    mismatched = sum(a != b for a, b in zip(expected.tokens, actual.tokens, strict=True))
     passed = difference <= LOGPROB_TOLERANCE_NATS[dtype]
-    reason = (
-        "" if passed else "its answers are not those of the model that was packed: other weights, or a wrong program"
-    )
-    return BucketReplay(there.bucket, rows, other, difference, passed, reason)
+    reason = "" if passed else "its tokens differ from the packed model's: other weights, or a miscompiled program"
+    return BucketReplay(there.bucket, rows, mismatched, difference, passed, reason)

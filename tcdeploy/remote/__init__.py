@@ -1,1 +1,1 @@
-"""Files under the digest of their bytes, in a folder, an object store or a container registry. Knows no torch."""
+"""Stores bundles by the sha256 of their bytes in a folder, an object store or a container registry. Torch-free."""

@@ -1,8 +1,8 @@
-"""Where a bundle lives: a folder-like URL, the name of a bundle below it, and that URL as it may be shown.
+"""Bundle addresses: the URL of a folder of bundles, the name of a bundle in it, and the URL without secrets.
 
-A bundle's name is its content, PLANKEY-SHA256.tcb, so a name that is taken holds either the same bytes or damaged
-ones, and whoever pulls can check what came without asking anyone. A URL may carry secrets (user:password@, a signature
-in the query); `Address.redacted` leaves them out, and it is the only form that messages use.
+A bundle is named after its content, PLANKEY-SHA256.tcb. An existing name therefore holds either the same bytes or
+damaged ones, and a pull verifies its bytes against the URL alone. A URL may carry secrets (user:password@, a signature
+in the query). `Address.redacted` omits them; messages use no other form.
 """
 
 from __future__ import annotations
@@ -18,20 +18,15 @@ from urllib.parse import urlsplit
 from tcdeploy.errors import UsageError
 
 BUNDLE_SUFFIX = ".tcb"
-NON_SECRET_QUERIES = ("insecure",)  # a switch, no secret: without it the URL would not work
+NON_SECRET_QUERIES = ("insecure",)  # not a secret, and the URL does not work without it
 CHUNK_BYTES = 1 << 20
 LOCAL_SCHEMES = ("", "file", "local")
-SCHEMES_WITHOUT_USERINFO = (
-    *LOCAL_SCHEMES,
-    "memory",
-    "hf",
-    "abfs",
-    "abfss",
-)  # an @ in these is no login: a path, a revision, an account
+# Schemes in which an @ belongs to the path, a revision or an account, not to a login.
+SCHEMES_WITHOUT_USERINFO = (*LOCAL_SCHEMES, "memory", "hf", "abfs", "abfss")
 
 
 class BundleName(NamedTuple):
-    """What a bundle is called wherever it is stored."""
+    """A bundle's file name in every store: PLANKEY-SHA256.tcb."""
 
     plan_key: str
     sha256: str  # hex
@@ -41,31 +36,34 @@ class BundleName(NamedTuple):
 
 
 def bundle_name_of(file: Path, plan_key: str) -> BundleName:
-    """Read the whole file for its digest. Raises UsageError when it cannot be read or the key is none."""
+    """Hash the file. Raises UsageError if it cannot be read or `plan_key` is invalid."""
     check_plan_key(plan_key)
     try:
-        with open(file, "rb") as opened:
-            return BundleName(plan_key, hashlib.file_digest(opened, "sha256").hexdigest())
+        with open(file, "rb") as content:
+            return BundleName(plan_key, hashlib.file_digest(content, "sha256").hexdigest())
     except OSError as error:
-        raise UsageError(f"the bundle {file} cannot be read: {error.strerror}", "pack one first") from error
+        raise UsageError(
+            f"the bundle {file} cannot be read: {error.strerror}", "create one: tcdeploy cache pack MODEL -o FILE.tcb"
+        ) from error
 
 
 def check_plan_key(plan_key: str) -> None:
     if not re.fullmatch("[0-9a-f]{16}", plan_key):
         raise UsageError(
-            f"{plan_key!r} is no plan key: 16 digits of 0-9 and a-f", "`warm --json` prints the plan's key"
+            f"{plan_key!r} is not a plan key (16 digits of 0-9 and a-f)",
+            "list the plans of a cache folder: tcdeploy cache ls FOLDER",
         )
 
 
 def parse_bundle_name(text: str) -> BundleName | None:
-    """The name's parts, or None where the text names no bundle."""
+    """The parts of a bundle name, or None if `text` is not one."""
     match = re.fullmatch(rf"([0-9a-f]{{16}})-([0-9a-f]{{64}}){re.escape(BUNDLE_SUFFIX)}", text)
     return BundleName(match[1], match[2]) if match else None
 
 
 @dataclass(frozen=True)
 class Address:
-    """A URL in its parts. `host_and_path` is host and path as one; `userinfo` and `query` may be secret."""
+    """The parts of a URL. `userinfo` and `query` may hold secrets."""
 
     scheme: str  # "" for a plain path
     userinfo: str
@@ -74,7 +72,7 @@ class Address:
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Raises UsageError for an empty one, and for what is no URL."""
+        """Raises UsageError for an empty or invalid URL."""
         match = re.fullmatch(r"(?:([A-Za-z][\w+.:-]*)://)?(.*)", url, re.DOTALL)
         scheme, rest = (match[1] or "").lower() if match else "", match[2] if match else ""
         host_and_path, _, query = (rest, "", "") if scheme in LOCAL_SCHEMES else rest.partition("?")
@@ -86,42 +84,42 @@ class Address:
                 urlsplit(f"{scheme}://{host_and_path}")
             except ValueError as error:
                 raise UsageError(
-                    f"{scheme}://{host_and_path} is no URL: {error}", "such as s3://bucket/folder"
+                    f"{scheme}://{host_and_path} is not a valid URL: {error}", "a URL such as s3://bucket/folder"
                 ) from error
         if not url or (scheme not in (*LOCAL_SCHEMES, "memory") and not host):
             raise UsageError(
-                f"{scheme}://{host_and_path} names no place", "a URL such as s3://bucket/folder, or a folder"
+                f"{scheme}://{host_and_path} has no host or folder", "a URL such as s3://bucket/folder, or a folder"
             )
         return cls(scheme, userinfo, host_and_path, query)
 
     @cached_property
     def url(self) -> str:
-        """As it was given, secrets and all: for the store, never for a message."""
+        """The complete URL with its secrets: for the store, never for a message."""
         return self._format(f"{self.userinfo}@" if self.userinfo else "", self.query)
 
     @cached_property
     def redacted(self) -> str:
-        """Without user, password and query."""
+        """The URL without user, password and query."""
         return self._format("", self.query if self.query in NON_SECRET_QUERIES else "")
 
     def child(self, name: str) -> Address:
         return Address(self.scheme, self.userinfo, f"{self.host_and_path.rstrip('/')}/{name}", self.query)
 
     def split(self) -> tuple[Address, BundleName]:
-        """The folder and the bundle in it. Raises UsageError when the last part names no bundle."""
+        """The folder and the bundle name. Raises UsageError if the last component is not a bundle name."""
         folder, _, last = self.host_and_path.rpartition("/")
         name = parse_bundle_name(last)
         if name is None:
             raise UsageError(
-                f"{self.redacted} is no bundle: its last part must be PLANKEY-SHA256{BUNDLE_SUFFIX}",
-                "give the URL that push returned, or one that find lists",
+                f"{self.redacted} is not a bundle URL: its last component must be PLANKEY-SHA256{BUNDLE_SUFFIX}",
+                "use a URL that `tcdeploy cache push` or `tcdeploy cache find` printed",
             )
         if not folder:
             folder = "/" if self.host_and_path.startswith("/") else "."
         return Address(self.scheme, self.userinfo, folder, self.query), name
 
     def scrub(self, text: str) -> str:
-        """A foreign message without this URL's secrets, or any other URL's."""
+        """Remove the secrets of this URL, and logins and queries of any URL, from a library's message."""
         for secret in filter(None, (self.userinfo, *self.userinfo.split(":"), self.query)):
             text = text.replace(secret, "***")
         return re.sub(r"//[^/\s@]*@", "//", re.sub(r"\?[^\s'\"<>)]*", "", text))

@@ -1,18 +1,18 @@
-"""Folders of bundles in any store that fsspec speaks to, each opened by its scheme.
+"""Folders of bundles in any store that fsspec supports, selected by URL scheme.
 
-What "write once" means, store by store:
+How each store writes a name only once:
 
-    a path, file://   os.link: see disk.py
-    s3://             If-None-Match: * on the put, and on the completion of a multipart upload: the second of two
-                      writers is told 412. AWS and moto keep it; an S3-alike that ignores the header overwrites
-    gs://             ifGenerationMatch=0 through gcsfs, the same promise; not tested, for want of a store
-    hf://             no exclusive write in HfFileSystem: a check, then one commit, which is whole or not there
-    memory:// and     no exclusive write: a check, an upload under another name, a check again, and a move to the right
-    all the others    one, so that a torn upload never stands under a bundle's name
+    a path, file://   os.link (local_folder.py)
+    s3://             If-None-Match: * on the put, and on completing a multipart upload: the second of two writers
+                      gets 412. AWS and moto honour the header; an S3 clone that ignores it overwrites
+    gs://             ifGenerationMatch=0 through gcsfs, with the same guarantee; not tested against the real service
+    hf://             HfFileSystem has no exclusive write: a check, then one atomic commit
+    memory://, others no exclusive write: a check, an upload under a temporary name, a second check, and a move, so
+                      that an interrupted upload never has a bundle's name
 
-Where a check is all there is, two writers can pass it together. Both then write the bytes that the name is the digest
-of, so the race is harmless. Reading goes through `open_async` where a store streams (s3, http): one request, memory of
-one chunk. An s3fs file opened the plain way asks for ranges, and reads each answer whole, however long it is.
+Where a store has only a check, two writers may pass it at once. Both then write the same bytes, because a bundle is
+named after its content, so the race is harmless. Stores that stream (s3, http) are read through `open_async`: one
+request, and memory for one chunk. A plain s3fs file sends range requests and buffers each response whole.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.errors import UsageError
-from tcdeploy.remote import retry as retry
+from tcdeploy.remote import retry
 from tcdeploy.remote.address import CHUNK_BYTES, LOCAL_SCHEMES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.local_folder import LocalFolder
 from tcdeploy.remote.retry import Deadline
@@ -42,19 +42,19 @@ PIP_EXTRAS = {
 }
 READ_ONLY_SCHEMES = ("http", "https")
 PART_BYTES = 16 << 20  # of a multipart upload
-MAX_CONCURRENT_PARTS = 4  # so an upload holds 64 MiB
+MAX_CONCURRENT_PARTS = 4  # bounds the memory of an upload to 64 MiB
 TIME_KEYS = ("LastModified", "mtime", "updated", "last_modified", "modified", "created")
 
 
 class FsspecFolder:
-    """A folder in a store of fsspec, through a client of its own: no listings are kept, and it asks once."""
+    """A folder in an fsspec store, with its own client: no cached listings, no retries by the library."""
 
     def __init__(self, address: Address, deadline: Deadline) -> None:
         self.address, self.deadline = address, deadline
 
     @functools.cached_property
     def fs(self) -> Any:
-        """Made by the first request, since some clients connect when they are made."""
+        """Created by the first request, since some clients connect in their constructor."""
         import fsspec
 
         client = fsspec.core.url_to_fs(self.address.url, **_client_options(self.address.scheme))[0]
@@ -69,7 +69,7 @@ class FsspecFolder:
         try:
             return ObjectInfo(self._call("info", self._path(name))["size"])
         except FileNotFoundError as error:
-            if retry.classify_error(error).kind != "missing":  # http says so of every failure
+            if retry.classify_error(error).kind != "not_found":  # fsspec's http raises it for every failure
                 raise
             return None
 
@@ -82,7 +82,7 @@ class FsspecFolder:
             return
         file = self._run_async(self.fs.open_async, path, "rb", **({} if self._is_s3 else {"size": 0}))
         try:
-            self._run_async(file.read, 0)  # the answer's head has come: its length is known
+            self._run_async(file.read, 0)  # waits for the response headers, which give the length
             length = file.size if self._is_s3 else file.r.content_length
             yield Body(length, iter(lambda: self._run_async(file.read, CHUNK_BYTES), b""))
         finally:
@@ -90,9 +90,7 @@ class FsspecFolder:
 
     def write(self, name: BundleName, file: Path) -> None:
         if self.address.scheme in READ_ONLY_SCHEMES:
-            raise UsageError(
-                f"{self.address.redacted} can only be read", "push to a folder, s3://, gs://, hf:// or oci://"
-            )
+            raise UsageError(f"{self.address.redacted} is read-only", "push to a folder, s3://, gs://, hf:// or oci://")
         path = self._path(name)
         try:
             if self._is_s3:
@@ -121,11 +119,13 @@ class FsspecFolder:
             listing = self._call("ls", self.root, detail=True, **details)
         except FileNotFoundError as error:
             failure = retry.classify_error(error)
-            if failure.kind != "missing" or failure.status:  # a bucket, a repository or a page that is not there
+            if failure.kind != "not_found" or failure.status:  # the bucket, repository or page does not exist
                 raise
             return []
-        named = ((parse_bundle_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
-        return [StoredBundle(name, _modified_time(item)) for name, item in named if name and name.plan_key == plan_key]
+        bundles = ((parse_bundle_name(item["name"].split("?")[0].rpartition("/")[2]), item) for item in listing)
+        return [
+            StoredBundle(name, _modified_time(item)) for name, item in bundles if name and name.plan_key == plan_key
+        ]
 
     @property
     def _is_s3(self) -> bool:
@@ -149,46 +149,46 @@ class FsspecFolder:
             if self.fs.exists(staging):
                 self.fs.rm_file(staging)
 
-    def _call(self, verb: str, *arguments: Any, **options: Any) -> Any:
-        """One of the file system's verbs; where it can be given up on, not beyond the deadline."""
-        limit = {"timeout": self.deadline.remaining_seconds()} if self.fs.async_impl else {}
-        return getattr(self.fs, verb)(*arguments, **options, **limit)
+    def _call(self, method: str, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the file system; asynchronous ones stop at the deadline."""
+        timeout = {"timeout": self.deadline.remaining_seconds()} if self.fs.async_impl else {}
+        return getattr(self.fs, method)(*arguments, **options, **timeout)
 
-    def _run_async(self, work: Any, *arguments: Any, **options: Any) -> Any:
+    def _run_async(self, function: Any, *arguments: Any, **options: Any) -> Any:
         from fsspec.asyn import sync
 
-        return sync(self.fs.loop, work, *arguments, timeout=self.deadline.remaining_seconds(), **options)
+        return sync(self.fs.loop, function, *arguments, timeout=self.deadline.remaining_seconds(), **options)
 
 
 async def _close(file: Any) -> None:
     if file.r is not None:
         file.r.close()
-    file.closed = True  # or the collector calls an async close that nobody awaits
+    file.closed = True  # else its finalizer calls an async close that is never awaited
 
 
 def _client_options(scheme: str) -> dict[str, Any]:
-    """What a client is told when it is made: our timeouts, and that asking again is our business."""
-    fresh = {"skip_instance_cache": True, "use_listings_cache": False}
+    """Constructor options of a client: our timeouts, no retries (retry.py retries), no shared instance."""
+    uncached = {"skip_instance_cache": True, "use_listings_cache": False}
     if scheme in ("s3", "s3a"):
         from fsspec.config import conf
 
         timeouts = {"connect_timeout": retry.CONNECT_TIMEOUT_SECONDS, "read_timeout": retry.READ_TIMEOUT_SECONDS}
-        once = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
-        return {**fresh, "config_kwargs": {**conf.get("s3", {}).get("config_kwargs", {}), **timeouts, **once}}
+        no_retries = {"retries": {"total_max_attempts": 1, "mode": "standard"}}
+        return {**uncached, "config_kwargs": {**conf.get("s3", {}).get("config_kwargs", {}), **timeouts, **no_retries}}
     if scheme in (*READ_ONLY_SCHEMES, "gs", "gcs"):
         import aiohttp
 
-        limit = aiohttp.ClientTimeout(
+        timeout = aiohttp.ClientTimeout(
             total=None, sock_connect=retry.CONNECT_TIMEOUT_SECONDS, sock_read=retry.READ_TIMEOUT_SECONDS
         )
         if scheme not in READ_ONLY_SCHEMES:
-            return {**fresh, "requests_timeout": limit}
-        return {**fresh, "client_kwargs": {"timeout": limit, "headers": {"Accept-Encoding": "identity"}}}
-    return fresh
+            return {**uncached, "requests_timeout": timeout}
+        return {**uncached, "client_kwargs": {"timeout": timeout, "headers": {"Accept-Encoding": "identity"}}}
+    return uncached
 
 
 def open_folder(address: Address, deadline: Deadline) -> LocalFolder | FsspecFolder:
-    """The folder at an address. Raises UsageError for an unknown scheme, or one whose library is not installed."""
+    """The folder at an address. Raises UsageError for an unknown scheme or a missing library."""
     if address.scheme in LOCAL_SCHEMES:
         return LocalFolder(Path(address.host_and_path))
     import fsspec
@@ -196,9 +196,12 @@ def open_folder(address: Address, deadline: Deadline) -> LocalFolder | FsspecFol
     try:
         fsspec.get_filesystem_class(address.scheme)
     except ValueError as error:
-        near = difflib.get_close_matches(address.scheme, [*fsspec.available_protocols(), "oci"], 1, 0.5)
-        known = f"did you mean {near[0]}://?" if near else "a path, s3://, gs://, hf://, oci:// and what fsspec knows"
-        raise UsageError(f"nothing here speaks {address.scheme}:// ({address.redacted})", known) from error
+        similar = difflib.get_close_matches(address.scheme, [*fsspec.available_protocols(), "oci"], 1, 0.5)
+        supported = "use a path, s3://, gs://, hf://, oci:// or another scheme of fsspec"
+        raise UsageError(
+            f"the URL scheme {address.scheme}:// is not supported ({address.redacted})",
+            f"did you mean {similar[0]}://?" if similar else supported,
+        ) from error
     except ImportError as error:
         raise missing_library_error(address, PIP_EXTRAS.get(address.scheme, ""), str(error)) from error
     return FsspecFolder(address, deadline)
@@ -206,17 +209,17 @@ def open_folder(address: Address, deadline: Deadline) -> LocalFolder | FsspecFol
 
 def missing_library_error(address: Address, extra: str, reason: str) -> UsageError:
     return UsageError(
-        f"{address.scheme}:// needs a library that is not installed ({address.redacted})",
+        f"{address.scheme}:// needs a package that is not installed ({address.redacted})",
         f"pip install '{extra}'" if extra else reason,
     )
 
 
 def _modified_time(item: dict[str, Any]) -> float | None:
-    """Seconds since 1970 from a listing's entry; stores spell it in many ways."""
-    found = next((item[key] for key in TIME_KEYS if item.get(key)), None) or getattr(item.get("last_commit"), "date", 0)
-    if isinstance(found, str):
+    """The modification time of a listed object in seconds since 1970. Each store has its own key and type."""
+    time = next((item[key] for key in TIME_KEYS if item.get(key)), None) or getattr(item.get("last_commit"), "date", 0)
+    if isinstance(time, str):
         with contextlib.suppress(ValueError):
-            found = datetime.fromisoformat(found)
-    if isinstance(found, datetime):
-        return found.timestamp()
-    return float(found) if isinstance(found, int | float) and found else None
+            time = datetime.fromisoformat(time)
+    if isinstance(time, datetime):
+        return time.timestamp()
+    return float(time) if isinstance(time, int | float) and time else None

@@ -1,8 +1,8 @@
-"""A folder of bundles on a disk of this machine, or one that is mounted like a disk.
+"""A folder of bundles on a local or mounted file system.
 
-Written once means: a temporary beside the name, synced, then os.link, which fails where the name is taken, so that one
-of many writers wins and the others are told. A file system without hard links gets a check and a rename instead; two
-that pass the check together write the bytes that the name is the digest of.
+A write goes to a temporary file, which is synced and then linked to its name. `os.link` fails if the name is taken, so
+exactly one of several writers succeeds. On file systems without hard links, an existence check and a rename replace the
+link; two writers that pass the check at once write the same bytes, since a bundle is named after its content.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK
 
 
 class LocalFolder:
-    """A folder of this machine; it is made by the first write."""
+    """A local folder; the first write creates it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -56,8 +56,10 @@ class LocalFolder:
             files = list(os.scandir(self.path))
         except FileNotFoundError:
             return []
-        named = ((parse_bundle_name(file.name), file) for file in files)
-        return [StoredBundle(name, file.stat().st_mtime) for name, file in named if name and name.plan_key == plan_key]
+        bundles = ((parse_bundle_name(file.name), file) for file in files)
+        return [
+            StoredBundle(name, file.stat().st_mtime) for name, file in bundles if name and name.plan_key == plan_key
+        ]
 
 
 def _link_or_rename(staging: Path, final: Path) -> None:
@@ -72,7 +74,7 @@ def _link_or_rename(staging: Path, final: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """So that a name in it survives a power cut. A folder that cannot be synced has its say in vain: the file was."""
+    """Make new names in a folder survive a power failure. Errors are ignored: the files themselves are synced."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY)
         try:

@@ -1,15 +1,15 @@
 """Bundles in a container registry: oci://HOST[:PORT]/REPOSITORY, one artifact per bundle.
 
-The bundle is the only layer of an OCI image manifest whose tag is the bundle's name without its suffix; the config is
-the empty document. Media types are our own, so a container runtime that is given the tag refuses it.
+The bundle is the only layer of an OCI image manifest. The tag is the bundle's name without its suffix, and the config
+is the empty document. The media types are tcdeploy's own, so a container runtime rejects the artifact.
 
-Blobs are addressed by content and checked by the registry when they arrive, so two jobs that push the same bytes cannot
-harm each other. A tag has no exclusive write: it is looked at, then put. Two that pass the look together put manifests
-that differ in their time only. What a tag points at is compared by digest, without a download; a registry whose own
-disk was tampered with is found out by the pull.
+A registry verifies blobs by their digest on upload, so concurrent pushes of the same bytes cannot harm each other. Tags
+have no exclusive write: a push checks the tag, then puts it. Two pushes that pass the check at once put manifests that
+differ only in their timestamp. A push compares an existing tag by digest, without downloading it; if the registry's
+storage was tampered with, the pull detects it.
 
-https always, but for loopback hosts and where the URL asks: oci://HOST/REPOSITORY?insecure. Plain requests and not
-oras: oras 0.2 gives its requests no timeout, reads a blob into memory to upload it, and retries behind our back.
+https, except for loopback hosts and URLs with ?insecure. Uses requests instead of oras: oras 0.2 sends requests without
+a timeout, reads a blob into memory to upload it, and retries on its own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin
 
 from tcdeploy.errors import IntegrityError, UsageError
-from tcdeploy.remote import retry as retry
+from tcdeploy.remote import retry
 from tcdeploy.remote.address import BUNDLE_SUFFIX, CHUNK_BYTES, Address, BundleName, parse_bundle_name
 from tcdeploy.remote.fsspec_folder import missing_library_error
 from tcdeploy.remote.registry_login import answer_challenge, stored_login
@@ -49,24 +49,26 @@ LOOPBACK = re.compile(r"(localhost|127(\.\d+){3}|\[::1\])(:\d+)?")
 
 
 def open_repository(address: Address, deadline: Deadline) -> OciRepository:
-    """Raises UsageError for a URL that names no repository, or without the library."""
+    """Raises UsageError for an invalid repository URL or if `requests` is not installed."""
     host, _, repository = address.host_and_path.partition("/")
     if address.userinfo:
-        raise UsageError(f"{address.redacted}: a login does not belong in a URL", f"docker login {host}")
+        raise UsageError(f"{address.redacted}: credentials are not allowed in an oci:// URL", f"docker login {host}")
     if address.query not in ("", "insecure"):
-        raise UsageError(f"{address.redacted}: the only query of an oci:// URL is ?insecure", "leave it out")
+        raise UsageError(f"{address.redacted}: an oci:// URL accepts no query except ?insecure", "remove it")
     if not re.fullmatch(r"[a-z0-9]+([._/-]+[a-z0-9]+)*", repository):
-        raise UsageError(f"{address.redacted} names no repository", "oci://HOST[:PORT]/REPOSITORY, in lower case")
+        raise UsageError(
+            f"{address.redacted} has no valid repository name", "use oci://HOST[:PORT]/REPOSITORY, in lower case"
+        )
     try:
         import requests
     except ImportError as error:
         raise missing_library_error(address, "tcdeploy[oci]", str(error)) from error
-    plain = address.query == "insecure" or LOOPBACK.fullmatch(host)
-    return OciRepository(address, f"{'http' if plain else 'https'}://{host}", repository, requests.Session(), deadline)
+    scheme = "http" if address.query == "insecure" or LOOPBACK.fullmatch(host) else "https"
+    return OciRepository(address, f"{scheme}://{host}", repository, requests.Session(), deadline)
 
 
 class OciRepository:
-    """One repository of a registry, and the login that it asked for, kept from one request to the next."""
+    """One repository of a registry. Keeps its Authorization header between requests."""
 
     def __init__(self, address: Address, origin: str, repository: str, session: Any, deadline: Deadline) -> None:
         self.address, self.origin, self.session, self.deadline = address, origin, session, deadline
@@ -74,7 +76,7 @@ class OciRepository:
         self.authorization = ""
 
     def stat(self, name: BundleName) -> ObjectInfo | None:
-        """None also where the tag stands but its blob is gone: then a push makes it whole."""
+        """None also if the tag exists but its blob does not, so that a push repairs it."""
         try:
             layer, _ = self._fetch_manifest(name)
             self._request("HEAD", f"{self.repository_url}/blobs/{layer['digest']}").close()
@@ -88,12 +90,12 @@ class OciRepository:
     def read(self, name: BundleName) -> Iterator[Body]:
         layer, _ = self._fetch_manifest(name)
         if layer["digest"] != f"sha256:{name.sha256}":
-            raise self._damaged_error(name, f"its manifest names {layer['digest']}")
+            raise self._damaged_error(name, f"its manifest refers to {layer['digest']}")
         with self._request("GET", f"{self.repository_url}/blobs/{layer['digest']}") as response:
             yield Body(layer["size"], iter(lambda: response.raw.read1(CHUNK_BYTES), b""))
 
     def write(self, name: BundleName, file: Path) -> None:
-        """Blobs first: a manifest that the registry takes is one that can be pulled."""
+        """Upload blobs before the manifest: a manifest that the registry accepts can be pulled."""
         blob, config = f"sha256:{name.sha256}", f"sha256:{hashlib.sha256(EMPTY_CONFIG).hexdigest()}"
         self._put_blob(blob, file)
         self._put_blob(config, EMPTY_CONFIG)
@@ -116,8 +118,8 @@ class OciRepository:
 
     def list(self, plan_key: str) -> list[StoredBundle]:
         names = [parse_bundle_name(f"{tag}{BUNDLE_SUFFIX}") for tag in self._list_tags()]
-        found = [name for name in names if name and name.plan_key == plan_key]
-        return [StoredBundle(name, _created_time(self._fetch_manifest(name)[1])) for name in found]
+        plan_names = [name for name in names if name and name.plan_key == plan_key]
+        return [StoredBundle(name, _created_time(self._fetch_manifest(name)[1])) for name in plan_names]
 
     def _list_tags(self) -> Iterator[str]:
         url = f"{self.repository_url}/tags/list?n={TAGS_PER_PAGE}"
@@ -125,26 +127,26 @@ class OciRepository:
             try:
                 with self._request("GET", url) as response:
                     yield from _read_json(response).get("tags") or []
-                    following = response.links.get("next", {}).get("url")
+                    next_url = response.links.get("next", {}).get("url")
             except HttpStatusError as error:
                 if error.status == 404:
                     return
                 raise
-            if not following:
+            if not next_url:
                 return
-            url = urljoin(url, following)
+            url = urljoin(url, next_url)
 
     def _fetch_manifest(self, name: BundleName) -> tuple[dict[str, Any], dict[str, str]]:
-        """The bundle's layer and the manifest's annotations. Raises Answer, and IntegrityError for another artifact."""
+        """The layer and the annotations of a bundle's manifest. Raises HttpStatusError and IntegrityError."""
         with self._request("GET", self._manifest_url(name), headers={"Accept": MANIFEST_TYPE}) as response:
             document = _read_json(response)
         try:
             [layer] = document["layers"]
             if layer["mediaType"] != LAYER_TYPE or not isinstance(layer["size"], int):
-                raise self._damaged_error(name, f"it holds {layer['mediaType']}")
+                raise self._damaged_error(name, f"its layer has media type {layer['mediaType']}")
             return {"digest": str(layer["digest"]), "size": layer["size"]}, document.get("annotations") or {}
         except (KeyError, TypeError, ValueError) as error:
-            raise self._damaged_error(name, "its manifest is not one of ours") from error
+            raise self._damaged_error(name, "its manifest does not describe a bundle") from error
 
     def _put_blob(self, digest: str, content: Path | bytes) -> None:
         try:
@@ -154,14 +156,14 @@ class OciRepository:
             if error.status != 404:
                 raise
         with self._request("POST", f"{self.repository_url}/blobs/uploads/") as response:
-            place = urljoin(f"{self.repository_url}/blobs/uploads/", response.headers.get("Location", ""))
-        place += ("&" if "?" in place else "?") + f"digest={digest}"
-        self._request("PUT", place, content, {"Content-Type": "application/octet-stream"}).close()
+            upload_url = urljoin(f"{self.repository_url}/blobs/uploads/", response.headers.get("Location", ""))
+        upload_url += ("&" if "?" in upload_url else "?") + f"digest={digest}"
+        self._request("PUT", upload_url, content, {"Content-Type": "application/octet-stream"}).close()
 
     def _request(
         self, method: str, url: str, content: Path | bytes | None = None, headers: dict[str, str] | None = None
     ) -> Response:
-        """One request, and a second when the first is asked who it is. Raises Answer for a status of 400 and more."""
+        """Send a request; log in and repeat it after a 401. Raises HttpStatusError for a status of 400 or above."""
         response = self._request_once(method, url, content, headers)
         if response.status_code == 401:
             with response:
@@ -192,7 +194,7 @@ class OciRepository:
         return response
 
     def _authorize(self, request: PreparedRequest) -> PreparedRequest:
-        """The login goes to the registry alone, wherever an upload is sent; and no .netrc takes its place."""
+        """Send the login to the registry only, not to upload hosts. Also keeps requests from using .netrc."""
         if self.authorization and (request.url or "").startswith(f"{self.origin}/"):
             request.headers["Authorization"] = self.authorization
         return request
@@ -201,24 +203,24 @@ class OciRepository:
         return f"{self.repository_url}/manifests/{str(name).removesuffix(BUNDLE_SUFFIX)}"
 
     def _damaged_error(self, name: BundleName, detail: str) -> IntegrityError:
-        where = self.address.child(str(name)).redacted
-        return IntegrityError(f"{where} is not the bundle of that name: {detail}", "remove the tag, and push it again")
+        url = self.address.child(str(name)).redacted
+        return IntegrityError(f"{url} does not match its name: {detail}", "delete the tag and push the bundle again")
 
 
 def _read_json(response: Response) -> dict[str, Any]:
-    """A JSON object of bounded size. Raises ConnectionError for anything else."""
+    """Read a JSON object of bounded size. Raises ConnectionError for anything else."""
     try:
         document = json.loads(response.raw.read(MAX_JSON_BYTES))
         if isinstance(document, dict):
             return document
     except (ValueError, RecursionError) as error:
-        raise ConnectionError("its answer is no JSON") from error
-    raise ConnectionError("its answer is no JSON object")
+        raise ConnectionError("the response is not JSON") from error
+    raise ConnectionError("the response is not a JSON object")
 
 
 def _error_code(response: Response) -> str:
-    """The registry's own word for a refusal: DENIED, MANIFEST_INVALID; or nothing."""
-    with contextlib.suppress(Exception):  # only a word in a message: whatever stands there, the status is known
+    """The registry's error code, such as DENIED or MANIFEST_INVALID, or an empty string."""
+    with contextlib.suppress(Exception):  # only refines a message: the status is known
         return str(_read_json(response)["errors"][0]["code"])[:60]
     return ""
 

@@ -1,12 +1,11 @@
-"""How often a remote is asked again, for how long, and what its errors mean.
+"""Retries of remote operations, their deadline, and the classification of storage errors.
 
-The storage libraries share no class of errors (botocore, aiohttp, httpx, requests, and OSErrors that fsspec makes of
-them), so an error is judged by the HTTP status or the code that it or its innermost cause carries, and else by its
-class. Four verdicts: a login is refused or has expired, nothing is there, the request is refused: none of these gets
-better by asking again. All else may pass, and is tried ATTEMPTS times, with pauses that double and jitter, so that jobs
-which failed together do not come back together. The libraries' own retries are switched off where they let us: theirs
-multiply with ours, and s3fs with botocore under it would ask 25 times. Errors of Python itself (a TypeError) are ours,
-and pass through.
+Storage libraries share no error classes (botocore, aiohttp, httpx, requests, and OSErrors that fsspec derives from
+them). An error is classified by the HTTP status or error code that it or its innermost cause carries, else by its
+class: `auth`, `not_found` and `rejected` are final; everything else is `transient` and is tried MAX_ATTEMPTS times.
+Pauses double and are jittered, so that jobs that failed together do not retry together. The libraries' own retries are
+disabled where possible, since they multiply: s3fs on top of botocore would send 25 requests. Python errors such as
+TypeError are bugs and propagate.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from tcdeploy.errors import NetworkError, SpaceError, TcdeployError
 from tcdeploy.remote.address import Address
 
 MAX_ATTEMPTS = 4
-BACKOFF_SECONDS = 0.5  # before the second attempt; each later pause doubles, and jitter halves it at most
+BACKOFF_SECONDS = 0.5  # before the second attempt; doubles after each; jitter takes off at most half
 CONNECT_TIMEOUT_SECONDS = 10.0
-READ_TIMEOUT_SECONDS = 30.0  # without a byte
-TOTAL_TIMEOUT_SECONDS = 900.0  # all attempts of one push, pull or find: a reader of one byte a second ends too
+READ_TIMEOUT_SECONDS = 30.0  # between two bytes
+TOTAL_TIMEOUT_SECONDS = 900.0  # for one push, pull or find; also ends a transfer of one byte per second
 
-ErrorKind = Literal["login", "missing", "refused", "passing"]
+ErrorKind = Literal["auth", "not_found", "rejected", "transient"]
 Result = TypeVar("Result")
 
 AUTH_CODES = frozenset(
@@ -41,18 +40,18 @@ TRANSIENT_CODES = frozenset("RequestTimeout RequestTimeoutException SlowDown Con
 TRANSIENT_STATUSES = (408, 409, 425, 429)
 REJECTED_CLASSES = frozenset("ParamValidationError InvalidURL InvalidSchema SSLCertVerificationError".split())
 AUTH_HINTS = {
-    "s3": "log in again: aws sso login, or set fresh AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
-    "gs": "log in again: gcloud auth application-default login",
-    "gcs": "log in again: gcloud auth application-default login",
-    "hf": "log in again: hf auth login, or set HF_TOKEN",
-    "oci": "log in again: docker login, with the host of this URL",
-    "": "let this user read and write there: chmod, chown",
-    "file": "let this user read and write there: chmod, chown",
+    "s3": "renew the login: aws sso login, or set fresh AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and AWS_SESSION_TOKEN",
+    "gs": "renew the login: gcloud auth application-default login",
+    "gcs": "renew the login: gcloud auth application-default login",
+    "hf": "renew the login: hf auth login, or set HF_TOKEN",
+    "oci": "renew the login: docker login, with the host of this URL",
+    "": "grant this user access: chmod, chown",
+    "file": "grant this user access: chmod, chown",
 }
 
 
 class HttpStatusError(Exception):
-    """A store answered with an HTTP status that is no success; for clients of our own."""
+    """An HTTP error status, raised by tcdeploy's own clients."""
 
     def __init__(self, status: int, code: str = "") -> None:
         super().__init__(f"{status} {code}".strip())
@@ -66,14 +65,14 @@ class ClassifiedError(NamedTuple):
 
 
 class Deadline:
-    """The moment after which nothing is tried or waited for."""
+    """The time limit of one push, pull or find, all attempts included."""
 
     def __init__(self, seconds: float | None = None) -> None:
         self.seconds = TOTAL_TIMEOUT_SECONDS if seconds is None else seconds
         self.start = time.monotonic()
 
     def remaining_seconds(self) -> float:
-        """Seconds, never below a tenth: a library takes 0 for no limit."""
+        """At least 0.1: libraries treat a timeout of 0 as no timeout."""
         return max(0.1, self.start + self.seconds - time.monotonic())
 
     def is_expired(self) -> bool:
@@ -81,14 +80,14 @@ class Deadline:
 
     def check(self) -> None:
         if self.is_expired():
-            raise TimeoutError(f"not done within {self.seconds:g} s")
+            raise TimeoutError(f"not completed within {self.seconds:g} s")
 
 
-def with_retries(work: Callable[[], Result], address: Address, deadline: Deadline) -> Result:
-    """The work's result, from the first attempt that gives one. Raises NetworkError, or SpaceError for a full disk."""
+def with_retries(operation: Callable[[], Result], address: Address, deadline: Deadline) -> Result:
+    """Call `operation` until an attempt succeeds. Raises NetworkError, or SpaceError for a full disk."""
     for attempt in range(1, MAX_ATTEMPTS + 1):
         try:
-            return work()
+            return operation()
         except TcdeployError:
             raise
         except Exception as error:
@@ -96,34 +95,35 @@ def with_retries(work: Callable[[], Result], address: Address, deadline: Deadlin
                 raise
             failure = classify_error(error)
             pause = BACKOFF_SECONDS * 2 ** (attempt - 1) * random.uniform(0.5, 1)
-            last = attempt == MAX_ATTEMPTS or deadline.remaining_seconds() <= pause
-            if last or failure.kind != "passing":
+            is_last = attempt == MAX_ATTEMPTS or deadline.remaining_seconds() <= pause
+            if is_last or failure.kind != "transient":
                 raise translate_error(error, failure, address, attempt) from error
             time.sleep(pause)
     raise AssertionError("unreachable: the last attempt returns or raises")
 
 
 def classify_error(error: BaseException) -> ClassifiedError:
-    """What an error of a store means, by its innermost cause that says something."""
+    """Classify a storage error by its innermost cause that carries information."""
     for inner in reversed(list(_causes(error))):
         status, code = status_and_code(inner)
         if status is not None or code:
-            return ClassifiedError(_error_kind(status, code), f"it answered {status or ''} {code}".rstrip(), status)
+            answer = f"HTTP {status}" if status else "error"
+            return ClassifiedError(_error_kind(status, code), f"{answer} {code}".rstrip(), status)
         name = type(inner).__name__
         if isinstance(inner, PermissionError) or name in AUTH_CLASSES:
-            return ClassifiedError("login", str(inner) or name)
+            return ClassifiedError("auth", str(inner) or name)
         if name in REJECTED_CLASSES or getattr(inner, "errno", None) in (errno.EROFS, errno.ENOTDIR, errno.EISDIR):
-            return ClassifiedError("refused", str(inner))
+            return ClassifiedError("rejected", str(inner))
         if isinstance(inner, TimeoutError) or "Timeout" in name:
-            return ClassifiedError("passing", str(inner) or f"no answer within {READ_TIMEOUT_SECONDS:g} s")
-    kind: ErrorKind = "missing" if isinstance(error, FileNotFoundError) and error.__cause__ is None else "passing"
+            return ClassifiedError("transient", str(inner) or f"no response within {READ_TIMEOUT_SECONDS:g} s")
+    kind: ErrorKind = "not_found" if isinstance(error, FileNotFoundError) and error.__cause__ is None else "transient"
     return ClassifiedError(kind, f"{type(error).__name__}: {error}")
 
 
 def status_and_code(error: BaseException) -> tuple[int | None, str]:
-    """The HTTP status and the store's own code of an error, of whichever library; None and "" where it has none."""
+    """The HTTP status (or None) and the store's error code (or "") of an error of any supported library."""
     response = getattr(error, "response", None)
-    if type(error).__module__ == "aiohttp.http_exceptions":  # its parser calls an answer that was cut a 400
+    if type(error).__module__ == "aiohttp.http_exceptions":  # aiohttp's parser reports a truncated response as 400
         return None, ""
     if isinstance(response, dict):  # botocore
         return response.get("ResponseMetadata", {}).get("HTTPStatusCode"), response.get("Error", {}).get("Code", "")
@@ -135,34 +135,39 @@ def status_and_code(error: BaseException) -> tuple[int | None, str]:
 
 
 def translate_error(error: Exception, failure: ClassifiedError, address: Address, attempts: int) -> TcdeployError:
-    """Our error for a store's, in words that hold no secret."""
+    """A tcdeploy error for a storage error; its message contains no secrets."""
     detail = address.scrub(" ".join(failure.detail.split()))[:300]
     if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return SpaceError(f"no room at {address.redacted}", "free some room there, and run again")
-    if failure.kind == "login":
-        hint = AUTH_HINTS.get(address.scheme, "log in again, or ask for access")
-        return NetworkError(f"{address.redacted} lets nobody in with this login, wrong or expired: {detail}", hint)
-    if failure.kind == "missing":
+        return SpaceError(f"no space left at {address.redacted}", "free some space there and run again")
+    if failure.kind == "auth":
+        hint = AUTH_HINTS.get(address.scheme, "renew the login, or request access")
         return NetworkError(
-            f"nothing is there: {address.redacted}", "check the address; find lists the bundles of a plan"
+            f"access to {address.redacted} was denied (wrong or expired login, or missing permission): {detail}", hint
         )
-    if failure.kind == "refused":
-        return NetworkError(f"{address.redacted} refuses the request: {detail}", "check the address and its settings")
-    times = "once" if attempts == 1 else f"{attempts} times"
+    if failure.kind == "not_found":
+        return NetworkError(
+            f"{address.redacted} does not exist",
+            "check the URL; list a plan's bundles: tcdeploy cache find URL --plan KEY",
+        )
+    if failure.kind == "rejected":
+        return NetworkError(
+            f"{address.redacted} rejected the request: {detail}", "check the URL and the settings of the store"
+        )
+    times = "1 attempt" if attempts == 1 else f"{attempts} attempts"
     return NetworkError(
-        f"{address.redacted} did not answer as it should, tried {times}: {detail}", "run again when it does"
+        f"{address.redacted} failed after {times}: {detail}", "check that the store is reachable, then run again"
     )
 
 
 def _error_kind(status: int | None, code: str) -> ErrorKind:
-    bare_400 = (status, code) == (400, "400")  # S3 to a HEAD with an expired token: no body, so no code either
+    bare_400 = (status, code) == (400, "400")  # S3's answer to HEAD with an expired token: no body, so no code
     if status in (401, 403) or code in AUTH_CODES or bare_400:
-        return "login"
+        return "auth"
     if status in (404, 410):
-        return "missing"
+        return "not_found"
     if status is None or code in TRANSIENT_CODES or status in TRANSIENT_STATUSES or not 400 <= status < 500:
-        return "passing"
-    return "refused"
+        return "transient"
+    return "rejected"
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -173,5 +178,5 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 def _is_library_error(error: Exception) -> bool:
-    """An error of a library or of the system below it, not of our own programming."""
+    """Whether a library or the operating system raised the error, rather than a bug in tcdeploy."""
     return isinstance(error, OSError | EOFError) or type(error).__module__ != "builtins"

@@ -1,7 +1,7 @@
-"""What push, pull and find ask of a place, whichever kind it is: look, read, write once, list.
+"""The interface of a bundle store: stat, read, write once, list.
 
-Four verbs are all that the kinds share; retries, digests and the disk are the business of transfer.py. A place raises
-its library's own errors, which patience.py judges, and FileExistsError when an exclusive write came too late.
+transfer.py implements retries, digests and local files on top of these four methods. A store raises its library's own
+errors, which retry.py classifies, and FileExistsError when an exclusive write finds the name taken.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from tcdeploy.remote.address import BundleName
 
 
 class ObjectInfo(NamedTuple):
-    """What stands under a name. A None was not told."""
+    """A stored object. A field that the store does not report is None."""
 
     size: int | None  # bytes
-    sha256: str | None = None  # only from a store that addresses by content
+    sha256: str | None = None  # only from content-addressed stores
 
 
 class Body(NamedTuple):
-    """A bundle on its way: the length that was announced, and the bytes in pieces of bounded size."""
+    """A bundle being downloaded: the announced size, and its content in chunks of bounded size."""
 
     size: int | None  # bytes
     chunks: Iterator[bytes]
@@ -30,18 +30,18 @@ class Body(NamedTuple):
 
 class StoredBundle(NamedTuple):
     name: BundleName
-    time: float | None  # seconds since 1970 at which it was put there
+    time: float | None  # of the upload, seconds since 1970
 
 
 class Store(Protocol):
     def stat(self, name: BundleName) -> ObjectInfo | None:
-        """What is under the name, or None."""
+        """The object of that name, or None."""
 
     def read(self, name: BundleName) -> AbstractContextManager[Body]:
-        """Stream it; the connection closes with the context."""
+        """Stream a bundle; the connection closes with the context."""
 
     def write(self, name: BundleName, file: Path) -> None:
-        """Put it there, whole or not at all. Raises FileExistsError when the name is taken."""
+        """Store a file atomically. Raises FileExistsError if the name is taken."""
 
     def list(self, plan_key: str) -> list[StoredBundle]:
-        """The plan's bundles in this folder, in any order; none where the folder is not there."""
+        """The plan's bundles in this folder, in any order; empty if the folder does not exist."""

@@ -1,4 +1,4 @@
-"""One made-up cache, one key pair, and the bundle of both, for all tests that leave them as they are."""
+"""Session fixtures: a key pair and bundles of fake caches. Tests must not modify them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.bundle.fake_caches import key_of, make_cache, make_small
 class Keys(NamedTuple):
     secret: Path
     public: Path
-    trusted: Path  # folder that knows the key as "ci"
+    trusted: Path  # folder of trusted keys; this key is named "ci"
 
 
 class Packed(NamedTuple):
@@ -32,17 +32,17 @@ class Packed(NamedTuple):
 
 @pytest.fixture(scope="session")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Keys:
-    place = tmp_path_factory.mktemp("keys")
-    generate_key(place / "ci")
-    found = Keys(place / "ci.key", place / "ci.pub", place / "trusted")
-    trust("ci", found.public, found.trusted)
-    return found
+    folder = tmp_path_factory.mktemp("keys")
+    generate_key(folder / "ci")
+    pair = Keys(folder / "ci.key", folder / "ci.pub", folder / "trusted")
+    trust("ci", pair.public, pair.trusted)
+    return pair
 
 
-def _packed(place: Path, keys: Keys, make: Callable[[Path], Manifest]) -> Packed:
-    manifest = make(place / "cache")
-    pack(place / "cache", key_of(manifest), place / "signed.tcb", keys.secret)
-    return Packed(place / "cache", manifest, place / "signed.tcb")
+def _packed(folder: Path, keys: Keys, make_manifest: Callable[[Path], Manifest]) -> Packed:
+    manifest = make_manifest(folder / "cache")
+    pack(folder / "cache", key_of(manifest), folder / "signed.tcb", keys.secret)
+    return Packed(folder / "cache", manifest, folder / "signed.tcb")
 
 
 @pytest.fixture(scope="session")

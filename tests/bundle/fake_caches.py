@@ -1,4 +1,4 @@
-"""Made-up cache folders: seeded bytes in files of every kind, under a manifest as a warm start writes it. No torch."""
+"""Fake cache folders: seeded bytes in files of every kind, with a manifest as a warm start writes it. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LONG, LONGER = "n" * 90, "m" * 200
 KINDS = (
     f"aotautograd/{HASH}/entry",
     f"fxgraph/6n/{HASH}/graph",
-    "fxgraph/ab/" + "g" * 60 + "/" + "h" * 27,  # 99 characters, then 100 and 101: where tar's short names end
+    "fxgraph/ab/" + "g" * 60 + "/" + "h" * 27,  # 99, then 100 and 101 characters: the limit of short tar names
     "fxgraph/ab/" + "g" * 60 + "/" + "h" * 28,
     "fxgraph/ab/" + "g" * 60 + "/" + "h" * 29,
     f"fxgraph/{LONG}/{LONG}/graph",
@@ -55,40 +55,41 @@ SIZES = (1, 511, 512, 513, 700, 1024, 4096, 9000)
 
 
 def as_installed(**differences: Any) -> Any:
-    """The machine of these tests, as far as `unpack` compares it: so that the real command takes the bundle."""
+    """An environment with the installed versions, so that the real `unpack` command accepts the bundle."""
     versions = installed_versions()
-    known = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
-    return replace(LAPTOP, **{"python": f"{versions['python']}.1", **known, **differences})
+    installed = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
+    return replace(LAPTOP, **{"python": f"{versions['python']}.1", **installed, **differences})
 
 
 def record_of(bucket: str, outcome: str = "hit", **differences: Any) -> BucketRecord:
     greedy_tokens = GreedyTokens("a" * 64, (3, 5), (-0.5, -0.25))
-    plain = BucketRecord(
+    default = BucketRecord(
         bucket=bucket, outcome=outcome, compile_seconds=0.5, capture_seconds=0.0, check_seconds=0.1, compiles=1,
         programs=1, cache_hits=1, cache_misses=0, graph_breaks=0, cudagraph_skips=0, captured=False,
-        parity=Parity(32, 1e-6, 1e-7, 1e-12, 1e-4, 1e-4, True), eager_greedy_tokens=greedy_tokens, greedy_tokens=greedy_tokens, peak_memory_bytes=0,
+        parity=Parity(32, 1e-6, 1e-7, 1e-12, 1e-4, 1e-4, True),
+        eager_greedy_tokens=greedy_tokens, greedy_tokens=greedy_tokens, peak_memory_bytes=0,
         variant="default", cold_seconds=12.5,
     )  # fmt: skip
-    return replace(plain, **differences)
+    return replace(default, **differences)
 
 
 def manifest_for(
     folder: Path, files: list[str], bucket: int = 32, outcome: str = "hit", **differences: Any
 ) -> Manifest:
-    """Of the plan for that prefill bucket: another one is another plan."""
-    asked = make_recipe(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
-    machine = as_installed()
-    plan = make_plan(asked, machine, LLAMA_8B)
+    """The manifest of a plan with this prefill bucket; another bucket gives another plan."""
+    recipe = make_recipe(context=4096, buckets=(bucket,), batch_sizes=(1,), cache_dir=str(folder))
+    environment = as_installed()
+    plan = make_plan(recipe, environment, LLAMA_8B)
     origin = make_origin(
-        asked, {"model_type": "llama", "hidden_size": 4096}, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}
+        recipe, {"model_type": "llama", "hidden_size": 4096}, {"linear/ops.py": "5" * 64}, {"epilogue_fusion": "True"}
     )
     buckets = [record_of(f"prefill:{bucket}", outcome), record_of("decode:1")]
-    made = make_manifest(plan, machine, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
-    return replace(made, **differences)
+    manifest = make_manifest(plan, environment, origin, {"compile": 1.0}, buckets, hash_files(folder, files), 1 << 20)
+    return replace(manifest, **differences)
 
 
 def fill(folder: Path, sizes: dict[str, int], seed: int = 0) -> list[str]:
-    """Seeded bytes under each name, half of them of a kind that compresses."""
+    """Write seeded bytes under each name; every second file is compressible."""
     source = random.Random(seed)
     for number, (name, size) in enumerate(sizes.items()):
         path = folder / name
@@ -97,21 +98,21 @@ def fill(folder: Path, sizes: dict[str, int], seed: int = 0) -> list[str]:
     return list(sizes)
 
 
-def make_cache(folder: Path, seed: int = 0, large: int = 3 << 20, bucket: int = 32, **asked: Any) -> Manifest:
-    """Some thirty files of every kind, one of them of `large` bytes, and the manifest of a warm start."""
+def make_cache(folder: Path, seed: int = 0, large: int = 3 << 20, bucket: int = 32, **manifest_fields: Any) -> Manifest:
+    """About thirty files of every kind, one of `large` bytes, and the manifest of a warm start."""
     source = random.Random(seed)
     sizes = {name: source.choice(SIZES) for name in KINDS}
     sizes |= {f"7{number:x}/{HASH[number:]}.so": source.choice(SIZES) for number in range(12)}
     sizes |= {"6n/one-byte": 1, "6n/large.so": large}
-    manifest = manifest_for(folder, fill(folder, sizes, seed), bucket, **asked)
+    manifest = manifest_for(folder, fill(folder, sizes, seed), bucket, **manifest_fields)
     write_manifest(path_of(folder, manifest), manifest)
     return manifest
 
 
-def make_small(folder: Path, seed: int = 0, **asked: Any) -> Manifest:
-    """Like `make_cache`, and small enough to be judged a thousand times."""
+def make_small(folder: Path, seed: int = 0, **manifest_fields: Any) -> Manifest:
+    """Like `make_cache`, but small enough to be verified a thousand times."""
     sizes = {name: 1 + (37 * number) % 900 for number, name in enumerate(KINDS)}
-    manifest = manifest_for(folder, fill(folder, sizes, seed), **asked)
+    manifest = manifest_for(folder, fill(folder, sizes, seed), **manifest_fields)
     write_manifest(path_of(folder, manifest), manifest)
     return manifest
 
@@ -128,15 +129,15 @@ Listing = dict[str, tuple[int, bytes]]
 
 
 def listing(folder: Path) -> Listing:
-    """Every file and folder below with its time of change and its bytes; the lock is nobody's content."""
-    found: Listing = {}
+    """Every file and folder below `folder`: modification time and content. Excludes the lock file."""
+    entries: Listing = {}
     for parent, folders, names in os.walk(folder):
         for name in (*folders, *names):
             path = Path(parent, name)
             content = path.read_bytes() if path.is_file() else b""
-            found[path.relative_to(folder).as_posix()] = (path.stat().st_mtime_ns, content)
-    found.pop(".lock", None)
-    return found
+            entries[path.relative_to(folder).as_posix()] = (path.stat().st_mtime_ns, content)
+    entries.pop(".lock", None)
+    return entries
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -154,13 +155,13 @@ def flipped(content: bytes, bit: int) -> bytes:
 
 
 def fill_disk_leaving(folder: Path, free: int) -> None:
-    """Fill a disk of one's own up to that many bytes."""
+    """Fill the disk that `folder` is mounted on, except for `free` bytes."""
     with open(folder / "filler", "wb") as filler:
         filler.write(bytes(shutil.disk_usage(folder).free - free))
 
 
 class Child:
-    """A Python of its own, in the repository, that runs a script: it says "ready" and waits for a line."""
+    """A Python subprocess that runs a script, which prints "ready" and waits for a line on stdin."""
 
     def __init__(self, script: str, *arguments: object, **options: Any) -> None:
         self.process = subprocess.Popen(
@@ -177,26 +178,26 @@ class Child:
 
     def line(self) -> str:
         assert self.process.stdout is not None
-        found = self.process.stdout.readline().strip()
-        assert found, self.process.communicate()[1]
-        return found
+        text = self.process.stdout.readline().strip()
+        assert text, self.process.communicate()[1]
+        return text
 
     def go(self) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
-    def kill_after(self, seconds: float, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Let it work for so long, and look at its work again and again."""
+    def kill_after(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
+        """Start the work, call `check` repeatedly for `seconds`, then kill the process."""
         self.go()
         end = time.monotonic() + seconds
         while time.monotonic() < end:
-            meanwhile()
+            check()
             time.sleep(0.0002)
         self.kill()
 
     def kill(self) -> None:
-        """-9, where it has not ended by itself."""
+        """Send SIGKILL unless the process has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.communicate()

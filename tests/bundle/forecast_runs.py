@@ -1,4 +1,4 @@
-"""A forecast and the start that it is of, in one process: a fork, since many are wanted (forks.py)."""
+"""Runs a forecast and the start that it predicts in one forked process."""
 
 from __future__ import annotations
 
@@ -11,32 +11,33 @@ from tests.fork_server import ForkServer
 
 
 def forecast_and_start(fork_server: ForkServer, home: Path, **question: Any) -> dict[str, Any]:
-    """Have a process build the recipe `flags`, forecast it from the manifests of a folder, and then really start it."""
-    script = f"from tests.bundle.forecast_runs import tell; tell({json.dumps(question)!r})"
+    """In a forked process: forecast the recipe `flags` from the manifests of a folder, then start it."""
+    script = f"from tests.bundle.forecast_runs import print_forecast_and_outcomes as run; run({json.dumps(question)!r})"
     done = fork_server.run(environ=cli_environment(home), script=script)
     assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result
 
 
-def print_forecast_and_outcomes(asked: str) -> None:
-    """In that process: the answer on stdout."""
+def print_forecast_and_outcomes(question_json: str) -> None:
+    """Runs in the forked process; prints the result as JSON."""
     from tcdeploy import pipeline
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cache.manifest import read_manifest
     from tcdeploy.planning.recipe import build_recipe
 
-    question = json.loads(asked)
+    question = json.loads(question_json)
     exec(question.get("before", ""))
     recipe = build_recipe(question["flags"], environ={})
-    answer: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     manifests = [read_manifest(path) for path in sorted(Path(question["cached"], "manifests").glob("*.json"))]
     if manifests:
         planned = pipeline.decide(recipe)
         origin = pipeline.origin_of(planned)
-        found = merge_forecasts([forecast(one, planned.plan, planned.environment, origin) for one in manifests if one])
-        answer["forecast"] = {one.bucket: "hit" if one.is_hit else "miss" for one in found.buckets}
-        answer["reasons"] = {one.bucket: one.reasons for one in found.buckets}
+        forecasts = [forecast(cached, planned.plan, planned.environment, origin) for cached in manifests if cached]
+        buckets = merge_forecasts(forecasts).buckets
+        result["forecast"] = {bucket.bucket: "hit" if bucket.is_hit else "miss" for bucket in buckets}
+        result["reasons"] = {bucket.bucket: bucket.reasons for bucket in buckets}
     deployment = pipeline.prepare(recipe)
-    answer["happened"] = {record.bucket: record.outcome for record in deployment.records}
-    print(json.dumps(answer))
+    result["outcomes"] = {record.bucket: record.outcome for record in deployment.records}
+    print(json.dumps(result))

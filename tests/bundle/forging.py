@@ -1,4 +1,4 @@
-"""Bundles as somebody else would write them: any bytes behind any header, with digests and signatures that fit."""
+"""Forges bundles: arbitrary bytes behind arbitrary headers, with matching digests and valid signatures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def record(path: str, content: bytes) -> FileRecord:
 
 
 def member(path: str, content: bytes, kind: bytes = tarfile.REGTYPE, link: str = "", **more: Any) -> bytes:
-    """One file of a tar, its bytes padded; `size` in `more` claims another length."""
+    """One tar member with padding. `more` overrides header fields, such as `size`."""
     info = tarfile.TarInfo(path)
     info.size, info.mode, info.type, info.linkname = len(content), 0o644, kind, link
     for name, value in more.items():
@@ -38,7 +38,7 @@ def tar(*members: bytes) -> bytes:
 
 
 def compressed(*pieces: bytes) -> bytes:
-    """One zstd frame over all pieces."""
+    """All pieces in one zstd frame."""
     out = io.BytesIO()
     with zstandard.ZstdCompressor(level=3).stream_writer(out, closefd=False) as stream:
         for piece in pieces:
@@ -51,10 +51,10 @@ def members_of(folder: Path, files: Iterable[FileRecord]) -> list[bytes]:
 
 
 def forge(path: Path, payload: bytes, manifest: Manifest, files: Any, secret: Path | None) -> Path:
-    """A bundle of that compressed payload whose header names `files`, signed where there is a key."""
-    renamed = replace(make_portable(manifest), files=tuple(files))
-    found = Payload(len(payload), hashlib.sha256(payload).hexdigest())
-    return forge_header(path, header_bytes(Header(renamed, found)), payload, secret)
+    """A bundle with this compressed payload whose header lists `files`, signed if `secret` is given."""
+    forged = replace(make_portable(manifest), files=tuple(files))
+    digest = Payload(len(payload), hashlib.sha256(payload).hexdigest())
+    return forge_header(path, header_bytes(Header(forged, digest)), payload, secret)
 
 
 def forge_header(path: Path, header: bytes, payload: bytes, secret: Path | None) -> Path:
@@ -64,7 +64,7 @@ def forge_header(path: Path, header: bytes, payload: bytes, secret: Path | None)
 
 
 def with_document(manifest: Manifest, payload: bytes, edit: Any) -> bytes:
-    """A header after `edit` changed its document, {"payload", "manifest"}, whose manifest is sealed again."""
+    """A header whose document {"payload", "manifest"} `edit` has changed; the manifest's digest is renewed."""
     document = {
         "payload": {"bytes": len(payload), "sha256": hashlib.sha256(payload).hexdigest()},
         "manifest": json.loads(json.dumps(asdict(make_portable(manifest)))),

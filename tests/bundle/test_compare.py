@@ -1,4 +1,4 @@
-"""Two caches side by side: what they were made from, and which files differ."""
+"""Comparison of two caches: the inputs and the files that differ."""
 
 from __future__ import annotations
 
@@ -21,35 +21,43 @@ def first(small: Packed) -> Manifest:
     return small.manifest
 
 
-def test_a_cache_beside_itself_differs_in_nothing(first: Manifest) -> None:
-    found = compare_manifests(first, first)
-    assert (found.differences, found.only_first, found.only_second, found.changed) == ((), (), (), ())
-    assert found.same == len(KINDS)
+def test_a_cache_does_not_differ_from_itself(first: Manifest) -> None:
+    comparison = compare_manifests(first, first)
+    assert (comparison.differences, comparison.only_first, comparison.only_second, comparison.changed) == (
+        (),
+        (),
+        (),
+        (),
+    )
+    assert comparison.same == len(KINDS)
 
 
-def test_the_same_cache_elsewhere_differs_in_nothing(first: Manifest, tmp_path: Path) -> None:
-    found = compare_manifests(first, make_small(tmp_path / "elsewhere"))
-    assert found.differences == () and found.same == len(KINDS)
+def test_the_same_cache_in_another_folder_does_not_differ(first: Manifest, tmp_path: Path) -> None:
+    comparison = compare_manifests(first, make_small(tmp_path / "elsewhere"))
+    assert comparison.differences == () and comparison.same == len(KINDS)
 
 
-def test_files_are_told_by_where_they_are(first: Manifest) -> None:
-    more = replace(first.files[0], path="fxgraph/more")
-    other = replace(first.files[3], sha256="0" * 64)
-    second = replace(first, files=(*first.files[1:3], other, *first.files[4:], more))
-    found = compare_manifests(first, second)
-    assert found.only_first == (first.files[0].path,) and found.only_second == ("fxgraph/more",)
-    assert found.changed == (first.files[3].path,) and found.same == len(KINDS) - 2
-    turned = compare_manifests(second, first)
-    assert (turned.only_first, turned.only_second) == (found.only_second, found.only_first)
+def test_files_are_grouped_by_the_cache_that_has_them(first: Manifest) -> None:
+    added = replace(first.files[0], path="fxgraph/added")
+    changed = replace(first.files[3], sha256="0" * 64)
+    second = replace(first, files=(*first.files[1:3], changed, *first.files[4:], added))
+    comparison = compare_manifests(first, second)
+    assert comparison.only_first == (first.files[0].path,) and comparison.only_second == ("fxgraph/added",)
+    assert comparison.changed == (first.files[3].path,) and comparison.same == len(KINDS) - 2
+    reversed_comparison = compare_manifests(second, first)
+    assert (reversed_comparison.only_first, reversed_comparison.only_second) == (
+        comparison.only_second,
+        comparison.only_first,
+    )
 
 
-def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first: Manifest) -> None:
+def test_differences_of_environment_plan_config_and_ops_list_both_values(first: Manifest) -> None:
     origin = replace(first.origin, model_config={"model_type": "llama", "rope": 1}, sources={"linear/ops.py": "6" * 64})
     second = replace(
         first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
     )
-    found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).differences}
-    assert found == {
+    differences = compare_manifests(first, second).differences
+    assert {difference.name: (difference.here, difference.there) for difference in differences} == {
         "environment.torch": (first.environment["torch"], "9.9"),
         "plan.dtype": (first.plan["dtype"], "float16"),
         "config.hidden_size": ("4096", "-"),
@@ -58,7 +66,7 @@ def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first
     }
 
 
-def test_where_it_lies_and_why_it_was_decided_are_no_factors(first: Manifest) -> None:
+def test_paths_and_decisions_are_not_compared(first: Manifest) -> None:
     environment = {**first.environment, "user_cache_dir": "/x", "inductor_cache_dir": "/y"}
     plan = {**first.plan, "cache_dir": "/z", "decisions": []}
     assert compare_manifests(first, replace(first, environment=environment, plan=plan)).differences == ()
@@ -77,7 +85,7 @@ def test_the_command_compares_a_bundle_with_a_folder(
     assert set(document["changed"]) == set(KINDS) and document["same"] == 0
 
 
-def test_the_command_wants_one_plan_each(run_cli: Callable[..., Any], small: Packed, tmp_path: Path) -> None:
+def test_the_command_requires_one_plan_per_side(run_cli: Callable[..., Any], small: Packed, tmp_path: Path) -> None:
     for bucket in (32, 64):
         make_small(tmp_path / "two", bucket=bucket)
     result = run_cli("cache", "diff", str(small.bundle), str(tmp_path / "two"))
@@ -87,7 +95,7 @@ def test_the_command_wants_one_plan_each(run_cli: Callable[..., Any], small: Pac
         assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
 
 
-def test_many_files_are_listed_to_a_length(run_cli: Callable[..., Any], keys: Keys, tmp_path: Path) -> None:
+def test_the_command_limits_the_list_of_files(run_cli: Callable[..., Any], keys: Keys, tmp_path: Path) -> None:
     from tcdeploy.cache.manifest import write_manifest
     from tests.bundle.fake_caches import path_of
 

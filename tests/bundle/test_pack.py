@@ -1,4 +1,4 @@
-"""The same cache is the same file; what is not whole or not proven is not packed; a name means a whole bundle."""
+"""Packing: deterministic, atomic, and only for undamaged plans whose last start compiled nothing."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ def names_in(folder: Path) -> list[str]:
 # The same bytes
 
 
-def test_the_same_folder_packs_to_the_same_bytes(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_packing_a_folder_twice_gives_the_same_bytes(small: Packed, keys: Keys, tmp_path: Path) -> None:
     for name in ("first", "second"):
         pack(small.folder, small.key, tmp_path / name, keys.secret)
     assert (tmp_path / "first").read_bytes() == (tmp_path / "second").read_bytes() == small.bundle.read_bytes()
-    assert names_in(tmp_path) == ["first", "second"], "nothing of the work is left beside them"
+    assert names_in(tmp_path) == ["first", "second"], "no temporary file remains"
 
 
-def test_another_place_order_of_creation_and_time_change_no_byte(small: Packed, tmp_path: Path) -> None:
+def test_folder_path_creation_order_and_mtime_do_not_change_the_bytes(small: Packed, tmp_path: Path) -> None:
     pack(small.folder, small.key, tmp_path / "there.tcb")
-    other = tmp_path / "a" / "much longer" / "place"
+    other = tmp_path / "a" / "much longer" / "path"
     for number, file in enumerate(reversed(small.manifest.files)):
         target = other / file.path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -56,25 +56,27 @@ def test_another_place_order_of_creation_and_time_change_no_byte(small: Packed, 
         os.utime(target, (1_000_000 + number, 2_000_000))
         target.chmod(0o600)
     manifest = manifest_for(other, [file.path for file in reversed(small.manifest.files)])
-    assert (key_of(manifest), manifest == small.manifest) == (small.key, False), "the folder's place stands in it"
+    assert (key_of(manifest), manifest == small.manifest) == (small.key, False), (
+        "the folder's manifest contains its path"
+    )
     write_manifest(path_of(other, manifest), manifest)
     pack(other, small.key, tmp_path / "here.tcb")
     assert (tmp_path / "here.tcb").read_bytes() == (tmp_path / "there.tcb").read_bytes()
     assert str(other).encode() not in (tmp_path / "here.tcb").read_bytes()
 
 
-def test_what_was_packed_is_told(packed: Packed, tmp_path: Path) -> None:
-    told = pack(packed.folder, packed.key, tmp_path / "x.tcb")
+def test_the_result_describes_the_bundle(packed: Packed, tmp_path: Path) -> None:
+    result = pack(packed.folder, packed.key, tmp_path / "x.tcb")
     sizes = [file.bytes for file in packed.manifest.files]
-    assert (told.plan_key, told.files, told.unpacked_bytes) == (packed.key, len(sizes), sum(sizes))
-    assert told.packed_bytes == (tmp_path / "x.tcb").stat().st_size < sum(sizes)
-    assert 0 < told.header_bytes < told.packed_bytes
+    assert (result.plan_key, result.files, result.unpacked_bytes) == (packed.key, len(sizes), sum(sizes))
+    assert result.packed_bytes == (tmp_path / "x.tcb").stat().st_size < sum(sizes)
+    assert 0 < result.header_bytes < result.packed_bytes
 
 
-def test_what_no_manifest_names_stays_outside(small: Packed, tmp_path: Path) -> None:
+def test_files_outside_the_manifest_are_not_packed(small: Packed, tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     shutil.copytree(small.folder, folder)
-    (folder / "fxgraph" / "loser").write_bytes(b"of another candidate")
+    (folder / "fxgraph" / "loser").write_bytes(b"of another variant")
     pack(folder, small.key, tmp_path / "x.tcb")
     pack(small.folder, small.key, tmp_path / "y.tcb")
     assert (tmp_path / "x.tcb").read_bytes() == (tmp_path / "y.tcb").read_bytes()
@@ -103,7 +105,7 @@ def spoil(file: str, how: str, folder: Path) -> None:
         ("a link", "is no regular file"),
     ],
 )  # fmt: skip
-def test_a_damaged_file_is_named_and_nothing_is_packed(small: Packed, how: str, reason: str, tmp_path: Path) -> None:
+def test_a_damaged_file_is_named_and_no_bundle_is_written(small: Packed, how: str, reason: str, tmp_path: Path) -> None:
     folder, out = tmp_path / "cache", tmp_path / "out"
     shutil.copytree(small.folder, folder)
     out.mkdir()
@@ -127,22 +129,22 @@ def test_a_file_that_was_empty_when_it_was_recorded_is_not_packed(tmp_path: Path
     assert names_in(out) == []
 
 
-def test_a_file_that_changes_while_it_is_packed_is_found(small: Packed, tmp_path: Path) -> None:
-    """A record of other bytes, as if they had changed after the check: `write_bundle` looks for itself."""
+def test_a_file_that_changes_during_packing_is_an_integrity_error(small: Packed, tmp_path: Path) -> None:
+    """The record has another digest, as if the file had changed after the check: `write_bundle` checks again."""
     from tcdeploy.bundle.container import write_bundle
 
     first, *others = small.manifest.files
-    with pytest.raises(IntegrityError, match="has other bytes than its manifest says"):
-        write_bundle(tmp_path / "x.tcb", small.folder, (replace(first, sha256="0" * 64), *others), lambda _: b"head")
+    with pytest.raises(IntegrityError, match="does not match the sha256 in its manifest"):
+        write_bundle(tmp_path / "x.tcb", small.folder, (replace(first, sha256="0" * 64), *others), lambda _: b"header")
     assert names_in(tmp_path) == []
 
 
-def test_a_plan_that_did_not_finish_warming_is_not_packed(small: Packed, tmp_path: Path) -> None:
+def test_a_plan_that_has_not_finished_warming_is_not_packed(small: Packed, tmp_path: Path) -> None:
     folder, out = tmp_path / "cache", tmp_path / "out"
     shutil.copytree(small.folder, folder)
     out.mkdir()
     path_of(folder, small.manifest).unlink()
-    with pytest.raises(UsageError, match=f"knows no plan {small.key}: what did not finish warming"):
+    with pytest.raises(UsageError, match=f"plan {small.key} has not finished warming in {folder}"):
         pack(folder, small.key, out / "x.tcb")
     with pytest.raises(UsageError, match="holds no plan that finished warming"):
         single_plan_key(folder)
@@ -150,17 +152,17 @@ def test_a_plan_that_did_not_finish_warming_is_not_packed(small: Packed, tmp_pat
 
 
 @pytest.mark.parametrize("changes", [{"outcome": "miss"}, {"is_first_start": False}], ids=["compiled", "second"])
-def test_a_plan_whose_last_start_proved_nothing_is_not_packed(changes: dict[str, Any], tmp_path: Path) -> None:
-    """It compiled, or its process may have held the programs already and opened no file."""
+def test_a_plan_without_a_proven_list_of_files_is_not_packed(changes: dict[str, Any], tmp_path: Path) -> None:
+    """The last start compiled, or was not the first in its process, which may have had the programs in memory."""
     folder, out = tmp_path / "cache", tmp_path / "out"
     manifest = make_small(folder, **changes)
     out.mkdir()
-    with pytest.raises(WarmStartRequiredError, match="the last start of this plan compiled something"):
+    with pytest.raises(WarmStartRequiredError, match="the last start of plan [0-9a-f]{16} compiled programs"):
         pack(folder, key_of(manifest), out / "x.tcb")
     assert names_in(out) == []
 
 
-def test_a_folder_of_several_plans_wants_one_named(tmp_path: Path) -> None:
+def test_a_folder_with_several_plans_requires_a_plan_key(tmp_path: Path) -> None:
     keys = sorted(key_of(make_small(tmp_path, bucket=bucket)) for bucket in (32, 64))
     with pytest.raises(UsageError) as caught:
         single_plan_key(tmp_path)
@@ -170,26 +172,26 @@ def test_a_folder_of_several_plans_wants_one_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"no key", b"-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n"])
-def test_with_a_key_that_is_none_nothing_stands_under_the_name(small: Packed, content: bytes, tmp_path: Path) -> None:
-    """An unsigned bundle where a signed one was asked for would be believed to be signed."""
+def test_with_an_invalid_key_no_bundle_is_written(small: Packed, content: bytes, tmp_path: Path) -> None:
+    """An unsigned bundle in place of a signed one would be mistaken for it."""
     (tmp_path / "bad.key").write_bytes(content)
     for key in (tmp_path / "bad.key", tmp_path / "missing.key"):
-        with pytest.raises(UsageError, match=f"{key.name} is no private key"):
+        with pytest.raises(UsageError, match=f"{key.name} is not a private key"):
             pack(small.folder, small.key, tmp_path / "x.tcb", key)
     assert names_in(tmp_path) == ["bad.key"]
 
 
-def test_a_place_that_does_not_exist_is_a_clear_error(small: Packed, tmp_path: Path) -> None:
+def test_a_missing_target_folder_is_a_clear_error(small: Packed, tmp_path: Path) -> None:
     target = tmp_path / "nowhere" / "x.tcb"
     with pytest.raises(TcdeployError, match=f"the bundle {target} cannot be written: No such file") as caught:
         pack(small.folder, small.key, target)
     assert caught.value.exit_code == 1 and caught.value.hint
 
 
-# Under the name stands a whole bundle, or what was there
+# The target is a complete bundle, or unchanged
 
 
-def test_a_bundle_that_is_there_is_replaced_whole(small: Packed, packed: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_an_existing_bundle_is_replaced_atomically(small: Packed, packed: Packed, keys: Keys, tmp_path: Path) -> None:
     target = tmp_path / "x.tcb"
     pack(packed.folder, packed.key, target, keys.secret)
     pack(small.folder, small.key, target, keys.secret)
@@ -219,34 +221,34 @@ while True:
 
 
 def assert_complete_bundle(target: Path, packed: Packed) -> None:
-    """Who looks at any moment finds a whole bundle, or none."""
+    """At any moment, the target is a complete bundle or does not exist."""
     if target.exists():
         assert target.read_bytes() == packed.bundle.read_bytes()
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_killed_at_random_moments_the_name_is_absent_or_whole_and_signed(
-    packed: Packed, keys: Keys, is_there: bool, tmp_path: Path
+@pytest.mark.parametrize("target_exists", [False, True])
+def test_a_killed_pack_leaves_no_bundle_or_a_complete_signed_one(
+    packed: Packed, keys: Keys, target_exists: bool, tmp_path: Path
 ) -> None:
-    """Ten times -9 into a process that packs without an end, into a new name and into one that is there."""
-    source, absent, left = random.Random(8), 0, 0
+    """SIGKILL ten processes that pack in a loop, to a new and to an existing target."""
+    source, absent, interrupted = random.Random(8), 0, 0
     for number in range(10):
         target = tmp_path / f"{number}.tcb"
-        if is_there:
+        if target_exists:
             shutil.copyfile(packed.bundle, target)
         with Child(PACKER, packed.folder, packed.key, target, keys.secret) as child:
             assert child.line() == "ready"
             child.kill_after(source.uniform(0, 0.3), lambda target=target: assert_complete_bundle(target, packed))
         absent += not target.exists()
-        left += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
+        interrupted += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
         if target.exists():
             assert verify_bundle(target, keys.trusted).signer is not None
             assert target.read_bytes() == packed.bundle.read_bytes()
-    assert absent == 0 if is_there else absent < 10
-    assert left, "none was killed at its work"
+    assert absent == 0 if target_exists else absent < 10
+    assert interrupted, "no process was killed while packing"
 
 
-def test_a_full_disk_is_exit_7_and_leaves_nothing(
+def test_a_full_disk_exits_with_7_and_leaves_no_file(
     run_cli: Callable[..., Any], packed: Packed, keys: Keys, tmp_path: Path
 ) -> None:
     with mounted_tmpfs(tmp_path / "small", "-o", "size=2m") as folder:
@@ -260,7 +262,7 @@ def test_a_full_disk_is_exit_7_and_leaves_nothing(
 
 @pytest.fixture(scope="module")
 def incompressible(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Manifest]:
-    """Many files that do not compress: with their names they take more than the room that is asked for first."""
+    """Incompressible files: with their tar headers they need more space than the check before packing requires."""
     folder = tmp_path_factory.mktemp("incompressible")
     source = random.Random(3)
     names = [f"fxgraph/{number:03}" for number in range(400)]
@@ -272,21 +274,21 @@ def incompressible(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mani
     return folder, manifest
 
 
-@pytest.mark.parametrize("is_there", [False, True])
-def test_a_disk_that_fills_up_while_packing_is_a_space_error_and_leaves_what_was_there(
-    incompressible: tuple[Path, Manifest], small: Packed, keys: Keys, is_there: bool, tmp_path: Path
+@pytest.mark.parametrize("target_exists", [False, True])
+def test_a_disk_that_fills_up_during_packing_is_a_space_error_and_keeps_the_old_bundle(
+    incompressible: tuple[Path, Manifest], small: Packed, keys: Keys, target_exists: bool, tmp_path: Path
 ) -> None:
     folder, manifest = incompressible
     with mounted_tmpfs(tmp_path / "full", "-o", "size=8m") as out:
         target = out / "x.tcb"
-        if is_there:
+        if target_exists:
             shutil.copyfile(small.bundle, target)
         fill_disk_leaving(out, 2 * sum(file.bytes for file in manifest.files) + 4096)
-        with pytest.raises(SpaceError, match="no room for the bundle") as caught:
+        with pytest.raises(SpaceError, match="the disk is full, the bundle .* was not written") as caught:
             pack(folder, key_of(manifest), target, keys.secret)
         assert caught.value.exit_code == 7
-        assert names_in(out) == ["filler", "x.tcb"][: 1 + is_there]
-        if is_there:
+        assert names_in(out) == ["filler", "x.tcb"][: 1 + target_exists]
+        if target_exists:
             assert target.read_bytes() == small.bundle.read_bytes()
         (out / "filler").unlink()
         assert pack(folder, key_of(manifest), target, keys.secret).files == 400
@@ -295,7 +297,7 @@ def test_a_disk_that_fills_up_while_packing_is_a_space_error_and_leaves_what_was
 # The command
 
 
-def test_the_command_packs_a_folder_and_says_what_it_packed(
+def test_the_command_packs_a_folder_and_reports_the_bundle(
     run_cli: Callable[..., Any], small: Packed, keys: Keys, tmp_path: Path
 ) -> None:
     out = tmp_path / "x.tcb"
@@ -310,7 +312,7 @@ def test_the_command_packs_a_folder_and_says_what_it_packed(
     assert plain.returncode == 0 and f"for {len(KINDS)} files" in plain.stdout
 
 
-def test_the_command_refuses_what_is_damaged_with_exit_5(
+def test_the_command_exits_with_5_for_a_damaged_cache(
     run_cli: Callable[..., Any], small: Packed, tmp_path: Path
 ) -> None:
     folder = tmp_path / "cache"
@@ -322,7 +324,7 @@ def test_the_command_refuses_what_is_damaged_with_exit_5(
     assert not (tmp_path / "x.tcb").exists()
 
 
-def test_signing_afterwards_is_the_same_as_signing_at_once(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_signing_later_gives_the_same_bytes_as_signing_while_packing(small: Packed, keys: Keys, tmp_path: Path) -> None:
     pack(small.folder, small.key, tmp_path / "x.tcb")
     add_signature(tmp_path / "x.tcb", keys.secret)
     assert (tmp_path / "x.tcb").read_bytes() == small.bundle.read_bytes()
@@ -331,7 +333,7 @@ def test_signing_afterwards_is_the_same_as_signing_at_once(small: Packed, keys: 
     assert verify_bundle(tmp_path / "x.tcb", keys.trusted).files == len(KINDS)
 
 
-def test_a_cache_that_cannot_be_written_is_packed_all_the_same(small: Packed, tmp_path: Path) -> None:
+def test_a_read_only_cache_can_be_packed(small: Packed, tmp_path: Path) -> None:
     with mounted_tmpfs(tmp_path / "read-only") as folder:
         shutil.copytree(small.folder, folder, dirs_exist_ok=True)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)

@@ -1,7 +1,7 @@
-"""A cache that travels: warmed and packed here, unpacked there, and every bucket a hit, with nothing to compile with.
+"""Relocation: a cache packed on one machine is unpacked on another, where every bucket is a hit without a compiler.
 
-The other machine is this one with other eyes: another HOME and working directory, no program on its PATH but Python
-itself, and a root that cannot be written but for a folder for temporary files (bind mounts in a namespace of its own).
+The other machine is simulated: another HOME and working directory, a PATH without programs, and a read-only root with
+one writable folder for temporary files (bind mounts in a mount namespace).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PROMPT = "This module provides"
 class RelocatedBundle(NamedTuple):
     bundle: Path
     plan_key: str
-    text: str  # what the packing side generates
+    text: str  # generated on the packing machine
 
 
 def run(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -42,15 +42,15 @@ def run(home: Path, *arguments: str, **environ: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def relocated(tmp_path_factory: pytest.TempPathFactory, keys: Keys) -> RelocatedBundle:
-    """`cache pack MODEL` on a machine that has never seen the model."""
-    home, place = tmp_path_factory.mktemp("packer"), tmp_path_factory.mktemp("packed-here")
-    bundle = place / "tiny.tcb"
+    """`cache pack MODEL` on a machine with an empty cache."""
+    home, folder = tmp_path_factory.mktemp("packer"), tmp_path_factory.mktemp("packed")
+    bundle = folder / "tiny.tcb"
     packed = run(
-        home, "cache", "pack", TINY, *SMALL, "--cache-dir", str(place / "deep" / "cache"), "-o", str(bundle),
+        home, "cache", "pack", TINY, *SMALL, "--cache-dir", str(folder / "deep" / "cache"), "-o", str(bundle),
         "--sign", str(keys.secret), "--json",
     )  # fmt: skip
     assert packed.returncode == 0, packed.stderr
-    generated = run(home, "generate", TINY, PROMPT, *SMALL, "--cache-dir", str(place / "deep" / "cache"))
+    generated = run(home, "generate", TINY, PROMPT, *SMALL, "--cache-dir", str(folder / "deep" / "cache"))
     assert generated.returncode == 0, generated.stderr
     return RelocatedBundle(bundle, json.loads(packed.stdout)["plan_key"], generated.stdout)
 
@@ -68,9 +68,9 @@ def unpacked(relocated: RelocatedBundle, keys: Keys, tmp_path_factory: pytest.Te
 
 @pytest.fixture
 def run_on_other_machine(tmp_path: Path, unpacked: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the command where nothing can be written but the folder for temporary files, with an empty PATH."""
-    nothing, writable = tmp_path / "no-programs", tmp_path / "scratch"
-    nothing.mkdir(), writable.mkdir()
+    """Run a command with a read-only root, one writable folder for temporary files, and an empty PATH."""
+    empty_path, writable = tmp_path / "no-programs", tmp_path / "scratch"
+    empty_path.mkdir(), writable.mkdir()
     if subprocess.run(["unshare", "-m", "true"], capture_output=True).returncode:
         pytest.skip("cannot make a namespace of mounts here")
 
@@ -79,17 +79,17 @@ def run_on_other_machine(tmp_path: Path, unpacked: Path) -> Callable[..., subpro
         for point in ("/tmp", "/var", "/root", "/home"):
             if os.path.ismount(point):
                 mounts += f"mount -o remount,ro,bind {point} && "
-        inside = {**cli_environment(tmp_path / "nobody"), "PATH": str(nothing), "TMPDIR": str(writable)}
+        environ = {**cli_environment(tmp_path / "nobody"), "PATH": str(empty_path), "TMPDIR": str(writable)}
         return subprocess.run(
             ["unshare", "-m", "sh", "-c", f'{mounts} exec env -i "$@"', "sh",
-             *(f"{name}={value}" for name, value in inside.items()), sys.executable, "-m", "tcdeploy", *arguments],
+             *(f"{name}={value}" for name, value in environ.items()), sys.executable, "-m", "tcdeploy", *arguments],
             capture_output=True, text=True, timeout=600,
         )  # fmt: skip
 
     return start
 
 
-def test_on_a_read_only_root_without_a_compiler_every_bucket_is_a_hit_and_a_token_comes(
+def test_on_a_read_only_root_without_a_compiler_every_bucket_hits_and_text_is_generated(
     run_on_other_machine: Callable[..., subprocess.CompletedProcess[str]], relocated: RelocatedBundle, unpacked: Path
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")}
@@ -100,13 +100,13 @@ def test_on_a_read_only_root_without_a_compiler_every_bucket_is_a_hit_and_a_toke
     assert document["plan"]["key"] == relocated.plan_key
     generated = run_on_other_machine("generate", TINY, PROMPT, *SMALL, "--cache-dir", str(unpacked))
     assert (generated.returncode, generated.stdout) == (0, relocated.text), generated.stderr
-    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "it was written to"
+    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "the folder was modified"
 
 
-def test_there_the_root_cannot_be_written_and_no_compiler_is_found(
+def test_the_simulated_machine_has_a_read_only_root_and_no_compiler(
     run_on_other_machine: Callable[..., subprocess.CompletedProcess[str]], unpacked: Path, tmp_path: Path
 ) -> None:
-    """The room that the test above believes in: a bucket that is not in the bundle cannot be made in it."""
+    """Checks the simulation: a bucket that is not in the bundle cannot be compiled there."""
     missed = run_on_other_machine(
         "warm", TINY, "--buckets", "16,32,48", "--batch-sizes", "1,3", "--cache-dir", str(unpacked)
     )
@@ -120,7 +120,7 @@ def test_there_the_root_cannot_be_written_and_no_compiler_is_found(
     assert missed.returncode == 1 and "compiler" in missed.stderr.lower(), missed.stderr
 
 
-def test_the_packers_answers_are_given_here_too(
+def test_the_unpacked_cache_reproduces_the_packers_tokens(
     unpacked: Path, relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     trusted = ("--trusted-keys", str(keys.trusted))
@@ -129,16 +129,15 @@ def test_the_packers_answers_are_given_here_too(
         done = run(tmp_path, "cache", "verify", target, "--run", "--json", *trusted)
         assert done.returncode == 0, done.stderr
         (replayed,) = json.loads(done.stdout)["replayed"].values()
-        assert [one["passed"] for one in replayed] == [True] * 4
-        assert sum(one["rows"] for one in replayed) == 4 + 4 + 1 + 3
-        assert all(one["mismatched_tokens"] == 0 and one["max_logprob_difference"] < 1e-4 for one in replayed)
-    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "what is verified stays as it is"
+        assert [bucket["passed"] for bucket in replayed] == [True] * 4
+        assert sum(bucket["rows"] for bucket in replayed) == 4 + 4 + 1 + 3
+        assert [bucket["mismatched_tokens"] for bucket in replayed] == [0] * 4
+        assert all(bucket["max_logprob_difference"] < 1e-4 for bucket in replayed)
+    assert {path: path.stat().st_mtime_ns for path in unpacked.rglob("*")} == before, "verification modified the folder"
 
 
-def test_other_weights_answer_otherwise_and_are_found_out(
-    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
-) -> None:
-    """The same architecture with another model's weights: all hits, and a wrong deployment."""
+def test_other_weights_fail_the_replay(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
+    """The same architecture with other weights: every bucket hits, but the deployment is wrong."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -172,12 +171,12 @@ def test_a_start_fetches_its_plan_from_a_folder_of_bundles(
     run(tmp_path, "cache", "pack", str(cache), "-o", str(packed[0]))
     second = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "0.5s")
     run(tmp_path, "cache", "pack", str(cache), "-o", str(packed[1]))
-    assert packed[0].read_bytes() == packed[1].read_bytes(), "after another start the same bytes"
+    assert packed[0].read_bytes() == packed[1].read_bytes(), "another start does not change the bundle"
     assert "is here already, nothing was fetched" in second.stderr
     assert second.returncode == 6 and re.search(r"the start took [\d.]+ s, and 0.5 s was the most", second.stderr)
 
 
-def test_a_damaged_plan_is_fetched_again_where_a_rebuild_was_asked_for(
+def test_a_damaged_plan_is_fetched_again_with_on_bad_cache_rebuild(
     relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
     cache, trusted = tmp_path / "cache", ("--trusted-keys", str(keys.trusted))
@@ -186,13 +185,11 @@ def test_a_damaged_plan_is_fetched_again_where_a_rebuild_was_asked_for(
     library.write_bytes(library.read_bytes()[:-1] + b"!")
     fetching = ("--cache-dir", str(cache), "--cache-from", relocated.bundle.as_uri(), *trusted, "--require-hit")
     assert run(tmp_path, "warm", TINY, *SMALL, *fetching).returncode == 5
-    mended = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--on-bad-cache", "rebuild")
-    assert mended.returncode == 0 and "signed by ci" in mended.stderr, mended.stderr
+    rebuilt = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--on-bad-cache", "rebuild")
+    assert rebuilt.returncode == 0 and "signed by ci" in rebuilt.stderr, rebuilt.stderr
 
 
-def test_the_next_command_that_a_report_names_holds_no_secret_and_runs(
-    unpacked: Path, keys: Keys, tmp_path: Path
-) -> None:
+def test_the_suggested_next_command_contains_no_secret_and_runs(unpacked: Path, keys: Keys, tmp_path: Path) -> None:
     url = "http://someone:HUNTER2@127.0.0.1:9/bundles?signature=SECRET"
     flags = ("--cache-dir", str(unpacked), "--cache-from", url, f"--trusted-keys={keys.trusted}", "--budget", "300")
     done = run(tmp_path, "warm", TINY, *SMALL, *flags, "--require-hit")
@@ -203,9 +200,7 @@ def test_the_next_command_that_a_report_names_holds_no_secret_and_runs(
     assert again.returncode == 0 and again.stdout.strip(), again.stderr
 
 
-def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(
-    relocated: RelocatedBundle, keys: Keys, tmp_path: Path
-) -> None:
+def test_a_start_without_a_matching_bundle_exits_with_3(relocated: RelocatedBundle, keys: Keys, tmp_path: Path) -> None:
     store = tmp_path / "store"
     pushed = push(relocated.bundle, str(store), relocated.plan_key)
     trusted = ("--trusted-keys", str(keys.trusted), "--cache-dir", str(tmp_path / "cache"))
@@ -213,21 +208,21 @@ def test_a_start_that_nothing_in_the_folder_fits_ends_with_3(
     absent = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", str(store))
     assert absent.returncode == 3 and "holds no bundle of the plan" in absent.stderr
     named = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", pushed.url)
-    assert named.returncode == 3 and "is of another plan: dtype" in named.stderr
-    assert re.search(r"^dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of what differs"
+    assert named.returncode == 3 and "was made for another plan: dtype" in named.stderr
+    assert re.search(r"^dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of the differences"
     assert not (tmp_path / "cache").exists()
 
 
-def test_an_unsigned_bundle_is_not_started_from(relocated: RelocatedBundle, tmp_path: Path) -> None:
+def test_a_bundle_without_a_trusted_signer_is_not_used(relocated: RelocatedBundle, tmp_path: Path) -> None:
     done = run(
         tmp_path, "warm", TINY, *SMALL, "--cache-dir", str(tmp_path / "cache"), "--cache-from", str(relocated.bundle)
     )
-    assert done.returncode == 4 and "is no trusted key" in done.stderr
+    assert done.returncode == 4 and "no trusted key signed the bundle" in done.stderr
     assert not (tmp_path / "cache").exists()
 
 
-def test_warm_sends_what_it_proved(keys: Keys, relocated: RelocatedBundle, tmp_path: Path) -> None:
-    """The folder was filled by unpacking: a warm start goes before, so nothing is started twice."""
+def test_warm_pushes_its_cache(keys: Keys, relocated: RelocatedBundle, tmp_path: Path) -> None:
+    """The folder was filled by unpacking, so its warm start is enough to pack."""
     cache, store = tmp_path / "cache", tmp_path / "store"
     trusted = ("--trusted-keys", str(keys.trusted))
     assert run(tmp_path, "cache", "unpack", str(relocated.bundle), str(cache), *trusted).returncode == 0
@@ -245,10 +240,10 @@ def test_warm_sends_what_it_proved(keys: Keys, relocated: RelocatedBundle, tmp_p
     assert again.returncode == 0 and "was there already" in again.stdout
 
 
-def test_a_bundle_of_another_environment_is_not_unpacked_unless_asked(
+def test_a_bundle_of_another_environment_is_unpacked_only_on_request(
     relocated: RelocatedBundle, keys: Keys, tmp_path: Path
 ) -> None:
-    """Fault 6, by a machine whose torch says that it is another one."""
+    """Simulates another torch version by its installed metadata."""
     site = tmp_path / "site" / "torch-9.9.9.dist-info"
     site.mkdir(parents=True)
     (site / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")

@@ -1,4 +1,7 @@
-"""A bundle is judged, checked and staged before a byte of a cache changes: hostile, cut, killed, full, all at once."""
+"""Unpacking: a bundle is verified and staged before the cache changes.
+
+Covers truncated, hostile and unsigned bundles, killed processes, full disks and concurrent unpacking.
+"""
 
 from __future__ import annotations
 
@@ -55,9 +58,9 @@ OLD_BUCKET = 64
 
 @pytest.fixture
 def old(tmp_path: Path) -> tuple[Path, Listing]:
-    """A folder with another plan in it, which nothing here may change."""
+    """A folder with another plan, which no test may change."""
     make_small(tmp_path / "folder", seed=9, bucket=OLD_BUCKET)
-    for name in KINDS[::2]:  # the bundle's own, where the plans do not share them
+    for name in KINDS[::2]:  # leaves these paths to the bundle
         (tmp_path / "folder" / name).unlink()
     manifest = manifest_for(tmp_path / "folder", list(KINDS[1::2]), bucket=OLD_BUCKET)
     path_of(tmp_path / "folder", manifest).unlink()
@@ -71,68 +74,66 @@ def old(tmp_path: Path) -> tuple[Path, Listing]:
 
 
 def refused(bundle: Path, old: tuple[Path, Listing], keys: Keys, error: type[TcdeployError] = IntegrityError) -> str:
-    """Unpacking raises, changes nothing in the folder that is there, and leaves nothing in a new one."""
+    """Assert that unpacking raises `error` and changes nothing on disk; returns the message."""
     folder, before = old
-    beside = sorted(path.name for path in folder.parent.iterdir())
+    siblings = sorted(path.name for path in folder.parent.iterdir())
     with pytest.raises(error) as caught:
         unpack(bundle, folder, keys.trusted)
     assert type(caught.value) is error
     assert listing(folder) == before
-    assert sorted(path.name for path in folder.parent.iterdir()) == beside, "nothing was written beside it"
+    assert sorted(path.name for path in folder.parent.iterdir()) == siblings, "nothing was written beside it"
     with pytest.raises(error):
         verify_bundle(bundle, keys.trusted)
     return caught.value.message
 
 
-def test_a_bundle_becomes_a_cache_that_verifies(packed: Packed, keys: Keys, tmp_path: Path) -> None:
-    done = unpack(packed.bundle, tmp_path / "a" / "b", keys.trusted)
-    assert (done.plan_key, done.files, done.already_present) == (packed.key, len(packed.manifest.files), False)
-    assert done.signer is not None and done.signer.name == "ci"
-    found, there = contents(tmp_path / "a" / "b"), contents(packed.folder)
-    names = {file.path for file in packed.manifest.files}
-    assert {name: found[name] for name in names} == {name: there[name] for name in names}
-    assert set(found) - names == {f"manifests/{packed.key}.json", f"bundles/{packed.key}.head"}
+def test_an_unpacked_bundle_verifies(packed: Packed, keys: Keys, tmp_path: Path) -> None:
+    result = unpack(packed.bundle, tmp_path / "a" / "b", keys.trusted)
+    assert (result.plan_key, result.files, result.already_present) == (packed.key, len(packed.manifest.files), False)
+    assert result.signer is not None and result.signer.name == "ci"
+    unpacked, source = contents(tmp_path / "a" / "b"), contents(packed.folder)
+    paths = {file.path for file in packed.manifest.files}
+    assert {path: unpacked[path] for path in paths} == {path: source[path] for path in paths}
+    assert set(unpacked) - paths == {f"manifests/{packed.key}.json", f"bundles/{packed.key}.head"}
     assert staging_files_in(tmp_path / "a" / "b") == []
     [verified] = verify_folder(tmp_path / "a" / "b", keys.trusted)
     assert verified.signer is not None and verified.is_from_bundle
 
 
-def test_an_unpacked_cache_packs_to_the_same_bytes_again(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_packing_an_unpacked_cache_gives_the_same_bytes(small: Packed, keys: Keys, tmp_path: Path) -> None:
     unpack(small.bundle, tmp_path / "folder", keys.trusted)
     pack(tmp_path / "folder", small.key, tmp_path / "again.tcb", keys.secret)
     assert (tmp_path / "again.tcb").read_bytes() == small.bundle.read_bytes()
 
 
-def test_what_is_there_already_is_not_written_again(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_a_plan_that_is_present_is_not_written_again(small: Packed, keys: Keys, tmp_path: Path) -> None:
     unpack(small.bundle, tmp_path / "folder", keys.trusted)
     before = listing(tmp_path / "folder")
-    done = unpack(small.bundle, tmp_path / "folder", keys.trusted)
-    assert done.already_present and listing(tmp_path / "folder") == before
+    result = unpack(small.bundle, tmp_path / "folder", keys.trusted)
+    assert result.already_present and listing(tmp_path / "folder") == before
 
 
-@pytest.mark.parametrize("how", ["missing", "changed", "no manifest", "a damaged manifest", "no record"])
-def test_what_was_damaged_since_is_put_right(small: Packed, keys: Keys, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["missing", "changed", "no manifest", "damaged manifest", "no stored header"])
+def test_unpacking_again_repairs_damage(small: Packed, keys: Keys, damage: str, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     unpack(small.bundle, folder, keys.trusted)
     before = contents(folder)
     manifest = path_of(folder, small.manifest)
-    if how == "missing":
+    if damage == "missing":
         (folder / KINDS[3]).unlink()
-    elif how == "changed":
+    elif damage == "changed":
         (folder / KINDS[3]).write_bytes(b"changed")
-    elif how == "no manifest":
+    elif damage == "no manifest":
         manifest.unlink()
-    elif how == "a damaged manifest":
+    elif damage == "damaged manifest":
         manifest.write_bytes(manifest.read_bytes()[:-5])
     else:
         (folder / "bundles" / f"{small.key}.head").unlink()
-    assert unpack(small.bundle, folder, keys.trusted).already_present == (how == "no record")
+    assert unpack(small.bundle, folder, keys.trusted).already_present == (damage == "no stored header")
     assert contents(folder) == before
 
 
-def test_beside_another_plan_the_other_one_stays_as_it_was(
-    small: Packed, keys: Keys, old: tuple[Path, Listing]
-) -> None:
+def test_another_plan_in_the_folder_is_unchanged(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
     folder, before = old
     unpack(small.bundle, folder, keys.trusted)
     after = contents(folder)
@@ -142,37 +143,35 @@ def test_beside_another_plan_the_other_one_stays_as_it_was(
     assert len(verify_folder(folder, keys.trusted)) == 2
 
 
-def test_a_file_that_another_plan_has_with_other_bytes_stays_and_serves_both(
-    small: Packed, keys: Keys, tmp_path: Path
-) -> None:
-    """A program that was built under another path: its name says that it is the same."""
+def test_a_conflicting_file_of_another_plan_is_kept_and_used_by_both(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """The same program, compiled in another folder: its name is a hash of its inputs."""
     folder = tmp_path / "folder"
-    theirs = make_small(folder, seed=9, bucket=OLD_BUCKET)
-    before = {file.path: (folder / file.path).read_bytes() for file in theirs.files}
-    assert {file.sha256 for file in theirs.files} != {file.sha256 for file in small.manifest.files}
+    other = make_small(folder, seed=9, bucket=OLD_BUCKET)
+    before = {file.path: (folder / file.path).read_bytes() for file in other.files}
+    assert {file.sha256 for file in other.files} != {file.sha256 for file in small.manifest.files}
     assert not unpack(small.bundle, folder, keys.trusted).already_present
     assert {name: (folder / name).read_bytes() for name in before} == before
-    found = verify_folder(folder, keys.trusted)
-    assert {one.plan_key for one in found} == {key_of(theirs), small.key}
+    plans = verify_folder(folder, keys.trusted)
+    assert {plan.plan_key for plan in plans} == {key_of(other), small.key}
     assert unpack(small.bundle, folder, keys.trusted).already_present
 
 
 def test_a_damaged_file_of_another_plan_is_replaced(small: Packed, keys: Keys, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
-    theirs = make_small(folder, seed=9, bucket=OLD_BUCKET)
-    shared = theirs.files[0].path
+    other = make_small(folder, seed=9, bucket=OLD_BUCKET)
+    shared = other.files[0].path
     (folder / shared).write_bytes(b"damaged")
     unpack(small.bundle, folder, keys.trusted)
     assert (folder / shared).read_bytes() == (small.folder / shared).read_bytes()
 
 
-def test_a_file_that_another_plan_has_with_the_same_bytes_is_shared(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_an_identical_file_of_another_plan_is_shared(small: Packed, keys: Keys, tmp_path: Path) -> None:
     make_small(tmp_path / "folder", bucket=OLD_BUCKET)
     unpack(small.bundle, tmp_path / "folder", keys.trusted)
     assert len(verify_folder(tmp_path / "folder", keys.trusted)) == 2
 
 
-def test_a_place_that_is_a_file_is_a_clear_error(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_a_target_that_is_a_file_is_a_clear_error(small: Packed, keys: Keys, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     for target in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(TcdeployError, match=f"{target} cannot be written") as caught:
@@ -192,11 +191,11 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(
     assert "hint:" in result.stderr and "Traceback" not in result.stderr
 
 
-# Fault 2: cut
+# Truncated or corrupted bundles
 
 
-def test_a_file_cut_anywhere_changes_nothing(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
-    content, target = small.bundle.read_bytes(), old[0].parent / "cut.tcb"
+def test_a_truncated_bundle_changes_nothing(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+    content, target = small.bundle.read_bytes(), old[0].parent / "truncated.tcb"
     source = random.Random(4)
     lengths = {0, 1, 8, len(content) - 1, *(source.randrange(len(content)) for _ in range(196))}
     target.write_bytes(content)
@@ -205,39 +204,39 @@ def test_a_file_cut_anywhere_changes_nothing(small: Packed, keys: Keys, old: tup
         refused(target, old, keys)
 
 
-def test_a_tar_cut_at_every_border_of_its_members_is_noticed_behind_a_digest_that_fits(
+def test_a_tar_truncated_at_member_boundaries_is_refused_despite_a_valid_digest(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     members = members_of(small.folder, small.manifest.files)
-    target = old[0].parent / "cut.tcb"
+    target = old[0].parent / "truncated.tcb"
     assert b"".join(members) + bytes(1024) == tar(*members)
-    borders = [0]
-    for one in members:
-        borders.append(borders[-1] + len(one))
-    whole = tar(*members)
-    for place in {place for border in borders for place in (border, border + 1, border + 512)}:
-        forge(target, compressed(whole[:place]), small.manifest, small.manifest.files, keys.secret)
+    boundaries = [0]
+    for tar_member in members:
+        boundaries.append(boundaries[-1] + len(tar_member))
+    complete = tar(*members)
+    for length in {length for boundary in boundaries for length in (boundary, boundary + 1, boundary + 512)}:
+        forge(target, compressed(complete[:length]), small.manifest, small.manifest.files, keys.secret)
         refused(target, old, keys)
-    forge(target, compressed(whole), small.manifest, small.manifest.files, keys.secret)
-    assert unpack(target, old[0], keys.trusted).files == len(members), "whole, the forgery is taken"
+    forge(target, compressed(complete), small.manifest, small.manifest.files, keys.secret)
+    assert unpack(target, old[0], keys.trusted).files == len(members), "complete, the forged bundle is valid"
 
 
-def test_a_zstd_frame_cut_anywhere_is_noticed_behind_a_digest_that_fits(
+def test_a_truncated_zstd_frame_is_refused_despite_a_valid_digest(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     with open(small.bundle, "rb") as file:
         file.seek(read_signed_header(file, "x").payload_offset)
         payload = file.read()
-    target, source = old[0].parent / "cut.tcb", random.Random(5)
+    target, source = old[0].parent / "truncated.tcb", random.Random(5)
     for length in {0, 1, 3, len(payload) - 1, *(source.randrange(len(payload)) for _ in range(60))}:
         forge(target, payload[:length], small.manifest, small.manifest.files, keys.secret)
         refused(target, old, keys)
 
 
-def test_a_zstd_frame_with_other_bytes_inside_is_an_integrity_error_too(
+def test_a_corrupted_zstd_frame_is_refused_despite_a_valid_digest(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
-    """A digest that fits, over a frame that cannot be decompressed, or gives other bytes, from somewhere on."""
+    """A flipped bit makes the frame invalid or changes the bytes after it."""
     payload = compressed(tar(*members_of(small.folder, small.manifest.files)))
     target, source = old[0].parent / "bad.tcb", random.Random(6)
     for _ in range(60):
@@ -246,29 +245,29 @@ def test_a_zstd_frame_with_other_bytes_inside_is_an_integrity_error_too(
         forge(target, bytes(changed), small.manifest, small.manifest.files, keys.secret)
         try:
             refused(target, old, keys)
-        except pytest.fail.Exception:  # a bit that says nothing, such as one of the window's size
+        except pytest.fail.Exception:  # a bit without effect, such as one of the window size
             unpacked = unpack(target, old[0].parent / "harmless", keys.trusted)
             assert unpacked.already_present or verify_folder(old[0].parent / "harmless", keys.trusted)
 
 
-def test_a_zstd_frame_that_breaks_inside_a_large_file_is_an_integrity_error(
+def test_a_zstd_frame_corrupted_inside_a_large_file_is_an_integrity_error(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
-    """Its blocks are counted before; the fault shows when half of the file was taken."""
+    """The walk over block headers passes; decompression fails halfway through the file."""
     content = random.Random(7).randbytes(3 << 20)
-    whole = tar(member("6n/large.so", content))
-    pieces = [whole[start : start + BLOCK] for start in range(0, len(whole), BLOCK)]
+    tar_bytes = tar(member("6n/large.so", content))
+    pieces = [tar_bytes[start : start + BLOCK] for start in range(0, len(tar_bytes), BLOCK)]
     blocks = [raw_block(piece, is_last=number == len(pieces) - 1) for number, piece in enumerate(pieces)]
     files = (record("6n/large.so", content),)
     target = old[0].parent / "broken.tcb"
-    for kind, number in ((0, 0), (3, len(blocks) // 2), (2, len(blocks) // 2)):
-        first = blocks[number][0] & 0b1111_1001 | kind << 1
+    for block_type, number in ((0, 0), (3, len(blocks) // 2), (2, len(blocks) // 2)):
+        first = blocks[number][0] & 0b1111_1001 | block_type << 1
         broken = [*blocks[:number], bytes([first]) + blocks[number][1:], *blocks[number + 1 :]]
         forge(target, FRAME + b"".join(broken), small.manifest, files, keys.secret)
-        if kind:
+        if block_type:
             assert "cannot be decompressed" in refused(target, old, keys)
         else:
-            assert verify_bundle(target, keys.trusted).files == 1, "unbroken, it is taken"
+            assert verify_bundle(target, keys.trusted).files == 1, "the uncorrupted bundle is valid"
 
 
 FRAME = zstandard.FRAME_HEADER + bytes([0b0000_0000, 0x58])  # no checksum, a window of 2 MiB
@@ -279,19 +278,19 @@ def raw_block(content: bytes, is_last: bool) -> bytes:
     return struct.pack("<I", len(content) << 3 | is_last)[:3] + content
 
 
-# Fault 4: hostile, and signed by a key that we trust
+# Hostile bundles, signed by a trusted key
 
 NAME, CONTENT = "fxgraph/evil", b"evil content, a little of it"
-AT = 3  # the member that is replaced
+AT = 3  # index of the replaced member
 
 
-def with_member(small: Packed, *instead: bytes) -> list[bytes]:
+def with_member(small: Packed, *replacement: bytes) -> list[bytes]:
     members = members_of(small.folder, small.manifest.files)
-    return [*members[:AT], *instead, *members[AT + 1 :]]
+    return [*members[:AT], *replacement, *members[AT + 1 :]]
 
 
 def hostile_payloads(small: Packed) -> dict[str, bytes]:
-    """Tars that are not what the (good) header says."""
+    """Tars that differ from the (valid) header."""
     files = small.manifest.files
     members = members_of(small.folder, files)
     path, good = files[AT].path, (small.folder / files[AT].path).read_bytes()
@@ -328,8 +327,8 @@ def hostile_payloads(small: Packed) -> dict[str, bytes]:
         "something in the padding": member(path, good)[:-1] + b"x",
         "nothing": b"",
     }
-    found = {name: tar(*with_member(small, one)) for name, one in special.items()}
-    return found | {
+    replaced = {name: tar(*with_member(small, content)) for name, content in special.items()}
+    return replaced | {
         "a member twice": tar(*with_member(small, members[AT], members[AT])),
         "one member more": tar(*members, member(NAME, CONTENT)),
         "one member more behind the end": tar(*members) + member(NAME, CONTENT),
@@ -355,7 +354,7 @@ HOSTILE_PAYLOADS = (
 
 
 @pytest.mark.parametrize("what", HOSTILE_PAYLOADS)
-def test_a_signed_bundle_with_another_tar_than_its_header_says_is_refused(
+def test_a_signed_bundle_whose_tar_differs_from_its_header_is_refused(
     small: Packed, keys: Keys, old: tuple[Path, Listing], what: str
 ) -> None:
     payloads = hostile_payloads(small)
@@ -365,32 +364,32 @@ def test_a_signed_bundle_with_another_tar_than_its_header_says_is_refused(
     assert not Path("/tmp/tcdeploy-was-here").exists()
 
 
-@pytest.mark.parametrize("how", ["a frame", "an empty frame", "a skippable frame", "junk", "a skippable frame before"])
-def test_something_beside_the_frame_of_the_payload_is_refused(
-    small: Packed, keys: Keys, old: tuple[Path, Listing], how: str
+@pytest.mark.parametrize(
+    "extra", ["a frame", "an empty frame", "a skippable frame", "junk", "a skippable frame before"]
+)
+def test_data_before_or_after_the_payload_frame_is_refused(
+    small: Packed, keys: Keys, old: tuple[Path, Listing], extra: str
 ) -> None:
-    whole = compressed(tar(*members_of(small.folder, small.manifest.files)))
+    frame = compressed(tar(*members_of(small.folder, small.manifest.files)))
     skippable = struct.pack("<II", 0x184D2A52, 4) + b"evil"
     payload = {
-        "a frame": whole + compressed(member(NAME, CONTENT)), "an empty frame": whole + compressed(),
-        "a skippable frame": whole + skippable, "junk": whole + b"\0", "a skippable frame before": skippable + whole,
-    }[how]  # fmt: skip
+        "a frame": frame + compressed(member(NAME, CONTENT)), "an empty frame": frame + compressed(),
+        "a skippable frame": frame + skippable, "junk": frame + b"\0", "a skippable frame before": skippable + frame,
+    }[extra]  # fmt: skip
     refused(forge(old[0].parent / "evil.tcb", payload, small.manifest, small.manifest.files, keys.secret), old, keys)
 
 
-def test_a_payload_of_two_frames_that_make_one_tar_is_refused(
-    small: Packed, keys: Keys, old: tuple[Path, Listing]
-) -> None:
-    whole = tar(*members_of(small.folder, small.manifest.files))
-    payload = compressed(whole[:5000]) + compressed(whole[5000:])
+def test_a_payload_of_two_frames_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+    tar_bytes = tar(*members_of(small.folder, small.manifest.files))
+    payload = compressed(tar_bytes[:5000]) + compressed(tar_bytes[5000:])
     refused(forge(old[0].parent / "evil.tcb", payload, small.manifest, small.manifest.files, keys.secret), old, keys)
 
 
-def test_a_window_larger_than_we_hold_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+def test_a_zstd_window_above_the_limit_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
     parameters = zstandard.ZstdCompressionParameters(window_log=30)
-    whole = tar(*members_of(small.folder, small.manifest.files))
+    tar_bytes = tar(*members_of(small.folder, small.manifest.files))
     stream = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
-    payload = stream.compress(whole) + stream.flush()
+    payload = stream.compress(tar_bytes) + stream.flush()
     assert zstandard.get_frame_parameters(payload).window_size == 1 << 30
     bundle = forge(old[0].parent / "evil.tcb", payload, small.manifest, small.manifest.files, keys.secret)
     assert "cannot be decompressed" in refused(bundle, old, keys)
@@ -399,25 +398,25 @@ def test_a_window_larger_than_we_hold_is_refused(small: Packed, keys: Keys, old:
 HOSTILE_FILES = {
     "the way up": "../x", "an absolute path": "/tmp/tcdeploy-was-here", "an empty part": "a//b", "a dot": "a/./b",
     "a backslash": "a\\..\\b/c", "NUL": "a/b\0c", "a surrogate": "a/\ud800", "no folder": "plain", "nothing": "",
-    "a line": "a/b\nc", "another plan's manifest": "manifests/0123456789abcdef.json", "a lease": "leases/x",
-    "a bundle's record": "bundles/0123456789abcdef.head", "a staging folder": ".staging-x/y", "hidden": "a/.b",
+    "a line": "a/b\nc", "a manifest": "manifests/0123456789abcdef.json", "a lease": "leases/x",
+    "a stored header": "bundles/0123456789abcdef.head", "a staging folder": ".staging-x/y", "hidden": "a/.b",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("what", HOSTILE_FILES)
-def test_a_signed_header_that_names_what_no_cache_has_is_refused(
+def test_a_signed_header_with_a_hostile_path_is_refused(
     small: Packed, keys: Keys, old: tuple[Path, Listing], what: str
 ) -> None:
-    """With a payload that fits, as far as a tar can hold such a name."""
+    """The payload matches the header, as far as tar can represent the path."""
     files = (*small.manifest.files, record(HOSTILE_FILES[what], CONTENT))
     payload = compressed(tar(*members_of(small.folder, small.manifest.files), member(HOSTILE_FILES[what], CONTENT)))
     message = refused(forge(old[0].parent / "evil.tcb", payload, small.manifest, files, keys.secret), old, keys)
-    assert "names a file that no cache has" in message
+    assert "lists an invalid or duplicate file" in message
     assert not Path("/tmp/tcdeploy-was-here").exists()
 
 
 @pytest.mark.parametrize("size", [0, -1, -(1 << 70), True, 1.5, "7", None, 100 << 30, 1 << 70, float("inf")])
-def test_a_signed_header_with_a_size_that_is_none_is_refused(
+def test_a_signed_header_with_an_invalid_size_is_refused(
     small: Packed, keys: Keys, old: tuple[Path, Listing], size: Any
 ) -> None:
     files = (*small.manifest.files, FileRecord(NAME, size, "0" * 64))
@@ -425,7 +424,7 @@ def test_a_signed_header_with_a_size_that_is_none_is_refused(
     refused(forge(old[0].parent / "evil.tcb", payload, small.manifest, files, keys.secret), old, keys)
 
 
-def test_a_signed_header_that_names_a_file_twice_or_a_folder_as_a_file_is_refused(
+def test_a_signed_header_with_duplicate_or_nested_paths_is_refused(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     members = members_of(small.folder, small.manifest.files)
@@ -435,14 +434,12 @@ def test_a_signed_header_that_names_a_file_twice_or_a_folder_as_a_file_is_refuse
         refused(forge(old[0].parent / "evil.tcb", payload, small.manifest, files, keys.secret), old, keys)
 
 
-def test_a_name_that_our_own_files_in_the_staging_folder_have_is_no_files_of_a_cache(
-    small: Packed, keys: Keys, tmp_path: Path
-) -> None:
+def test_a_path_that_collides_with_the_staged_manifest_is_refused(small: Packed, keys: Keys, tmp_path: Path) -> None:
     files = (record("manifest/x", CONTENT),)
     bundle = forge(
         tmp_path / "x.tcb", compressed(tar(member("manifest/x", CONTENT))), small.manifest, files, keys.secret
     )
-    with pytest.raises(IntegrityError, match="it names a file that no cache has: 'manifest/x'"):
+    with pytest.raises(IntegrityError, match="it lists an invalid or duplicate file: 'manifest/x'"):
         unpack(bundle, tmp_path / "folder", keys.trusted)
     assert not (tmp_path / "folder").exists()
 
@@ -450,36 +447,36 @@ def test_a_name_that_our_own_files_in_the_staging_folder_have_is_no_files_of_a_c
 ODD = (None, True, 0, -1, 1.5, 1 << 70, float("inf"), float("nan"), "", "x", "\ud800", [], [[]], {}, {"a": 1})
 
 
-def places(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every key and index of a JSON document; of long lists the first."""
-    inner = (
+def json_paths(document: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all keys and of the first index of each list in a JSON document."""
+    children = (
         document.items()
         if isinstance(document, dict)
         else enumerate(document[:1])
         if isinstance(document, list)
         else ()
     )
-    found = [path] if path else []
-    for key, value in inner:
-        found += places(value, (*path, key))
-    return found
+    paths = [path] if path else []
+    for key, value in children:
+        paths += json_paths(value, (*path, key))
+    return paths
 
 
-def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_crash(
+def test_a_signed_header_with_arbitrary_values_is_accepted_or_refused_without_a_crash(
     small: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    """Each place of the header's document holds each odd value once, or is left out."""
+    """Values of the header's JSON are replaced by odd ones or removed: all key fields, and a sample of the rest."""
     payload = compressed(tar(*members_of(small.folder, small.manifest.files)))
     documents: list[Any] = []
     with_document(small.manifest, payload, lambda document: documents.append(json.loads(json.dumps(document))))
-    source, outcomes, here = random.Random(11), {True: 0, False: 0}, installed_versions()
-    every = [(path, odd) for path in places(documents[0]) for odd in (*ODD, "left out")]
-    facts = [
+    source, outcomes, installed = random.Random(11), {True: 0, False: 0}, installed_versions()
+    changes = [(path, odd) for path in json_paths(documents[0]) for odd in (*ODD, "left out")]
+    key_changes = [
         (path, odd)
-        for path, odd in every
+        for path, odd in changes
         if odd == "left out" or "environment" in path or path[-1] in REQUIRED_PLAN_FIELDS
     ]
-    for path, odd in [*facts, *source.sample(every, 150)]:
+    for path, odd in [*key_changes, *source.sample(changes, 150)]:
 
         def spoil(document: Any, path: tuple[Any, ...] = path, odd: Any = odd) -> None:
             for key in path[:-1]:
@@ -493,7 +490,7 @@ def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_
         bundle = forge_header(tmp_path / "odd.tcb", header, payload, keys.secret)
         try:
             opened = open_bundle(bundle, keys.trusted)
-            version_differences(opened.header.manifest, here)
+            version_differences(opened.header.manifest, installed)
             verify_bundle(bundle, keys.trusted)
             outcomes[True] += 1
         except IntegrityError:
@@ -504,12 +501,14 @@ def test_a_signed_header_with_anything_anywhere_is_taken_or_refused_and_never_a_
 
 
 @pytest.mark.parametrize("header", [b"", b"null", b"[]", b"{}", b"\xff", b"[" * 99_999, b'{"payload": 1}', b"9" * 9999])
-def test_a_signed_header_that_is_no_document_is_refused(keys: Keys, old: tuple[Path, Listing], header: bytes) -> None:
+def test_a_signed_header_that_is_not_a_json_document_is_refused(
+    keys: Keys, old: tuple[Path, Listing], header: bytes
+) -> None:
     refused(forge_header(old[0].parent / "evil.tcb", header, b"", keys.secret), old, keys)
 
 
 @pytest.mark.parametrize("depth", [100, 300, 900, 2000, 50_000])
-def test_a_manifest_nested_deeply_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing], depth: int) -> None:
+def test_a_deeply_nested_manifest_is_refused(small: Packed, keys: Keys, old: tuple[Path, Listing], depth: int) -> None:
     payload = compressed(tar(*members_of(small.folder, small.manifest.files)))
     nested = "[" * depth + "]" * depth
     text = json.dumps({"schema": SCHEMA_VERSION, "sha256": "0" * 64, "plan": "here"}).replace('"here"', nested)
@@ -520,12 +519,12 @@ def test_a_manifest_nested_deeply_is_refused(small: Packed, keys: Keys, old: tup
         for _ in range(depth):
             document["manifest"]["plan"]["decisions"] = [document["manifest"]["plan"]["decisions"]]
 
-    if depth <= 900:  # deeper, the forger's own json gives up
+    if depth <= 900:  # deeper documents exceed the json module's own limit
         header = with_document(small.manifest, payload, nest)
         bundle = forge_header(old[0].parent / "evil.tcb", header, payload, keys.secret)
         with pytest.raises(IntegrityError):
             verify_bundle(bundle, keys.trusted)
-            raise IntegrityError("taken as it is: so deep it may be")
+            raise IntegrityError("accepted: this depth is within limits")
 
 
 # Memory
@@ -547,19 +546,19 @@ MEBIBYTE = 1 << 20
 
 
 def peak_of(bundle: Path, keys: Keys, tmp_path: Path) -> tuple[str, int]:
-    """The error and the peak of memory in MiB of a process that unpacks this; its ru_maxrss would begin with ours."""
+    """Error name and peak memory (MiB) of a subprocess that unpacks. VmHWM, because ru_maxrss is inherited."""
     with Child(MEASURED, bundle, tmp_path / "never", keys.trusted) as child:
         name, kilobytes = child.line().split()
     return name, int(kilobytes) // 1024
 
 
-def test_the_measure_of_memory_measures(packed: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_peak_memory_is_measured(packed: Packed, keys: Keys, tmp_path: Path) -> None:
     name, peak = peak_of(packed.bundle, keys, tmp_path)
     assert name == "nothing" and 20 < peak < 150
 
 
 def zeros(gigabytes: int) -> bytes:
-    """One zstd frame that says it is so many GB of zeros, in blocks of 128 KiB that are one byte each, repeated."""
+    """A zstd frame of so many GB of zeros, as RLE blocks of 128 KiB."""
     return FRAME + zero_block(BLOCK) * (gigabytes << 13) + raw_block(b"", is_last=True)
 
 
@@ -567,70 +566,70 @@ def zero_block(length: int) -> bytes:
     return struct.pack("<I", length << 3 | 1 << 1)[:3] + b"\0"
 
 
-def test_the_bomb_of_these_tests_decompresses() -> None:
+def test_the_decompression_bomb_of_these_tests_is_valid() -> None:
     bomb = zeros(1)
     count = sum(len(chunk) for chunk in zstandard.ZstdDecompressor().read_to_iter(bomb))
     assert count == 1 << 30 and len(bomb) < 40_000
 
 
-@pytest.mark.parametrize("place", ["instead of the files", "as one file", "behind the files"])
-def test_ten_gigabytes_out_of_a_few_kilobytes_take_no_memory_and_no_disk(
-    small: Packed, keys: Keys, place: str, tmp_path: Path
+@pytest.mark.parametrize("position", ["instead of the files", "as one file", "behind the files"])
+def test_a_decompression_bomb_takes_no_memory_and_no_disk(
+    small: Packed, keys: Keys, position: str, tmp_path: Path
 ) -> None:
     files, payload = small.manifest.files, zeros(10)
-    if place == "as one file":
+    if position == "as one file":
         files = (FileRecord(NAME, 10 << 30, "0" * 64),)
-    elif place == "behind the files":
-        whole = tar(*members_of(small.folder, files))
-        payload = FRAME + raw_block(whole, is_last=False) + payload[len(FRAME) :]
+    elif position == "behind the files":
+        tar_bytes = tar(*members_of(small.folder, files))
+        payload = FRAME + raw_block(tar_bytes, is_last=False) + payload[len(FRAME) :]
     bundle = forge(tmp_path / "bomb.tcb", payload, small.manifest, files, keys.secret)
     assert bundle.stat().st_size < 500_000
     started = time.monotonic()
     name, peak = peak_of(bundle, keys, tmp_path)
     assert name == "IntegrityError" and peak < 250
-    assert time.monotonic() - started < 20, "it was decompressed to the end"
+    assert time.monotonic() - started < 20, "it was decompressed completely"
     assert not (tmp_path / "never").exists() or contents(tmp_path / "never") == {}
 
 
-def test_a_large_file_goes_by_in_pieces(small: Packed, keys: Keys, tmp_path: Path) -> None:
-    """400 MB of zeros, as the header says, and the digest wrong: taken to the end, and never held as a whole."""
+def test_a_large_file_is_streamed(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """400 MB of zeros with a wrong digest: read to the end in chunks."""
     file = FileRecord(NAME, 3200 * BLOCK, "0" * 64)
-    signed_header = member(NAME, b"", size=file.bytes)
-    payload = FRAME + raw_block(signed_header, False) + zero_block(BLOCK) * 3200 + raw_block(bytes(1024), True)
+    tar_header = member(NAME, b"", size=file.bytes)
+    payload = FRAME + raw_block(tar_header, False) + zero_block(BLOCK) * 3200 + raw_block(bytes(1024), True)
     bundle = forge(tmp_path / "large.tcb", payload, small.manifest, (file,), keys.secret)
     name, peak = peak_of(bundle, keys, tmp_path)
     assert name == "IntegrityError" and peak < 150
-    with pytest.raises(IntegrityError, match=f"{NAME} has other bytes"):
+    with pytest.raises(IntegrityError, match=f"{NAME} does not match its sha256"):
         verify_bundle(bundle, keys.trusted)
 
 
-def test_a_million_files_are_refused_in_bounded_memory(small: Packed, keys: Keys, tmp_path: Path) -> None:
-    """Named as shortly as it goes they are read and counted; with their digests the header is too long to be read."""
+def test_a_header_with_a_million_files_is_refused_in_bounded_memory(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """Without digests the header is parsed and the files counted; with them it exceeds the header limit."""
     files = ",".join(f'{{"path": "a/{count}", "bytes": 1, "sha256": ""}}' for count in range(1_000_000))
-    few = json.dumps(
+    short = json.dumps(
         {"payload": {"bytes": 0, "sha256": ""}, "manifest": f'{{"schema": {SCHEMA_VERSION}, "files": [{files}]}}'}
     )
-    for header, most in ((few.encode(), 700), (bytes(150 << 20), 100)):
+    for header, max_mebibytes in ((short.encode(), 700), (bytes(150 << 20), 100)):
         bundle = forge_header(tmp_path / "many.tcb", header, b"", keys.secret)
         name, peak = peak_of(bundle, keys, tmp_path)
-        assert (name, peak < most, (tmp_path / "never").exists()) == ("IntegrityError", True, False), peak
+        assert (name, peak < max_mebibytes, (tmp_path / "never").exists()) == ("IntegrityError", True, False), peak
 
 
-# Fault 3: who says so
+# Signatures
 
 
-def resigned(bundle: Path, target: Path, header: Callable[[bytes], bytes], *signatures: Signature) -> Path:
-    """The bundle with another header, and signatures (its own, where none are given), under a digest that fits."""
+def with_header(bundle: Path, target: Path, edit: Callable[[bytes], bytes], *signatures: Signature) -> Path:
+    """Write the bundle with a changed header and the given (or its own) signatures, under a valid checksum."""
     with open(bundle, "rb") as file:
         signed_header = read_signed_header(file, "x")
         payload = file.read()
     target.write_bytes(
-        signed_header_bytes(header(signed_header.header), signatures or signed_header.signatures) + payload
+        signed_header_bytes(edit(signed_header.header), signatures or signed_header.signatures) + payload
     )
     return target
 
 
-def as_it_is(header: bytes) -> bytes:
+def unchanged(header: bytes) -> bytes:
     return header
 
 
@@ -644,103 +643,103 @@ def unsigned(small: Packed, target: Path) -> Path:
     return target
 
 
-def test_without_a_signature_nothing_is_unpacked(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+def test_an_unsigned_bundle_is_not_unpacked(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
     bundle = unsigned(small, old[0].parent / "unsigned.tcb")
     assert "is not signed" in refused(bundle, old, keys, TrustError)
     done = unpack(bundle, old[0], keys.trusted, allow_unsigned=True)
     assert done.signer is None and not done.already_present
 
 
-def test_a_key_that_nobody_here_knows_is_no_signature(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
-    place = old[0].parent
-    stranger = generate_key(place / "stranger")
-    pack(small.folder, small.key, place / "x.tcb", place / "stranger.key")
-    assert f"signed by {stranger}, and that is no trusted key" in refused(place / "x.tcb", old, keys, TrustError)
+def test_a_signature_of_an_unknown_key_is_not_trusted(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+    folder = old[0].parent
+    unknown = generate_key(folder / "unknown")
+    pack(small.folder, small.key, folder / "x.tcb", folder / "unknown.key")
+    assert f"it is signed by {unknown}" in refused(folder / "x.tcb", old, keys, TrustError)
 
 
-def test_a_payload_that_changed_is_damage(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
+def test_a_changed_payload_is_an_integrity_error(small: Packed, keys: Keys, old: tuple[Path, Listing]) -> None:
     content = bytearray(small.bundle.read_bytes())
     content[-100] ^= 1
     (old[0].parent / "x.tcb").write_bytes(content)
-    assert "its files have other bytes" in refused(old[0].parent / "x.tcb", old, keys)
+    assert "its payload does not match the sha256 in the header" in refused(old[0].parent / "x.tcb", old, keys)
 
 
-def test_a_header_that_changed_is_damage_and_with_a_digest_that_fits_it_is_distrust(
+def test_a_changed_header_is_an_integrity_error_and_with_a_valid_checksum_a_trust_error(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     target = old[0].parent / "x.tcb"
     content = small.bundle.read_bytes()
     target.write_bytes(content.replace(b"someone/model", b"someone/other", 1))
     refused(target, old, keys, IntegrityError)
-    resigned(small.bundle, target, lambda header: header.replace(b"someone/model", b"someone/other", 1))
-    assert "the signature of ci does not fit" in refused(target, old, keys, TrustError)
+    with_header(small.bundle, target, lambda header: header.replace(b"someone/model", b"someone/other", 1))
+    assert "the signature of ci does not match" in refused(target, old, keys, TrustError)
     with pytest.raises(TrustError):
         unpack(target, old[0], keys.trusted, allow_unsigned=True)
 
 
-def test_a_signature_made_for_something_else_is_none(
+def test_a_signature_over_something_else_is_invalid(
     small: Packed, packed: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
-    """Of the bare header, of another purpose, of another bundle, of nothing; and a key's name on another's work."""
+    """Over the bare header, another purpose or another bundle; empty; and with the key id of another key."""
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    place = old[0].parent
+    folder = old[0].parent
     key = load_pem_private_key(keys.secret.read_bytes(), None)
-    with open(small.bundle, "rb") as file, open(packed.bundle, "rb") as other:
-        signed_header, others = read_signed_header(file, "x"), read_signed_header(other, "x")
-    [mine] = signed_header.signatures
-    generate_key(place / "stranger")
-    stranger = signing.sign(signed_header.header, place / "stranger.key")
+    with open(small.bundle, "rb") as file, open(packed.bundle, "rb") as other_file:
+        signed_header, other_header = read_signed_header(file, "x"), read_signed_header(other_file, "x")
+    [own] = signed_header.signatures
+    generate_key(folder / "unknown")
+    unknown = signing.sign(signed_header.header, folder / "unknown.key")
     for wrong in (
         key.sign(signed_header.header).hex(),  # type: ignore[union-attr,call-arg]
         key.sign(b"tcdeploy bundle payload\n" + signed_header.header).hex(),  # type: ignore[union-attr,call-arg]
-        others.signatures[0].signature,
+        other_header.signatures[0].signature,
         "00" * 64,
         "",
         "00",
-        stranger.signature,
+        unknown.signature,
     ):
-        bundle = resigned(small.bundle, place / "x.tcb", as_it_is, replace(mine, signature=wrong))
-        assert "the signature of ci does not fit" in refused(bundle, old, keys, TrustError)
-    bundle = resigned(small.bundle, place / "x.tcb", as_it_is, replace(stranger, signature=mine.signature))
+        bundle = with_header(small.bundle, folder / "x.tcb", unchanged, replace(own, signature=wrong))
+        assert "the signature of ci does not match" in refused(bundle, old, keys, TrustError)
+    bundle = with_header(small.bundle, folder / "x.tcb", unchanged, replace(unknown, signature=own.signature))
     assert "no trusted key" in refused(bundle, old, keys, TrustError)
-    resigned(small.bundle, place / "x.tcb", as_it_is, mine)
-    assert verify_bundle(place / "x.tcb", keys.trusted).signer is not None, "the right one is taken in the same way"
+    with_header(small.bundle, folder / "x.tcb", unchanged, own)
+    assert verify_bundle(folder / "x.tcb", keys.trusted).signer is not None, "the unchanged signature is accepted"
 
 
-@pytest.mark.parametrize("who", ["nobody", "a stranger", "a false hand"])
-def test_nothing_behind_a_signature_that_is_none_is_read(small: Packed, keys: Keys, who: str, tmp_path: Path) -> None:
-    """From a pipe that holds the head alone and stays open: who would read on would wait. The header is no document."""
-    generate_key(tmp_path / "stranger")
-    [mine] = (signing.sign(b"another header", keys.secret),)
+@pytest.mark.parametrize("signer", ["none", "unknown key", "forged"])
+def test_nothing_after_an_invalid_signature_is_read(small: Packed, keys: Keys, signer: str, tmp_path: Path) -> None:
+    """The signed header comes from a pipe that stays open, so reading on would block. The header is not JSON."""
+    generate_key(tmp_path / "unknown")
+    [forged] = (signing.sign(b"another header", keys.secret),)
     signatures = {
-        "nobody": (), "a stranger": (signing.sign(b"{no header", tmp_path / "stranger.key"),), "a false hand": (mine,)
-    }[who]  # fmt: skip
+        "none": (), "unknown key": (signing.sign(b"{no header", tmp_path / "unknown.key"),), "forged": (forged,)
+    }[signer]  # fmt: skip
     content = signed_header_bytes(b"{no header", signatures)
     os.mkfifo(tmp_path / "pipe")
-    end = os.open(tmp_path / "pipe", os.O_RDWR)
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     try:
-        os.write(end, content)
+        os.write(pipe, content)
         with Child(MEASURED, tmp_path / "pipe", tmp_path / "never", keys.trusted) as child:
             assert child.line().split()[0] == "TrustError"
     finally:
-        os.close(end)
+        os.close(pipe)
     assert not (tmp_path / "never").exists()
 
 
-def test_distrust_comes_before_the_cut_and_before_the_damage(
+def test_trust_errors_precede_integrity_errors_of_the_payload(
     small: Packed, keys: Keys, old: tuple[Path, Listing]
 ) -> None:
     target = old[0].parent / "x.tcb"
     signed_header = header_alone(unsigned(small, target))
-    for behind in (b"", b"junk" * 100):
-        target.write_bytes(signed_header + behind)
+    for payload in (b"", b"junk" * 100):
+        target.write_bytes(signed_header + payload)
         refused(target, old, keys, TrustError)
     target.write_bytes(header_alone(small.bundle))
-    assert "0 bytes behind its head instead of" in refused(target, old, keys, IntegrityError)
+    assert "its payload has 0 bytes; the header says" in refused(target, old, keys, IntegrityError)
 
 
-# Fault 5
+# Malicious pickles
 
 
 class Poison:
@@ -751,10 +750,10 @@ class Poison:
         return Path.touch, (self.trace,)
 
 
-def test_a_poisoned_pickle_of_an_unsigned_bundle_gets_nowhere(
+def test_a_malicious_pickle_in_an_unsigned_bundle_is_not_loaded(
     run_cli: Callable[..., Any], keys: Keys, tmp_path: Path
 ) -> None:
-    """Where torch keeps its pickled graphs. With --allow-unsigned it is put there, and still nobody loaded it."""
+    """In the folder of torch's pickled graphs. --allow-unsigned unpacks it, without loading it."""
     cache, trace, name = tmp_path / "cache", tmp_path / "trace", KINDS[1]
     fill(cache, {name: 1})
     (cache / name).write_bytes(pickle.dumps(Poison(trace)))
@@ -770,13 +769,13 @@ def test_a_poisoned_pickle_of_an_unsigned_bundle_gets_nowhere(
     assert "signed by nobody you trust" in result.stdout
     assert (tmp_path / "folder" / name).exists() and not trace.exists()
     pickle.loads((tmp_path / "folder" / name).read_bytes())
-    assert trace.exists(), "it was poisoned"
+    assert trace.exists(), "the pickle is malicious"
 
 
-# Fault 6, as far as it shows without torch
+# Another environment
 
 
-def test_a_bundle_for_another_torch_is_exit_3_with_a_table(
+def test_a_bundle_for_another_torch_version_exits_with_3_and_a_table(
     run_cli: Callable[..., Any], small: Packed, keys: Keys, tmp_path: Path
 ) -> None:
     there = as_installed(torch="1.13.1", python="3.8.2").__dict__
@@ -792,7 +791,7 @@ def test_a_bundle_for_another_torch_is_exit_3_with_a_table(
     assert run_cli(*arguments, "--any-environment").returncode == 0
 
 
-# Fault 9: killed
+# Killed processes
 
 UNPACKER = """
 import sys, time
@@ -808,14 +807,14 @@ print(time.perf_counter() - started, flush=True)
 """
 
 
-def test_killed_at_twenty_moments_the_old_cache_is_intact_and_the_next_one_succeeds(
+def test_a_killed_unpack_leaves_the_old_cache_intact_and_the_next_succeeds(
     packed: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    folder, source, left = tmp_path / "folder", random.Random(12), 0
+    folder, source, interrupted = tmp_path / "folder", random.Random(12), 0
     make_small(tmp_path / "made", seed=9, bucket=OLD_BUCKET)
     names = fill(folder, {f"old/{number}": 700 for number in range(8)})
-    theirs = manifest_for(folder, names, bucket=OLD_BUCKET)
-    write_manifest(path_of(folder, theirs), theirs)
+    other = manifest_for(folder, names, bucket=OLD_BUCKET)
+    write_manifest(path_of(folder, other), other)
     before = contents(folder)
     with Child(UNPACKER, packed.bundle, tmp_path / "measured", keys.trusted) as child:
         child.line()
@@ -825,21 +824,21 @@ def test_killed_at_twenty_moments_the_old_cache_is_intact_and_the_next_one_succe
         with Child(UNPACKER, packed.bundle, folder, keys.trusted) as child:
             assert child.line() == "ready"
             child.kill_after(seconds * (number + source.random()) / 20)
-        found = contents(folder)
-        assert {name: found[name] for name in before} == before
-        left += bool(staging_files_in(folder))
-        plans = {one.plan_key: one for one in verify_folder(folder, keys.trusted)}
-        assert key_of(theirs) in plans and plans[key_of(theirs)].files == len(names)
+        content = contents(folder)
+        assert {name: content[name] for name in before} == before
+        interrupted += bool(staging_files_in(folder))
+        plans = {plan.plan_key: plan for plan in verify_folder(folder, keys.trusted)}
+        assert key_of(other) in plans and plans[key_of(other)].files == len(names)
         if number % 4 == 3:
-            done = unpack(packed.bundle, folder, keys.trusted)
-            assert done.already_present == (packed.key in plans)
+            result = unpack(packed.bundle, folder, keys.trusted)
+            assert result.already_present == (packed.key in plans)
             assert [
                 name for name in staging_files_in(folder) if name.startswith(".staging")
-            ] == [] or done.already_present
+            ] == [] or result.already_present
             assert len(verify_folder(folder, keys.trusted)) == 2
             for name in set(contents(folder)) - set(before):
                 (folder / name).unlink()
-    assert left >= 5, "few were killed at their work"
+    assert interrupted >= 5, "too few processes were killed while unpacking"
 
 
 DYING = """
@@ -860,28 +859,26 @@ print("done")
 """
 
 
-def test_killed_between_any_two_renames_the_plan_is_there_whole_or_not_at_all(
-    small: Packed, keys: Keys, tmp_path: Path
-) -> None:
-    """Files first, then the manifest that makes them count, then the record of the bundle."""
-    seen = []
-    for done in (0, 1, len(KINDS) // 2, len(KINDS) - 1, len(KINDS), len(KINDS) + 1):
-        folder = tmp_path / f"killed after {done}"
-        theirs = manifest_for(folder, fill(folder, {"old/x": 700}), bucket=OLD_BUCKET)
-        write_manifest(path_of(folder, theirs), theirs)
-        with Child(DYING, small.bundle, folder, keys.trusted, done) as child:
+def test_a_kill_between_renames_leaves_a_complete_plan_or_none(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """The files are renamed first, then the manifest, then the stored header."""
+    states = []
+    for renames in (0, 1, len(KINDS) // 2, len(KINDS) - 1, len(KINDS), len(KINDS) + 1):
+        folder = tmp_path / f"killed after {renames}"
+        other = manifest_for(folder, fill(folder, {"old/x": 700}), bucket=OLD_BUCKET)
+        write_manifest(path_of(folder, other), other)
+        with Child(DYING, small.bundle, folder, keys.trusted, renames) as child:
             assert child.process.wait() == -9
-        plans = [one.plan_key for one in verify_folder(folder, keys.trusted)]
-        seen.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
-        assert key_of(theirs) in plans and staging_files_in(folder)
-        assert unpack(small.bundle, folder, keys.trusted).already_present == seen[-1][1]
-        found = {one.plan_key: one.signer for one in verify_folder(folder, keys.trusted)}
-        assert found[small.key] is not None and found[key_of(theirs)] is None
+        plans = [plan.plan_key for plan in verify_folder(folder, keys.trusted)]
+        states.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
+        assert key_of(other) in plans and staging_files_in(folder)
+        assert unpack(small.bundle, folder, keys.trusted).already_present == states[-1][1]
+        signers = {plan.plan_key: plan.signer for plan in verify_folder(folder, keys.trusted)}
+        assert signers[small.key] is not None and signers[key_of(other)] is None
     half = len(KINDS) // 2
-    assert seen == [(0, False), (1, False), (half, False), (16, False), (17, False), (17, True)]
+    assert states == [(0, False), (1, False), (half, False), (16, False), (17, False), (17, True)]
 
 
-def test_what_a_killed_one_left_is_removed_by_the_next(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_the_next_unpack_deletes_stale_staging_folders(small: Packed, keys: Keys, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / ".staging-dead" / "fxgraph").mkdir(parents=True)
     (folder / ".staging-dead" / "fxgraph" / "half").write_bytes(b"half a file")
@@ -889,46 +886,46 @@ def test_what_a_killed_one_left_is_removed_by_the_next(small: Packed, keys: Keys
     assert staging_files_in(folder) == []
 
 
-# Fault 11: full
+# Full disks
 
 
-def test_without_room_the_bytes_needed_are_said_and_nothing_is_begun(
+def test_without_free_space_the_required_bytes_are_reported_and_nothing_is_written(
     run_cli: Callable[..., Any], packed: Packed, keys: Keys, tmp_path: Path
 ) -> None:
-    with mounted_tmpfs(tmp_path / "small", "-o", "size=8m") as place:
-        make_small(place / "cache", seed=9, bucket=OLD_BUCKET)
-        before = listing(place / "cache")
-        arguments = ("cache", "unpack", str(packed.bundle), str(place / "cache"), "--trusted-keys", str(keys.trusted))
+    with mounted_tmpfs(tmp_path / "small", "-o", "size=8m") as disk:
+        make_small(disk / "cache", seed=9, bucket=OLD_BUCKET)
+        before = listing(disk / "cache")
+        arguments = ("cache", "unpack", str(packed.bundle), str(disk / "cache"), "--trusted-keys", str(keys.trusted))
         result = run_cli(*arguments)
-        assert listing(place / "cache") == before
+        assert listing(disk / "cache") == before
     assert result.returncode == 7, result.stderr
     needed = sum(file.bytes for file in packed.manifest.files) + (16 << 20)
-    assert f"error: unpacking needs {needed} bytes in {place / 'cache'}" in result.stderr
+    assert f"error: unpacking needs {needed} bytes in {disk / 'cache'}" in result.stderr
     assert "hint:" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_disk_that_fills_up_while_unpacking_leaves_the_old_state(keys: Keys, tmp_path: Path) -> None:
-    """Thousands of small files take a page each: more than the room that is asked for first."""
+def test_a_disk_that_fills_up_during_unpacking_leaves_the_cache_unchanged(keys: Keys, tmp_path: Path) -> None:
+    """Thousands of small files take a page each, more than the free-space check requires."""
     cache = tmp_path / "cache"
     manifest = manifest_for(cache, fill(cache, {f"fxgraph/{number:04}": 40 for number in range(5000)}))
     write_manifest(path_of(cache, manifest), manifest)
     pack(cache, key_of(manifest), tmp_path / "x.tcb", keys.secret)
-    with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as place:
-        make_small(place / "folder", seed=9, bucket=OLD_BUCKET)
-        before = listing(place / "folder")
-        fill_disk_leaving(place, (16 << 20) + 500_000)
-        with pytest.raises(SpaceError, match=f"is full: {5000 * 40} bytes are needed") as caught:
-            unpack(tmp_path / "x.tcb", place / "folder", keys.trusted)
+    with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as disk:
+        make_small(disk / "folder", seed=9, bucket=OLD_BUCKET)
+        before = listing(disk / "folder")
+        fill_disk_leaving(disk, (16 << 20) + 500_000)
+        with pytest.raises(SpaceError, match=f"is full; unpacking needs {5000 * 40} bytes") as caught:
+            unpack(tmp_path / "x.tcb", disk / "folder", keys.trusted)
         assert caught.value.exit_code == 7
-        assert listing(place / "folder") == before
-        (place / "filler").unlink()
-        assert unpack(tmp_path / "x.tcb", place / "folder", keys.trusted).files == 5000
+        assert listing(disk / "folder") == before
+        (disk / "filler").unlink()
+        assert unpack(tmp_path / "x.tcb", disk / "folder", keys.trusted).files == 5000
 
 
-# Fault 12: at once
+# Concurrent processes
 
 
-def test_eight_processes_at_once_all_succeed_and_one_works(packed: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_eight_concurrent_processes_succeed_and_one_unpacks(packed: Packed, keys: Keys, tmp_path: Path) -> None:
     arguments = ("cache", "unpack", str(packed.bundle), str(tmp_path / "folder"), "--json")
     environ = cli_environment(tmp_path, TCDEPLOY_TRUSTED_KEYS=str(keys.trusted))
     runs = [
@@ -947,14 +944,14 @@ def test_eight_processes_at_once_all_succeed_and_one_works(packed: Packed, keys:
     assert len(verify_folder(tmp_path / "folder", keys.trusted)) == 1 and staging_files_in(tmp_path / "folder") == []
 
 
-def test_a_bundle_that_is_no_file_is_a_clear_error(keys: Keys, tmp_path: Path) -> None:
-    for place, reason in ((tmp_path / "nowhere.tcb", "No such file"), (tmp_path, "Is a directory")):
-        with pytest.raises(TcdeployError, match=f"the bundle {place} cannot be read: {reason}"):
-            open_bundle(place, keys.trusted)
+def test_a_bundle_that_cannot_be_read_is_a_clear_error(keys: Keys, tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "nowhere.tcb", "No such file"), (tmp_path, "Is a directory")):
+        with pytest.raises(TcdeployError, match=f"the bundle {path} cannot be read: {reason}"):
+            open_bundle(path, keys.trusted)
 
 
-def test_a_hundred_megabytes_come_back_as_they_were(keys: Keys, tmp_path: Path, record_property: Any) -> None:
-    """Half of it compresses; the seconds stand in the report of the run."""
+def test_a_hundred_megabytes_are_restored(keys: Keys, tmp_path: Path, record_property: Any) -> None:
+    """Half of it is compressible. Records the seconds in the test report."""
     cache = tmp_path / "cache"
     manifest = manifest_for(cache, fill(cache, {f"6n/{number:03}.so": 1 << 20 for number in range(100)}))
     write_manifest(path_of(cache, manifest), manifest)
@@ -969,6 +966,6 @@ def test_a_hundred_megabytes_come_back_as_they_were(keys: Keys, tmp_path: Path, 
         record_property(f"{name} seconds", round(time.perf_counter() - started, 2))
         print(f"{name}: {time.perf_counter() - started:.2f} s")
     print(f"{(tmp_path / 'x.tcb').stat().st_size / 1e6:.1f} MB")
-    assert [one.files for one in verify_folder(tmp_path / "folder", keys.trusted)] == [100]
+    assert [plan.files for plan in verify_folder(tmp_path / "folder", keys.trusted)] == [100]
     shutil.rmtree(tmp_path / "folder")
     shutil.rmtree(cache)

@@ -1,7 +1,7 @@
-"""What `why` says before a start, held against what torch then does: each case is a forecast and a real start.
+"""Forecasts compared with what torch then does: each case is a forecast followed by a real start.
 
-The cache is filled once, with two prefill and two decode buckets of a small llama; every case starts from a copy of it,
-in a process as fresh as a new one (forks.py), with one thing changed, or several, or none.
+The cache is filled once, with two prefill and two decode buckets of a small llama. Every case starts from a copy of it
+in a forked process (tests/fork_server.py), with zero or more changes.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tests.fork_server import ForkServer
 from tests.machines import LLAMA_8B, make_recipe
 from tests.model_families import save_config
 
-SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
+SMALL = {"buckets": "16", "batch_sizes": "1"}  # a subset of the cached buckets, quick to start and to recompile
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is asked otherwise than when the cache was filled; `misses` are the buckets that torch had to compile."""
+    """Changes relative to the run that filled the cache; `misses` are the buckets that torch must compile."""
 
     name: str
     misses: tuple[str, ...] = ()
@@ -82,29 +82,29 @@ CASES = [
 
 
 class Cached:
-    """A filled cache, and starts from copies of it."""
+    """A filled cache. Each start uses a copy of it."""
 
-    def __init__(self, place: Path, fork_server: ForkServer) -> None:
-        self.place, self.fork_server, self.copies = place, fork_server, 0
+    def __init__(self, work_dir: Path, fork_server: ForkServer) -> None:
+        self.work_dir, self.fork_server, self.copies = work_dir, fork_server, 0
         self.model = self.config("model")
-        self.folder = place / "filled"
+        self.folder = work_dir / "filled"
         self.flags = {"model": self.model, "load_format": "dummy"}
-        asked = {**self.flags, "buckets": "16,48", "batch_sizes": "1,3", "cache_dir": str(self.folder)}
-        filled = forecast_and_start(self.fork_server, place, flags=asked, cached=str(self.folder))
-        assert set(filled["happened"].values()) == {"miss"}
-        assert "forecast" not in filled, "there was nothing to forecast from"
+        flags = {**self.flags, "buckets": "16,48", "batch_sizes": "1,3", "cache_dir": str(self.folder)}
+        filled = forecast_and_start(self.fork_server, work_dir, flags=flags, cached=str(self.folder))
+        assert set(filled["outcomes"].values()) == {"miss"}
+        assert "forecast" not in filled, "no manifest existed before"
 
     def config(self, name: str, **changes: Any) -> str:
-        return save_config("llama", self.place / name, **{"num_hidden_layers": 2, **changes})
+        return save_config("llama", self.work_dir / name, **{"num_hidden_layers": 2, **changes})
 
     def start(self, case: Case) -> dict[str, Any]:
         self.copies += 1
-        copy = self.place / f"copy{self.copies}"
+        copy = self.work_dir / f"copy{self.copies}"
         shutil.copytree(self.folder, copy)
         model = self.config(f"model{self.copies}", **case.config) if case.config else self.model
         flags = {**self.flags, **SMALL, **case.flags, "model": model, "cache_dir": str(copy)}
         return forecast_and_start(
-            self.fork_server, self.place, flags=flags, cached=str(self.folder), before=case.before
+            self.fork_server, self.work_dir, flags=flags, cached=str(self.folder), before=case.before
         )
 
 
@@ -113,7 +113,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) ->
     return Cached(tmp_path_factory.mktemp("why"), fork_server)
 
 
-def test_there_are_enough_cases_of_every_kind() -> None:
+def test_there_are_enough_cases_of_each_kind() -> None:
     assert len(CASES) >= 30
     assert sum(not case.misses for case in CASES) >= 10
     assert sum(bool(case.misses) for case in CASES) >= 10
@@ -121,36 +121,38 @@ def test_there_are_enough_cases_of_every_kind() -> None:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_the_forecast_is_what_happens(cached: Cached, case: Case) -> None:
-    found = cached.start(case)
-    missed = {bucket for bucket, outcome in found["happened"].items() if outcome != "hit"}
-    assert missed == set(case.misses), "what torch did"
-    assert {bucket for bucket, said in found["forecast"].items() if said != "hit"} == missed, found["reasons"]
-    assert all(bool(reasons) == (bucket in missed) for bucket, reasons in found["reasons"].items())
+def test_the_forecast_matches_what_torch_does(cached: Cached, case: Case) -> None:
+    result = cached.start(case)
+    missed = {bucket for bucket, outcome in result["outcomes"].items() if outcome != "hit"}
+    assert missed == set(case.misses), "the actual misses"
+    assert {bucket for bucket, predicted in result["forecast"].items() if predicted != "hit"} == missed, result[
+        "reasons"
+    ]
+    assert all(bool(reasons) == (bucket in missed) for bucket, reasons in result["reasons"].items())
 
 
-# Factors of the machine, which no test can change: told from the record alone
+# Properties of the machine, which a test cannot change: forecast from a modified environment
 
 
 @pytest.fixture(scope="module")
 def manifest(cached: Cached) -> Manifest:
     (path,) = (cached.folder / "manifests").glob("*.json")
-    found = read_manifest(path)
-    assert found is not None
-    return found
+    filled_manifest = read_manifest(path)
+    assert filled_manifest is not None
+    return filled_manifest
 
 
 def planned(manifest: Manifest) -> tuple[Plan, Environment]:
-    """The plan and the machine of the manifest, as records."""
-    known = json.loads(json.dumps(manifest.environment), object_hook=None)
-    environment = Environment(**{name: _lists_to_tuples(value) for name, value in known.items()})
+    """The plan and the environment of the manifest."""
+    document = json.loads(json.dumps(manifest.environment), object_hook=None)
+    environment = Environment(**{name: _lists_to_tuples(value) for name, value in document.items()})
     plan = {name: _lists_to_tuples(value) for name, value in manifest.plan.items()}
     buckets = tuple(Bucket(**bucket) for bucket in manifest.plan["buckets"])
     return Plan(**{**plan, "buckets": buckets, "decisions": ()}), environment
 
 
 def _lists_to_tuples(value: Any) -> Any:
-    return tuple(_lists_to_tuples(one) for one in value) if isinstance(value, list) else value
+    return tuple(_lists_to_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 @pytest.mark.parametrize(
@@ -162,35 +164,38 @@ def _lists_to_tuples(value: Any) -> Any:
         ("flash_packages", (("flash-attn-4", "4.0.0"),)),
     ],
 )  # fmt: skip
-def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manifest, factor: str, value: Any) -> None:
+def test_a_difference_of_the_machine_misses_every_bucket_and_is_named(
+    manifest: Manifest, factor: str, value: Any
+) -> None:
     plan, environment = planned(manifest)
     changed = dataclasses.replace(environment, **{factor: value})
-    found = forecast(manifest, plan, changed, manifest.origin)
-    assert len(found.misses) == 4
-    assert factor in [one.name for one in found.differences] and all(factor in one.reasons for one in found.misses)
-    assert found.miss_seconds == pytest.approx(sum(manifest.cold_seconds().values()))
-    assert not any(one.is_estimate for one in found.misses)
+    predicted = forecast(manifest, plan, changed, manifest.origin)
+    assert len(predicted.misses) == 4
+    assert factor in [difference.name for difference in predicted.differences]
+    assert all(factor in bucket.reasons for bucket in predicted.misses)
+    assert predicted.miss_seconds == pytest.approx(sum(manifest.cold_seconds().values()))
+    assert not any(bucket.is_estimate for bucket in predicted.misses)
 
 
 @pytest.mark.parametrize("factor", ["driver", "gpu_memory_bytes", "host_memory_bytes", "user_cache_dir"])
-def test_what_no_program_holds_changes_no_forecast(manifest: Manifest, factor: str) -> None:
+def test_inputs_that_are_in_no_program_do_not_change_the_forecast(manifest: Manifest, factor: str) -> None:
     plan, environment = planned(manifest)
     changed = dataclasses.replace(environment, **{factor: "575.1" if factor in ("driver", "user_cache_dir") else 1})
     assert forecast(manifest, plan, changed, manifest.origin).misses == ()
 
 
-def test_another_patch_of_python_is_the_same(manifest: Manifest) -> None:
+def test_another_patch_release_of_python_hits(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     patched = ".".join([*environment.python.split(".")[:2], "99"])
     assert forecast(manifest, plan, dataclasses.replace(environment, python=patched), manifest.origin).misses == ()
 
 
-def test_with_a_gpu_more_cores_and_another_compiler_are_the_same(manifest: Manifest) -> None:
+def test_on_a_gpu_the_cpu_and_the_compiler_do_not_matter(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     there = dataclasses.replace(environment, gpu="NVIDIA H100 80GB HBM3")
-    made_there = dataclasses.replace(manifest, environment=dataclasses.asdict(there))
+    gpu_manifest = dataclasses.replace(manifest, environment=dataclasses.asdict(there))
     here = dataclasses.replace(there, cpu_threads=96, compiler="", cpu="AVX2", install_paths="/elsewhere")
-    assert forecast(made_there, plan, here, manifest.origin).misses == ()
+    assert forecast(gpu_manifest, plan, here, manifest.origin).misses == ()
 
 
 def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest) -> None:
@@ -200,7 +205,7 @@ def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest)
     assert len(found.misses) == 4 and "tcdeploy/linear/ops.py" in [one.name for one in found.differences]
 
 
-def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Manifest) -> None:
+def test_an_unknown_bucket_costs_the_median_of_its_phase(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     more = dataclasses.replace(plan, buckets=(*plan.buckets, Bucket("decode", 9)), key="0" * 16)
     (missed,) = forecast(manifest, more, environment, manifest.origin).misses
@@ -208,7 +213,7 @@ def test_a_bucket_that_was_never_compiled_costs_what_its_kind_did(manifest: Mani
     assert missed.is_estimate and missed.miss_seconds == pytest.approx((cold["decode:1"] + cold["decode:3"]) / 2)
 
 
-def test_of_several_plans_a_bucket_is_found_if_any_has_it(manifest: Manifest) -> None:
+def test_a_bucket_hits_if_any_plan_of_the_folder_has_it(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     halves = [
         dataclasses.replace(manifest, buckets=manifest.buckets[:2]),
@@ -218,39 +223,45 @@ def test_of_several_plans_a_bucket_is_found_if_any_has_it(manifest: Manifest) ->
     assert merge_forecasts([forecast(half, plan, environment, manifest.origin) for half in halves]).misses == ()
 
 
-def test_a_rotary_base_matters_where_the_edges_are_compiled() -> None:
-    """On a GPU in mode max-autotune, a decode step's first and last parts are programs too."""
+def test_the_rotary_base_matters_if_the_head_is_compiled() -> None:
+    """On a GPU in mode max-autotune, the operations before and after the layers are compiled for decode steps."""
     from tests.cache.test_manifest import MANIFEST
     from tests.machines import H100
 
     plan = make_plan(make_recipe(context=4096, mode="max-autotune", buckets=(512,), batch_sizes=(1,)), H100, LLAMA_8B)
-    records = tuple(dataclasses.replace(one, variant="max-autotune") for one in MANIFEST.buckets)
+    records = tuple(dataclasses.replace(record, variant="max-autotune") for record in MANIFEST.buckets)
     origin = dataclasses.replace(MANIFEST.origin, model_config={"rope_theta": 10000.0})
-    made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), origin=origin, buckets=records)
+    cached = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), origin=origin, buckets=records)
     other = dataclasses.replace(origin, model_config={"rope_theta": 5000.0})
-    assert [one.bucket for one in forecast(made, plan, H100, other).misses] == ["decode:1"]
-    assert forecast(made, plan, H100, origin).misses == ()
+    assert [bucket.bucket for bucket in forecast(cached, plan, H100, other).misses] == ["decode:1"]
+    assert forecast(cached, plan, H100, origin).misses == ()
 
 
-def test_more_time_to_tune_is_a_miss_where_something_was_left_untried() -> None:
-    """The plan's key does not hold the time; what wins after all would have to be compiled."""
+def test_more_tuning_time_is_a_miss_if_variants_were_not_timed() -> None:
+    """The plan key excludes the tuning time, but a variant that wins later has to be compiled."""
     from tests.cache.test_manifest import MANIFEST
     from tests.machines import H100
 
-    asked = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}
-    plan = make_plan(make_recipe(**asked), H100, LLAMA_8B)
-    names = {bucket.name: [one.name for one in plan.variants(bucket)] for bucket in plan.buckets}
-    tried = tuple(
-        dataclasses.replace(one, variant=names[one.bucket][0], trials=(Trial(names[one.bucket][0], 5.0, 1.0),))
-        for one in MANIFEST.buckets
+    settings = {"context": 4096, "mode": "auto", "buckets": (512,), "batch_sizes": (1,), "tune_seconds": 10.0}
+    plan = make_plan(make_recipe(**settings), H100, LLAMA_8B)
+    variants = {bucket.name: [variant.name for variant in plan.variants(bucket)] for bucket in plan.buckets}
+    records = tuple(
+        dataclasses.replace(
+            record, variant=variants[record.bucket][0], trials=(Trial(variants[record.bucket][0], 5.0, 1.0),)
+        )
+        for record in MANIFEST.buckets
     )
-    made = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), buckets=tried)
-    longer = make_plan(make_recipe(**{**asked, "tune_seconds": 300.0}), H100, LLAMA_8B)
+    cached = dataclasses.replace(MANIFEST, plan=dataclasses.asdict(plan), buckets=records)
+    longer = make_plan(make_recipe(**{**settings, "tune_seconds": 300.0}), H100, LLAMA_8B)
     assert longer.key == plan.key
-    assert forecast(made, plan, H100, made.origin).misses == ()
-    missed = forecast(made, longer, H100, made.origin).misses
-    assert {one.bucket for one in missed} == {name for name, all_of_it in names.items() if len(all_of_it) > 1} != set()
-    assert all(one.reasons == ("mode auto would try what it had no time for",) for one in missed)
+    assert forecast(cached, plan, H100, cached.origin).misses == ()
+    missed = forecast(cached, longer, H100, cached.origin).misses
+    assert (
+        {bucket.bucket for bucket in missed}
+        == {name for name, choices in variants.items() if len(choices) > 1}
+        != set()
+    )
+    assert all(bucket.reasons == ("mode auto has time for variants that were not timed",) for bucket in missed)
 
 
 def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
@@ -267,21 +278,19 @@ def test_versions_are_compared_without_torch(manifest: Manifest) -> None:
 # The command
 
 
-def test_the_command_says_what_misses_and_exits_with_3(cached: Cached, run_cli: Any) -> None:
+def test_the_command_lists_misses_and_exits_with_3(cached: Cached, run_cli: Any) -> None:
     hit = run_cli("cache", "why", str(cached.folder))
     assert (hit.returncode, hit.stderr) == (0, "")
     assert hit.stdout.count(" hit ") == 4
     missed = run_cli("cache", "why", str(cached.folder), "--dtype", "bfloat16", "--json")
     assert missed.returncode == 3
     document = json.loads(missed.stdout)
-    assert [one["is_hit"] for one in document["buckets"]] == [False] * 4 and document["miss_seconds"] > 1
-    assert ("dtype", "bfloat16", "float32") in [tuple(one.values()) for one in document["factors"]]
+    assert [bucket["is_hit"] for bucket in document["buckets"]] == [False] * 4 and document["miss_seconds"] > 1
+    assert ("dtype", "bfloat16", "float32") in [tuple(difference.values()) for difference in document["differences"]]
     assert "4 of 4 buckets would miss, for some" in missed.stderr
 
 
-def test_changed_sources_are_forecast_by_the_changed_package_itself(
-    cached: Cached, run_cli: Any, tmp_path: Path
-) -> None:
+def test_the_command_detects_changed_sources_of_its_own_package(cached: Cached, run_cli: Any, tmp_path: Path) -> None:
     package = tmp_path / "changed"
     shutil.copytree(ROOT / "tcdeploy", package / "tcdeploy")
     with open(package / "tcdeploy" / "attention" / "reference.py", "a") as source:

@@ -136,7 +136,7 @@ def test_a_flag_that_would_do_nothing_is_refused(arguments: tuple[str, ...], rea
         (("warm", "builtin:tiny", "--budget", "soon"), "'soon' is no number of seconds"),
         (("warm", "builtin:tiny", "--budget", "-1s"), "'-1s' is no number of seconds"),
         (("cache", "push", ".", "/x"), ". is a folder"),
-        (("cache", "find", "http://[bad", "--plan", "0" * 16), "http://[bad is no URL"),
+        (("cache", "find", "http://[bad", "--plan", "0" * 16), "http://[bad is not a valid URL"),
     ],
     ids=str,
 )

@@ -1,4 +1,4 @@
-"""Stores that are real and small: an S3 of moto, a folder behind HTTP, a container registry; all on loopback."""
+"""Small real stores on loopback: S3 (moto), a web server, a container registry."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tcdeploy.remote import retry as retry
+from tcdeploy.remote import retry
 from tests.remote.faulty import Proxy, proxy, served
 
 PLAN = "0123456789abcdef"
@@ -29,7 +29,7 @@ HTPASSWD = "user:$2b$04$vIV0jUhZz9huini/DJHIr.A51QNLkw/hdq5tAPP.hIw8n7ehY59b2\n"
 
 @pytest.fixture(autouse=True)
 def short_timeouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Short waits, and no login of the machine's owner."""
+    """Short timeouts, and none of the user's credentials."""
     monkeypatch.setattr(retry, "BACKOFF_SECONDS", 0.02)
     monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 3.0)
     monkeypatch.setattr(retry, "CONNECT_TIMEOUT_SECONDS", 3.0)
@@ -45,8 +45,8 @@ def short_timeouts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def make_bundle(tmp_path: Path) -> Callable[..., Path]:
     """A file of random bytes."""
 
-    def make(size: int = 300_000, name: str = "made.tcb") -> Path:
-        file = tmp_path / "made" / name
+    def make(size: int = 300_000, name: str = "bundle.tcb") -> Path:
+        file = tmp_path / "bundles" / name
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(os.urandom(size))
         return file
@@ -66,13 +66,13 @@ class ConcurrentRun(NamedTuple):
     results: list[Any]
 
     @classmethod
-    def run(cls, work: Callable[[], Any], times: int) -> ConcurrentRun:
-        """The work in so many threads at once; an error is a result too."""
+    def run(cls, operation: Callable[[], Any], times: int) -> ConcurrentRun:
+        """Run `operation` in several threads at once; an exception counts as a result."""
         results: list[Any] = []
 
         def collect() -> None:
             try:
-                results.append(work())
+                results.append(operation())
             except Exception as error:
                 results.append(error)
 
@@ -100,7 +100,7 @@ def moto_port() -> Iterator[int]:
 
 @pytest.fixture
 def s3(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
-    """An S3 with one empty bucket, behind a proxy that counts; the client finds it by its environment."""
+    """An S3 server with one empty bucket, behind a proxy; the environment points clients to it."""
     import boto3
 
     login = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -115,7 +115,7 @@ def s3(moto_port: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 
 @pytest.fixture
 def s3_client(s3: Proxy, moto_port: int) -> Any:
-    """Past the proxy, to look at and to tamper with what is stored."""
+    """A client that bypasses the proxy, to inspect and modify stored objects."""
     import boto3
 
     return boto3.client("s3", endpoint_url=f"http://127.0.0.1:{moto_port}")
@@ -126,15 +126,15 @@ def s3_client(s3: Proxy, moto_port: int) -> Any:
 
 @pytest.fixture
 def web(tmp_path: Path) -> Iterator[tuple[Proxy, Path]]:
-    """A folder that a plain web server shows, behind the proxy."""
+    """A folder served by a plain web server behind a proxy."""
     folder = tmp_path / "web"
     folder.mkdir()
 
-    class Quiet(SimpleHTTPRequestHandler):
+    class QuietHandler(SimpleHTTPRequestHandler):
         def log_message(self, format: str, *arguments: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(QuietHandler, directory=str(folder)))
     with served(server), proxy(server.server_address[1]) as front:
         yield front, folder
 
@@ -156,7 +156,7 @@ class Registry(NamedTuple):
 
 @pytest.fixture(scope="session")
 def registry_binary() -> str:
-    """Debian's docker-registry; installed where we may, else the tests skip."""
+    """Debian's docker-registry, installed if this user may; otherwise the tests skip."""
     if not shutil.which("docker-registry") and os.geteuid() == 0 and shutil.which("apt-get"):
         for command in (["update", "-q"], ["install", "-qy", "docker-registry"]):
             subprocess.run(
@@ -182,14 +182,14 @@ def running_registry(binary: str, folder: Path, htpasswd: str = "") -> Iterator[
     with open(folder / "log", "w") as log:
         process = subprocess.Popen([binary, "serve", str(folder / "config.yml")], stdout=log, stderr=log)
     try:
-        wait_until_it_answers(process, port, folder / "log")
+        wait_for_registry(process, port, folder / "log")
         yield Registry(port, root)
     finally:
         process.terminate()
         process.wait()
 
 
-def wait_until_it_answers(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+def wait_for_registry(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     for _ in range(400):
         with contextlib.suppress(urllib.error.HTTPError, ConnectionError, urllib.error.URLError):
             urllib.request.urlopen(f"http://127.0.0.1:{port}/").close()
@@ -208,6 +208,6 @@ def registry(registry_binary: str, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def guarded_registry(registry_binary: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Registry]:
-    """One that wants a login: user, secret."""
+    """A registry that requires the login user:secret."""
     with running_registry(registry_binary, tmp_path_factory.mktemp("guarded"), HTPASSWD) as running:
         yield running

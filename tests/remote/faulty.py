@@ -1,4 +1,4 @@
-"""A real HTTP server between a client and a store: it forwards, but for the requests that a test gives a fault."""
+"""An HTTP proxy in front of a store that forwards requests, except those a test selects for a fault."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Request(NamedTuple):
 
 
 class FakeResponse(NamedTuple):
-    """A fault: the answer that a store in trouble gives, in place of the true one."""
+    """A fault: this response in place of the store's."""
 
     status: int
     body: bytes = b""
@@ -29,29 +29,29 @@ class FakeResponse(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A fault: the connection closes after so many bytes of the true body."""
+    """A fault: the connection closes after so many bytes of the body."""
 
     after: int
 
 
 class Stall(NamedTuple):
-    """A fault: nothing is said at all, until the client leaves."""
+    """A fault: no response until the client disconnects."""
 
 
 class Drip(NamedTuple):
-    """A fault: the true body, a byte at a time."""
+    """A fault: the body one byte at a time."""
 
     seconds: float
 
 
 class NoContentLength(NamedTuple):
-    """A fault: the true body, without a word of how long it is, and something after it."""
+    """A fault: the body without Content-Length, followed by `more`."""
 
     more: bytes = b""
 
 
 class Wait(NamedTuple):
-    """No fault: the request is held until all that the barrier counts have come, and then they go one by one."""
+    """Not a fault: holds requests until the barrier is full, then forwards them one by one."""
 
     barrier: threading.Barrier
 
@@ -76,13 +76,13 @@ class Proxy(ThreadingHTTPServer):
         return f"127.0.0.1:{self.server_address[1]}"
 
     def fail(self, fault: Fault, times: int = 10**6, method: str = "", path: str = "") -> None:
-        """Give the fault to the next requests of this method (any, if empty) whose path holds this text."""
-        left = [times]
+        """Apply the fault to the next requests with this method (any if empty) and this text in their path."""
+        remaining = [times]
 
         def choose(request: Request) -> Fault | None:
-            if left[0] == 0 or method not in ("", request.method) or path not in request.path:
+            if remaining[0] == 0 or method not in ("", request.method) or path not in request.path:
                 return None
-            left[0] -= 1
+            remaining[0] -= 1
             return fault
 
         self.requests.clear()
@@ -92,7 +92,7 @@ class Proxy(ThreadingHTTPServer):
         return sum(request.method == method and path in request.path for request in self.requests)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A client that left is what these tests are about."""
+        """Ignore disconnected clients: these tests cause them."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -125,17 +125,19 @@ class Handler(BaseHTTPRequestHandler):
             connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
             response = connection.getresponse()
             length = response.getheader("Content-Length")
-            kept = [(key, value) for key, value in response.getheaders() if key.lower() not in HOP_HEADERS]
+            headers_to_forward = [
+                (key, value) for key, value in response.getheaders() if key.lower() not in HOP_HEADERS
+            ]
             content = response.read()
         if isinstance(fault, NoContentLength):
-            self.answer(response.status, kept, content + fault.more, None)
+            self.answer(response.status, headers_to_forward, content + fault.more, None)
             return
         pieces: Iterator[bytes] = iter([content])
         if isinstance(fault, Cut):
             pieces = iter([content[: fault.after]])
         elif isinstance(fault, Drip):
             pieces = self.drip(content, fault.seconds)
-        self.answer(response.status, kept, pieces, int(length or len(content)))
+        self.answer(response.status, headers_to_forward, pieces, int(length or len(content)))
         if isinstance(fault, Cut):
             self.close_connection = True
 
@@ -164,7 +166,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
 
     def log_message(self, format: str, *arguments: object) -> None:
-        """Tests read `requests`."""
+        """Do not log: tests read `requests`."""
 
 
 @contextlib.contextmanager
