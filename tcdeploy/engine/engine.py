@@ -13,53 +13,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from tcdeploy.compiler.programs import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
+from tcdeploy.engine.in_flight import (
+    ForwardPass,
+    InFlightStep,
+    PromptLogprobs,
+    record_event,
+    to_host,
+    token_logprobs_of,
+)
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
 from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
-from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence, TokenLogprobs
+from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence
 from tcdeploy.errors import SpaceError, UsageError
-
-
-class _PromptLogprobs(NamedTuple):
-    """Log-probabilities of prompt tokens from position start + 1 on, in host memory."""
-
-    sequence: Sequence
-    start: int
-    logprobs: Logprobs
-
-
-class _ForwardPass(NamedTuple):
-    """A launched forward pass, whose tokens are the greedy ones until sampling is launched."""
-
-    output: StepOutput
-    sequences: tuple[Sequence | None, ...]  # of each output; None: a chunk that does not end its prompt
-    chunks: tuple[Chunk, ...]
-
-    @property
-    def masks_need_unread_tokens(self) -> bool:
-        """Whether a constrained sequence has a token of an earlier step that the host has not read."""
-        return any(
-            sequence is not None and sequence.matcher is not None and sequence.in_flight > 1
-            for sequence in self.sequences
-        )
-
-
-class _InFlightStep(NamedTuple):
-    """A launched step, and the host memory that its results are copied to."""
-
-    sequences: tuple[Sequence | None, ...]  # of each output
-    tokens: Tensor  # [outputs] int64, in host memory
-    logprobs: Logprobs | None  # in host memory
-    copy_done: torch.cuda.Event | None  # None on a CPU
-    logprob_chunks: tuple[_PromptLogprobs, ...] = ()
 
 
 class Engine:
@@ -83,7 +53,7 @@ class Engine:
         self._stream_tokens: dict[int, list[NewToken]] = {}  # unread tokens of requests that belong to a `stream`
         self._buffered_tokens: list[NewToken] = []  # unread tokens of submitted requests
         self._next_id = 0
-        self._in_flight: _InFlightStep | None = None
+        self._in_flight: InFlightStep | None = None
 
     def submit(self, prompt: Iterable[int], params: SamplingParams) -> int:
         """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served."""
@@ -158,7 +128,7 @@ class Engine:
             if self._in_flight is None and not self.scheduler.running:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
-    def _discard_step(self, previous: _InFlightStep | None) -> None:
+    def _discard_step(self, previous: InFlightStep | None) -> None:
         """Recover from a scheduled step that did not run: the cache lacks the blocks that the scheduler counts on."""
         try:
             self._deliver(self._collect(previous) if previous else [])
@@ -166,33 +136,33 @@ class Engine:
             self.scheduler.requeue_all()
             self.runner.row_assignment.clear()
 
-    def _launch_forward(self) -> _ForwardPass | None:
+    def _launch_forward(self) -> ForwardPass | None:
         step = self.scheduler.schedule()
         if step is None:
             return None
         running = self.scheduler.running
         output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
-        return _ForwardPass(output, _output_sequences(step), step.chunks)
+        return ForwardPass(output, _output_sequences(step), step.chunks)
 
-    def _launch_sampling(self, forward_pass: _ForwardPass) -> _InFlightStep:
+    def _launch_sampling(self, forward_pass: ForwardPass) -> InFlightStep:
         launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
         logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
         return (
-            launched._replace(logprob_chunks=logprob_chunks, copy_done=_record_event(forward_pass.output.tokens))
+            launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
             if logprob_chunks
             else launched
         )
 
-    def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[_PromptLogprobs, ...]:
+    def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[PromptLogprobs, ...]:
         """Log-probabilities of prompt tokens, for requests that ask for them."""
         return tuple(
-            _PromptLogprobs(chunk.sequence, start, Logprobs(*map(_to_host, prompt_logprobs)))
+            PromptLogprobs(chunk.sequence, start, Logprobs(*map(to_host, prompt_logprobs)))
             for chunk in chunks
             if (k := chunk.sequence.params.prompt_logprobs) is not None
             for start, prompt_logprobs in self.runner.compute_prompt_logprobs(chunk, k)
         )
 
-    def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> _InFlightStep:
+    def _sample_and_copy(self, output: StepOutput, sequences: tuple[Sequence | None, ...]) -> InFlightStep:
         """Sample if any row is not greedy, and start the copy of the tokens to the host."""
         live = [sequence for sequence in sequences if sequence is not None and not sequence.finish_reason]
         features = self.runner.row_assignment.features(live)
@@ -201,11 +171,11 @@ class Engine:
             output = self.runner.sample(output, features, masks)
         ks = [sequence.params.logprobs for sequence in live if sequence.params.logprobs is not None]
         step_logprobs = logprobs(output.logits, output.tokens, max(ks)) if ks else None
-        tokens = _to_host(output.tokens)
-        step_logprobs = Logprobs(*map(_to_host, step_logprobs)) if step_logprobs else None
-        return _InFlightStep(sequences, tokens, step_logprobs, _record_event(output.tokens))
+        tokens = to_host(output.tokens)
+        step_logprobs = Logprobs(*map(to_host, step_logprobs)) if step_logprobs else None
+        return InFlightStep(sequences, tokens, step_logprobs, record_event(output.tokens))
 
-    def _collect(self, launched: _InFlightStep) -> list[NewToken]:
+    def _collect(self, launched: InFlightStep) -> list[NewToken]:
         """Wait for a launched step; returns its tokens, without those of sequences that have ended."""
         if launched.copy_done:  # the only place where the host waits for the device
             start = time.perf_counter()
@@ -214,7 +184,7 @@ class Engine:
         for prompt_sequence, start, prompt_logprobs in launched.logprob_chunks:
             count, k = len(prompt_logprobs.chosen), prompt_sequence.params.prompt_logprobs
             prompt_sequence.prompt_logprobs[start : start + count] = [
-                _token_logprobs(prompt_logprobs, row, k) for row in range(count)
+                token_logprobs_of(prompt_logprobs, row, k) for row in range(count)
             ]
         tokens = []
         for row, (sequence, token_id) in enumerate(zip(launched.sequences, launched.tokens.tolist(), strict=False)):
@@ -224,7 +194,7 @@ class Engine:
             if sequence.finish_reason:
                 self.scheduler.finish(sequence)
                 del self._requests[sequence.request_id]
-            token_logprobs = _token_logprobs(launched.logprobs, row, sequence.params.logprobs)
+            token_logprobs = token_logprobs_of(launched.logprobs, row, sequence.params.logprobs)
             token = NewToken(sequence.request_id, token_id, sequence.finish_reason, token_logprobs)
             tokens.append(_with_prompt_info(token, sequence) if sequence.num_output_tokens == 1 else token)
         return tokens
@@ -233,7 +203,10 @@ class Engine:
         if not prompt:
             raise UsageError("the prompt is empty", "pass at least one token; most tokenizers add one at the start")
         if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= self.vocab_size:
-            raise UsageError(f"the prompt contains a value that is not a token id in 0..{self.vocab_size - 1}")
+            raise UsageError(
+                f"the prompt contains a value that is not a token id in 0..{self.vocab_size - 1}",
+                "encode the prompt with the tokenizer of this model",
+            )
         longest = len(prompt) + params.max_new_tokens
         if longest > self.plan.context:
             raise UsageError(
@@ -244,11 +217,15 @@ class Engine:
         if self.allocator.blocks_for(longest) > self.allocator.capacity:
             raise SpaceError(
                 f"{longest} tokens need {self.allocator.blocks_for(longest)} KV blocks; the cache has "
-                f"{self.allocator.capacity}"
+                f"{self.allocator.capacity}",
+                "raise --kv-blocks, or shorten the request",
             )
         biased_ids = [*params.stop_token_ids, *(token_id for token_id, _ in params.logit_bias)]
         if biased_ids and max(biased_ids) >= self.vocab_size and (params.logit_bias or params.min_new_tokens):
-            raise UsageError(f"token id {max(biased_ids)} is outside the vocabulary 0..{self.vocab_size - 1}")
+            raise UsageError(
+                f"token id {max(biased_ids)} is outside the vocabulary 0..{self.vocab_size - 1}",
+                "check stop_token_ids and logit_bias",
+            )
         self._next_id += 1
         return Sequence(self._next_id, prompt, len(prompt), params)
 
@@ -300,27 +277,3 @@ def _output_sequences(step: SchedulerOutput) -> tuple[Sequence | None, ...]:
     if step.decode:
         return step.decode
     return tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
-
-
-def _record_event(tensor: Tensor) -> torch.cuda.Event | None:
-    """An event that completes with all work launched so far; None on a CPU."""
-    if not tensor.is_cuda:
-        return None
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, valid once an event recorded after it completes."""
-    if not tensor.is_cuda:
-        return tensor.clone()
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _token_logprobs(rows: Logprobs | None, row: int, k: int | None) -> TokenLogprobs | None:
-    """One row as Python numbers, with the `k` most likely tokens; None if the request asks for none."""
-    if rows is None or k is None:
-        return None
-    ids, values = rows.top_ids[row, :k].tolist(), rows.top_logprobs[row, :k].tolist()
-    return TokenLogprobs(float(rows.chosen[row]), tuple(zip(ids, values, strict=True)))

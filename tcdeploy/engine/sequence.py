@@ -120,7 +120,8 @@ class SamplingParams:
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
             raise UsageError(
                 f"there are {len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids; "
-                f"the limit is {MAX_LOGIT_BIASES} together"
+                f"the limit is {MAX_LOGIT_BIASES} together",
+                "send fewer of them",
             )
         for token_id, value in self.logit_bias:
             BIASED_TOKEN_ID.check(token_id)

@@ -2,7 +2,7 @@
 
 Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
 rows. Timing batches fill the bucket. Both are random tokens from a fixed seed. Neither goes through the scheduler:
-each batch takes its KV blocks from an allocator of its own, so two batches overwrite each other's cache.
+each batch takes its KV blocks from a new allocator, so two batches overwrite each other's cache.
 """
 
 from __future__ import annotations
