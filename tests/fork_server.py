@@ -155,40 +155,56 @@ def _serve_forks(control: socket.socket) -> dict[str, Any]:
     while True:
         for key, _ in selector.select():
             if key.fileobj is not control:
-                child, status = key.data
-                _, code = os.waitpid(child, 0)
-                selector.unregister(key.fileobj)
-                os.close(key.fd)
-                with contextlib.suppress(OSError):  # the client has gone
-                    status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
-                status.close()
+                _report_exit(selector, key)
                 continue
             message, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
             children = [key.data for key in selector.get_map().values() if key.data]
             if not message:  # the client has closed the control socket
-                for child, _ in children:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child, signal.SIGKILL)
-                os._exit(0)
+                _kill_children_and_exit(children)
             status = socket.socket(fileno=descriptors[2])
             child = os.fork()
             if child == 0:
-                os.setsid()
-                with contextlib.suppress(OSError):
-                    status.send(f"pid {os.getpid()}".encode())
-                for descriptor, target in zip(descriptors, (1, 2), strict=False):
-                    os.dup2(descriptor, target)
-                for opened in (*descriptors[:2], *(key.fd for key in selector.get_map().values())):
-                    os.close(opened)
-                selector.close()
-                for inherited in (status, *(child_status for _, child_status in children)):
-                    inherited.close()
-                request: dict[str, Any] = json.loads(message)
+                _set_up_child(selector, children, status, descriptors)
                 control.detach()
+                request: dict[str, Any] = json.loads(message)
                 return request
             for descriptor in descriptors[:2]:
                 os.close(descriptor)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, status))
+
+
+def _report_exit(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """Reap a child that has ended, and send its exit code to the client."""
+    child, status = key.data
+    _, code = os.waitpid(child, 0)
+    selector.unregister(key.fileobj)
+    os.close(key.fd)
+    with contextlib.suppress(OSError):  # the client has gone
+        status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
+    status.close()
+
+
+def _kill_children_and_exit(children: list[Any]) -> NoReturn:
+    for child, _ in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    os._exit(0)
+
+
+def _set_up_child(
+    selector: selectors.BaseSelector, children: list[Any], status: socket.socket, descriptors: list[int]
+) -> None:
+    """In a new child: report its pid, redirect stdout and stderr, close everything inherited from the server."""
+    os.setsid()
+    with contextlib.suppress(OSError):
+        status.send(f"pid {os.getpid()}".encode())
+    for descriptor, target in zip(descriptors, (1, 2), strict=False):
+        os.dup2(descriptor, target)
+    for opened in (*descriptors[:2], *(key.fd for key in selector.get_map().values())):
+        os.close(opened)
+    selector.close()
+    for inherited in (status, *(child_status for _, child_status in children)):
+        inherited.close()
 
 
 def _run_command(request: dict[str, Any]) -> int:
