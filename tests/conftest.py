@@ -1,4 +1,4 @@
-"""What the tests share: one warmed tiny deployment, small random models of any family, and runs of the real CLI."""
+"""Shared fixtures: a warmed deployment of the embedded model, its reference in transformers, and runs of the CLI."""
 
 from __future__ import annotations
 
@@ -16,30 +16,33 @@ import pytest
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tests.fork_server import ForkServer
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two workers with two threads each wait on one another
-# Torch tries six sets of vector instructions by compiling and loading a library for each: 8 s in every new cache
-# folder, 1 s in every process. This takes the processor at its word.
+# Set before torch is imported: test workers with several threads each would compete for the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Inductor probes six vector instruction sets by compiling and loading a library for each: 8 s in a new cache folder,
+# 1 s in every process. This variable makes it trust the CPU flags.
 VEC_ISA_VARIABLE = "TORCHINDUCTOR_VEC_ISA_OK"
 os.environ.setdefault(VEC_ISA_VARIABLE, "1")
-# A cold start is mostly g++, 0.6 s a kernel, and many tests start the same model: a kernel that this run of the tests
-# has compiled comes from this folder the next time (compilers/g++). Torch calls a compiler all the same.
+# A cold start is mostly g++ at 0.6 s per kernel, and many tests start the same model. compilers/g++ caches the kernels
+# of this test run in this folder. Torch still calls a compiler.
 COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
-_active_speedups = list(SPEEDUP_VARIABLES)  # that runs of the command take, but where one would hide something
+_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use `without_speedups`
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # as the tests found theirs
+PACKAGES = os.pathsep.join(
+    [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+)  # the import path of the tests themselves
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
 
 
-relax_gc_for_startup()  # as the command does
+relax_gc_for_startup()  # as the CLI does
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """GPU tests skip, visibly, where torch sees no GPU; asked only when such a test was collected."""
+    """Skip GPU tests if torch sees no GPU. Imports torch only if a GPU test was collected."""
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return
@@ -52,11 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def caching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Before the others on PATH, for whatever starts from here on. Workers share what is remembered."""
+    """Put the caching g++ first on PATH for all processes of this run. Workers share its cache."""
     if shutil.which("g++") is None:
         return
-    own = tmp_path_factory.getbasetemp()
-    folder = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "remembered"
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiler-cache"
     folder.mkdir(exist_ok=True)
     os.environ[COMPILER_CACHE_VARIABLE] = str(folder)
     os.environ["PATH"] = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}"
@@ -64,8 +67,10 @@ def caching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def precompiled_headers() -> None:
-    """A warm start in this process has told Inductor that there is no header to prepare: what is compiled by a test
-    that starts nothing would take twice as long."""
+    """Re-enable Inductor's precompiled headers, which a warm start in this process disables.
+
+    Without them, kernels of a test that starts no deployment would take twice as long to compile.
+    """
     if "torch._inductor.codecache" in sys.modules:
         from tcdeploy.cache.toolchain import use_precompiled_headers
 
@@ -74,7 +79,7 @@ def precompiled_headers() -> None:
 
 @pytest.fixture(scope="session")
 def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One compile cache for all in-process tests: torch reads its place once per process."""
+    """One compile cache for all in-process tests: torch reads its location once per process."""
     return str(tmp_path_factory.mktemp("cache"))
 
 
@@ -82,7 +87,7 @@ _deployments: dict[str, Any] = {}
 
 
 def reset_programs() -> None:
-    """Let torch forget what it compiled, so that counts start at zero; deployments of before are sealed and useless."""
+    """Reset torch's compiled programs, so that counts start at zero. Earlier deployments can no longer run."""
     import torch
 
     torch._dynamo.reset()
@@ -91,25 +96,25 @@ def reset_programs() -> None:
 
 @pytest.fixture
 def tiny_deployment(cache_dir: str) -> Any:
-    """The embedded model, warmed once, and again (from the cache) after a test that made torch forget."""
+    """The embedded model, warmed once per session, and again from the cache after `reset_programs`."""
     return prepare_tiny(cache_dir)
 
 
-def prepare_tiny(cache_dir: str, **asked: Any) -> Any:
-    """The embedded model prepared with other flags as well; each set of flags once."""
+def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
+    """The embedded model prepared with additional flags, once per set of flags."""
     from tcdeploy.pipeline import prepare
     from tcdeploy.planning.recipe import build_recipe
 
-    key = repr(sorted(asked.items()))
+    key = repr(sorted(flags.items()))
     if key not in _deployments:
-        flags = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
-        _deployments[key] = prepare(build_recipe({**flags, **asked}, environ={}))
+        defaults = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
+        _deployments[key] = prepare(build_recipe({**defaults, **flags}, environ={}))
     return _deployments[key]
 
 
 @pytest.fixture(scope="session")
 def reference_tiny() -> Any:
-    """The same weights in plain transformers, as anyone would load them."""
+    """The same weights, loaded by plain transformers."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +125,7 @@ def reference_tiny() -> Any:
 
 @pytest.fixture(scope="module")
 def without_speedups() -> Iterator[None]:
-    """In this module's runs of the command, vectors are tried, and every kernel is compiled for its own place."""
+    """CLI runs of this module probe vector instructions and compile every kernel, as on a user's machine."""
     _active_speedups.clear()
     yield
     _active_speedups.extend(SPEEDUP_VARIABLES)
@@ -128,17 +133,17 @@ def without_speedups() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    shortcuts = {name: os.environ[name] for name in SPEEDUP_VARIABLES if name in os.environ}
-    found = ForkServer({**cli_environment(tmp_path_factory.mktemp("forks")), **shortcuts})
-    yield found
-    found.shutdown()
+    speedups = {name: os.environ[name] for name in SPEEDUP_VARIABLES if name in os.environ}
+    server = ForkServer({**cli_environment(tmp_path_factory.mktemp("forks")), **speedups})
+    yield server
+    server.shutdown()
 
 
 @pytest.fixture
 def run_cli(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the real command in a process of its own, in a clean environment with HOME in a temporary folder.
+    """Run the CLI in a separate process, in a clean environment with HOME in a temporary folder.
 
-    It is a fork of one that has imported all, where a fork can have that environment and it is not to be `new`.
+    The process is a fork of one that has imported everything, unless the environment rules that out or `new` is set.
     """
 
     def run(
@@ -159,9 +164,9 @@ def cli_command(*arguments: str) -> list[str]:
 
 
 def cli_environment(home: Path, **environ: str) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+    inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     return {
-        **kept,
+        **inherited,
         "HOME": str(home),
         "PYTHONPATH": PACKAGES,
         "HF_HUB_OFFLINE": "1",
@@ -173,7 +178,7 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
 
 @contextlib.contextmanager
 def mounted_tmpfs(target: Path, *options: str) -> Iterator[Path]:
-    """A tmpfs of one's own; skips, visibly, where mounting is not allowed."""
+    """Mount a tmpfs at `target`. Skips the test if mounting is not allowed."""
     target.mkdir(exist_ok=True)
     mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
     if mount.returncode:

@@ -1,11 +1,11 @@
-"""Runs of the command in little time: a process that has imported everything, and forks for each of them.
+"""Fast CLI runs for tests: one process imports everything, and each run is a fork of it.
 
-To import torch and transformers takes a command 5 s, and looking at a warm cache less than one. A child of a process
-that has done no more than import is as fresh as a new one: nothing was compiled, no cache folder was read, no thread
-was started. All of them share what Python draws at its start (the hashes of strings) and what libraries take from HOME
-while they are imported. What a variable changes then they cannot show, so a run with variables of its own is a new
-process (conftest.py); so are the run that fills the cache of test_cache.py, the one that proves it elsewhere, the
-server that most tests share, and all runs that travel.
+Importing torch and transformers takes 5 s, and most commands on a warm cache take less than 1 s. A process that has
+only imported is as clean as a new one: nothing is compiled, no cache folder is read, no thread is started. Forks share
+Python's hash seed, and whatever libraries read from HOME during import. They cannot show the effect of an environment
+variable during import, so a run with other variables is a new process (conftest.py). So are the run that fills the
+cache of test_cache.py, the run that checks it in another place, the server that most tests share, and all runs in moved
+folders.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from typing import IO, Any, NoReturn
 
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
-MAX_REQUEST_BYTES = 128 << 10  # of a request: arguments, environment and script
-KILLED = -signal.SIGKILL  # said of a run whose end nobody could tell
+MAX_REQUEST_BYTES = 128 << 10  # arguments, environment and script
+KILLED = -signal.SIGKILL  # return code of a run whose exit status was lost
 
 
 class ForkedProcess:
-    """A run, with what subprocess.Popen would say of it; the leader of a process group."""
+    """One run, with the interface of subprocess.Popen. It leads a process group."""
 
     def __init__(self, status: socket.socket, stdout: IO[str] | None = None, stderr: IO[str] | None = None) -> None:
         self._status, self.stdout, self.stderr = status, stdout, stderr
-        self._lock = threading.Lock()  # one thread waits, another may poll
+        self._lock = threading.Lock()  # `wait` and `poll` may be called from two threads
         self.returncode: int | None = None
         kind, _, number = status.recv(64).partition(b" ")
         if kind != b"pid":
-            raise RuntimeError("the process that forks could not, or has ended; its stderr says why")
+            raise RuntimeError("the fork server failed to fork or has ended; see its stderr")
         self.pid = int(number)
 
     def poll(self) -> int | None:
@@ -64,7 +64,7 @@ class ForkedProcess:
         self._status.settimeout(timeout)
         with contextlib.suppress(TimeoutError, BlockingIOError):
             status_message = self._status.recv(64)
-            if not status_message:  # nobody is left who could say
+            if not status_message:  # the server has ended
                 self.kill_group()
             self.returncode = int(status_message.partition(b" ")[2]) if status_message else KILLED
             self._status.close()
@@ -80,15 +80,14 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """The process that forks; it is started by the first run, and has this environment when it imports."""
+    """Starts the server process on the first run, with `environ` set while it imports."""
 
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = environ
         self._server: subprocess.Popen[bytes] | None = None
 
     def supports(self, environ: dict[str, str]) -> bool:
-        """Whether a fork is like a new process with that environment: HOME alone is another. Where there is a GPU it
-        was never tried."""
+        """Whether a fork equals a new process with this environment. Only HOME may differ. Untested with a GPU."""
         return HAS_PIDFD and not HAS_GPU and self._matches_environment(environ)
 
     def _matches_environment(self, environ: dict[str, str]) -> bool:
@@ -97,7 +96,7 @@ class ForkServer:
     def run(
         self, *arguments: str, environ: dict[str, str], timeout: float = 600, script: str = ""
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command to its end; with `script`, that before it, or alone where there are no arguments."""
+        """Run the CLI to its end, after `script` if given; only `script` if there are no arguments."""
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
             fork = ForkedProcess(self._spawn(arguments, environ, script, stdout.fileno(), stderr.fileno()))
             try:
@@ -109,7 +108,7 @@ class ForkServer:
             return subprocess.CompletedProcess(arguments, code, stdout.read(), stderr.read())
 
     def popen(self, *arguments: str, environ: dict[str, str], script: str = "") -> ForkedProcess:
-        """Start the command, with its output in pipes."""
+        """Start the CLI with its output in pipes."""
         ends = [os.pipe(), os.pipe()]
         status = self._spawn(arguments, environ, script, *(writer for _, writer in ends))
         for _, writer in ends:
@@ -124,74 +123,92 @@ class ForkServer:
     def _spawn(
         self, arguments: tuple[str, ...], environ: dict[str, str], script: str, stdout: int, stderr: int
     ) -> socket.socket:
-        assert self._matches_environment(environ), "what a variable changes while torch is imported, a fork cannot show"
+        assert self._matches_environment(environ), (
+            "a fork cannot have other variables than the server had during import"
+        )
         if self._server is None:
-            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ, pass_fds=[theirs.fileno()],
-                start_new_session=True,  # Ctrl-C is for who asked
+                [sys.executable, "-m", "tests.fork_server", str(far_end.fileno())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ, pass_fds=[far_end.fileno()],
+                start_new_session=True,  # Ctrl-C must not reach the server
             )  # fmt: skip
-            theirs.close()
-        ours, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            far_end.close()
+        client_status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         request = {"arguments": arguments, "environ": environ, "cwd": os.getcwd(), "script": script}
         socket.send_fds(self._control, [json.dumps(request).encode()], [stdout, stderr, status.fileno()])
         status.close()
-        return ours
+        return client_status
 
 
 def _serve_forks(control: socket.socket) -> dict[str, Any]:
-    """In each child, what it is asked to run; never in the process itself, which ends with its control."""
+    """Fork per request and return the request in the child. The server exits when `control` is closed."""
     from tcdeploy.gc_policy import relax_gc_for_startup
 
     relax_gc_for_startup()
     import tcdeploy.cli.app
-    import tcdeploy.pipeline  # noqa: F401 - what takes the time
+    import tcdeploy.pipeline  # noqa: F401 - the slow imports
 
-    assert len(os.listdir("/proc/self/task")) == 1, "a thread would be missing in the forks"
+    assert len(os.listdir("/proc/self/task")) == 1, "forks do not inherit threads"
     selector = selectors.DefaultSelector()
     selector.register(control, selectors.EVENT_READ)
     while True:
         for key, _ in selector.select():
             if key.fileobj is not control:
-                child, status = key.data
-                _, code = os.waitpid(child, 0)
-                selector.unregister(key.fileobj)
-                os.close(key.fd)
-                with contextlib.suppress(OSError):  # nobody waits for it
-                    status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
-                status.close()
+                _report_exit(selector, key)
                 continue
             message, descriptors, *_ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
             children = [key.data for key in selector.get_map().values() if key.data]
-            if not message:  # nobody asks any more, and nobody waits
-                for child, _ in children:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(child, signal.SIGKILL)
-                os._exit(0)
+            if not message:  # the client has closed the control socket
+                _kill_children_and_exit(children)
             status = socket.socket(fileno=descriptors[2])
             child = os.fork()
             if child == 0:
-                os.setsid()
-                with contextlib.suppress(OSError):
-                    status.send(f"pid {os.getpid()}".encode())
-                for descriptor, target in zip(descriptors, (1, 2), strict=False):
-                    os.dup2(descriptor, target)
-                for opened in (*descriptors[:2], *(key.fd for key in selector.get_map().values())):
-                    os.close(opened)
-                selector.close()
-                for own in (status, *(other for _, other in children)):
-                    own.close()
-                request: dict[str, Any] = json.loads(message)
+                _set_up_child(selector, children, status, descriptors)
                 control.detach()
+                request: dict[str, Any] = json.loads(message)
                 return request
             for descriptor in descriptors[:2]:
                 os.close(descriptor)
             selector.register(os.pidfd_open(child), selectors.EVENT_READ, (child, status))
 
 
+def _report_exit(selector: selectors.BaseSelector, key: selectors.SelectorKey) -> None:
+    """Reap a child that has ended, and send its exit code to the client."""
+    child, status = key.data
+    _, code = os.waitpid(child, 0)
+    selector.unregister(key.fileobj)
+    os.close(key.fd)
+    with contextlib.suppress(OSError):  # the client has gone
+        status.send(f"exit {os.waitstatus_to_exitcode(code)}".encode())
+    status.close()
+
+
+def _kill_children_and_exit(children: list[Any]) -> NoReturn:
+    for child, _ in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)
+    os._exit(0)
+
+
+def _set_up_child(
+    selector: selectors.BaseSelector, children: list[Any], status: socket.socket, descriptors: list[int]
+) -> None:
+    """In a new child: report its pid, redirect stdout and stderr, close everything inherited from the server."""
+    os.setsid()
+    with contextlib.suppress(OSError):
+        status.send(f"pid {os.getpid()}".encode())
+    for descriptor, target in zip(descriptors, (1, 2), strict=False):
+        os.dup2(descriptor, target)
+    for opened in (*descriptors[:2], *(key.fd for key in selector.get_map().values())):
+        os.close(opened)
+    selector.close()
+    for inherited in (status, *(child_status for _, child_status in children)):
+        inherited.close()
+
+
 def _run_command(request: dict[str, Any]) -> int:
-    """As if this process had been started so; its exit code."""
+    """Run the CLI as if this process had been started with it; returns the exit code."""
     os.chdir(request["cwd"])
     os.environ.clear()
     os.environ.update(request["environ"])
@@ -205,8 +222,8 @@ def _run_command(request: dict[str, Any]) -> int:
             from tcdeploy.cli.app import main
 
             main()
-    except SystemExit as ended:
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except SystemExit as exit_:
+        return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     except BaseException:
         traceback.print_exc()
         return 1
@@ -214,7 +231,7 @@ def _run_command(request: dict[str, Any]) -> int:
 
 
 def _exit_without_finalizing(code: int) -> NoReturn:
-    """What an interpreter does at its end, but for finalization: it takes two million objects apart in 1.3 s."""
+    """Exit like the interpreter, without finalization, which takes 1.3 s for two million objects."""
     threading._shutdown()
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()

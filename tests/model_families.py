@@ -1,4 +1,4 @@
-"""Small random models of many families: what the tests of regions, parity and refusals run on."""
+"""Small random models of many families, for tests of regions, parity and unsupported models."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "gpt2": {"vocab_size": 256, "n_embd": 64, "n_layer": LAYERS, "n_head": 4, "n_positions": 512,
              "bos_token_id": 1, "eos_token_id": 2},
 }  # fmt: skip
-LAYER_KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # the others have one
+LAYER_KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # kinds of decoder layers; 1 for other families
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention"),
@@ -46,7 +46,7 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-SHAPE_ONLY: dict[str, dict[str, Any]] = {  # served, and here for their shape alone
+SHAPE_ONLY: dict[str, dict[str, Any]] = {  # supported; used for their architecture only
     "cohere": _SIZES,
     "qwen2_moe": {
         **_SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
@@ -56,9 +56,9 @@ SHAPE_ONLY: dict[str, dict[str, Any]] = {  # served, and here for their shape al
 
 
 def save_config(family: str, folder: Path, **changes: Any) -> str:
-    """A folder with nothing but the family's small config; run it with load_format dummy."""
+    """Save the family's small config to `folder`, without weights: use it with load_format dummy."""
     from transformers import AutoConfig
 
-    sizes = {**SUPPORTED, **SHAPE_ONLY, **{name: refused for name, (refused, _) in UNSUPPORTED.items()}}[family]
+    sizes = {**SUPPORTED, **SHAPE_ONLY, **{name: config for name, (config, _) in UNSUPPORTED.items()}}[family]
     AutoConfig.for_model(family, **{**sizes, **changes}).save_pretrained(folder)
     return str(folder)

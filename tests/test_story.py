@@ -1,4 +1,4 @@
-"""The whole flow on the embedded model: recipe in, warmed programs out, and the tokens are transformers' own."""
+"""The whole flow on the embedded model: from a recipe to warmed programs that give transformers' tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def prompt_of(tokenizer: Any, length: int) -> list[int]:
 
 
 def plain_greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """What transformers' own generate answers."""
+    """Greedy tokens of transformers' `generate`."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
     return out[0, len(prompt) :].tolist()
 
 
-def stopping(model: Any, new_tokens: int) -> SamplingParams:
+def params_with_eos(model: Any, new_tokens: int) -> SamplingParams:
     eos = model.generation_config.eos_token_id
     return SamplingParams(max_new_tokens=new_tokens, stop_token_ids=tuple(eos if isinstance(eos, list) else [eos]))
 
@@ -44,18 +44,18 @@ def stopping(model: Any, new_tokens: int) -> SamplingParams:
     [1, TINY_BUCKETS[0] - 1, TINY_BUCKETS[0], TINY_BUCKETS[0] + 1, TINY_BUCKETS[-1], TINY_BUCKETS[-1] + 1, 5 * 128 - 3],
 )
 def test_greedy_tokens_equal_transformers_generate(tiny_deployment: Any, reference_tiny: Any, length: int) -> None:
-    """Shorter than a bucket, equal to one, and several times longer than the largest (taken in chunks)."""
+    """Prompts shorter than a bucket, equal to one, and several times the largest (prefilled in chunks)."""
     prompt = prompt_of(tiny_deployment.tokenizer, length)
     assert len(prompt) == length
-    ours = tiny_deployment.engine.generate([prompt], stopping(reference_tiny, 24))[0]
-    assert ours == plain_greedy(reference_tiny, prompt, 24)
+    tokens = tiny_deployment.engine.generate([prompt], params_with_eos(reference_tiny, 24))[0]
+    assert tokens == plain_greedy(reference_tiny, prompt, 24)
 
 
 def test_a_batch_of_unequal_lengths_equals_each_prompt_alone(tiny_deployment: Any, reference_tiny: Any) -> None:
-    """More prompts than the largest decode bucket, so sequences enter as others leave."""
+    """More prompts than the largest decode bucket, so sequences start as others finish."""
     prompts = [prompt_of(tiny_deployment.tokenizer, length) for length in (3, 200, 32, 129, 1, 77, 640)]
-    ours = tiny_deployment.engine.generate(prompts, stopping(reference_tiny, 20))
-    assert ours == [plain_greedy(reference_tiny, prompt, 20) for prompt in prompts]
+    answers = tiny_deployment.engine.generate(prompts, params_with_eos(reference_tiny, 20))
+    assert answers == [plain_greedy(reference_tiny, prompt, 20) for prompt in prompts]
 
 
 def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
@@ -66,14 +66,14 @@ def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
     assert while_serving.counts.programs == 0
 
 
-def test_the_count_of_compiles_can_rise() -> None:
-    """The counter behind the test above: an ordinary compile moves it."""
+def test_the_compile_counter_counts_an_ordinary_compile() -> None:
+    """Else the test above could not fail."""
     before = read_counts()
     torch.compile(lambda x: x + 41, backend="eager")(torch.ones(3))
     assert (read_counts() - before).compiles == 1
 
 
-def test_every_bucket_is_one_program_without_breaks_and_passed_its_check(tiny_deployment: Any) -> None:
+def test_every_bucket_is_one_program_without_graph_breaks_and_passes_its_check(tiny_deployment: Any) -> None:
     records = tiny_deployment.records
     assert [record.bucket for record in records] == [
         *(f"prefill:{size}" for size in TINY_BUCKETS),
@@ -81,18 +81,18 @@ def test_every_bucket_is_one_program_without_breaks_and_passed_its_check(tiny_de
     ]
     assert len(tiny_deployment.architecture.attention_layers) > 1
     for record in records:
-        assert record.programs == 1, f"{record.bucket}: one program whatever the number of layers"
+        assert record.programs == 1, f"{record.bucket}: one program for any number of layers"
         assert record.graph_breaks == 0
         assert record.parity.passed and record.parity.relative_difference < 1e-4
 
 
-def test_blocks_are_free_again_when_all_sequences_are_done(tiny_deployment: Any) -> None:
+def test_all_blocks_are_free_when_all_sequences_have_finished(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
     assert engine.allocator.free == engine.allocator.capacity
 
 
 def test_greedy_text_is_english(tiny_deployment: Any) -> None:
-    """The embedded model is a real one: most of the words it writes are words of the library's documentation."""
+    """The embedded model is trained: most of its words are words of the Python library documentation."""
     tokenizer = tiny_deployment.tokenizer
     ids = tiny_deployment.engine.generate(
         [tokenizer("The function returns").input_ids], SamplingParams(max_new_tokens=60)

@@ -1,1 +1,1 @@
-"""Warmed programs turned into tokens: buffers, graphs, sampling, and the generation loop."""
+"""Turns prompts into tokens with warmed programs: scheduling, step buffers, CUDA graphs, sampling."""

@@ -1,12 +1,12 @@
-"""What a request may demand of its answer's form: at each position, which tokens may come. No torch.
+"""Interface of structured output to the engine: which tokens may come next. Does not import torch.
 
-The engine knows no grammar. It starts one `Matcher` per sequence, tells it every token that the host reads, and has a
-`Masker` say which may come next. So a matcher always stands where the sequence's `token_ids` end: pre-emption and a
-step that did not run lose keys or tokens nobody read, and neither was ever told to it.
+The engine knows no grammar. It starts one `Matcher` per sequence, passes it every token that the host reads, and has a
+`Masker` write the masks of the next tokens. A matcher is therefore always at the end of the sequence's `token_ids`, and
+survives preemption and failed steps, which lose cached keys or unread tokens only.
 
-Rejected: a matcher that looks into logits. It would need them on the host; a mask is 16 KB up per constrained row and
-step (128,256 tokens), and nothing down. And a mask of each matcher's own: a library gives Python's lock away for each,
-and gets it back up to 5 ms later where an event loop is busy.
+Rejected: matchers that read logits. They would need the logits on the host; a mask is a 16 KB upload per constrained
+row and step (vocabulary of 128,256). Also rejected: one mask call per matcher. A grammar library releases the GIL in
+each call, and may wait 5 ms to reacquire it while an event loop is busy.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ if TYPE_CHECKING:
     import numpy
     from numpy.typing import NDArray
 
-MatchStatus: TypeAlias = Literal["", "stop", "error"]  # open; complete; it cannot be kept to its form any more
+MatchStatus: TypeAlias = Literal["", "stop", "error"]  # open; complete; the constraint cannot be met any more
 
 
 class Masker(Protocol):
-    """Computes the masks of several matchers in one call. May not raise: a step serves others too."""
+    """Computes the masks of several matchers in one call. Must not raise, since the step serves other requests too."""
 
     def fill(self, matcher_rows: Sequence[tuple[Any, int]], masks: NDArray[numpy.int32]) -> None:
-        """For each (matcher, row), which have this masker: that row of masks [n, words], whose words are 0 so far.
+        """Write the rows of `masks` [n, words] int32 that `matcher_rows` names. All words are 0 on entry.
 
-        A token t that may come next sets bit t % 32 of word t // 32. The rest stays 0, also for tokens that the model
-        has and this knows nothing of; and so do the other rows.
+        Bit t % 32 of word t // 32 is set if token t may come next. Ids beyond the tokenizer's vocabulary stay 0. Other
+        rows are left unchanged.
         """
 
 
 class Matcher(Protocol):
-    """One sequence's place in its form."""
+    """The state of one sequence's constraint."""
 
     @property
     def masker(self) -> Masker: ...
 
     def accept(self, token_id: int) -> MatchStatus:
-        """The next token; what the answer is with it. Anything but "" ends the sequence, with this as its reason.
+        """Advance by one token. Any status but "" ends the sequence, and becomes its finish reason.
 
-        May not raise: a step serves others too.
+        Must not raise, since the step serves other requests too.
         """
 
 
 class Constraint(Protocol):
-    """The form that a request demands, shared by its choices."""
+    """The output format of a request, shared by its choices."""
 
     def start(self) -> Matcher:
-        """At the first token. Cheap: the engine calls it between two steps."""
+        """A matcher before the first token. Must be cheap: the engine calls it between two steps."""

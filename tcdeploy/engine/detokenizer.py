@@ -1,4 +1,4 @@
-"""Token ids to text while they arrive, by tokenizers' DecodeStream: a piece is held back until it is whole UTF-8."""
+"""Incremental detokenization with tokenizers' DecodeStream, which withholds text until its UTF-8 is complete."""
 
 from __future__ import annotations
 
@@ -10,37 +10,40 @@ from tcdeploy.errors import ModelError
 
 
 class IncrementalDetokenizer:
-    """The text of one sequence, piece by piece. Needs a tokenizer of tokenizers' making."""
+    """Detokenizes one sequence as tokens arrive. Raises ModelError for a slow (pure Python) tokenizer."""
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True) -> None:
         if not getattr(tokenizer, "is_fast", False):
-            raise ModelError(f"{type(tokenizer).__name__} cannot stream text", "use a model with a fast tokenizer")
+            raise ModelError(
+                f"{type(tokenizer).__name__} is a slow tokenizer, which cannot stream text",
+                "use a model with a fast tokenizer",
+            )
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
         self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
         self._ids: list[int] = []
-        self._sent = 0  # characters
+        self._sent = 0  # characters returned so far
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; "" while a character is still open."""
+        """The text completed by `token_id`; "" while a character is incomplete."""
         self._ids.append(token_id)
         piece = self._stream.step(self._tokenizer.backend_tokenizer, token_id) or ""
         self._sent += len(piece)
         return piece
 
     def finish(self) -> str:
-        """What was held back: the replacement character of one that the last token left open."""
+        """The withheld rest: a replacement character if the last token left a character incomplete."""
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
 
 
 def stop_token_ids(generation_config: Any) -> tuple[int, ...]:
-    """The model's end-of-sequence ids, as its generation config names them: none, one or several."""
+    """The end-of-sequence ids in the model's generation config: none, one or several."""
     ids = getattr(generation_config, "eos_token_id", None)
     return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of one user message in the model's chat template."""
+    """Token ids of one user message, rendered by the model's chat template with a generation prompt."""
     encoded = tokenizer.apply_chat_template(
         [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=True, return_dict=True
     )

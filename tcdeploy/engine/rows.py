@@ -1,11 +1,13 @@
-"""Who sits in which decode row: the host's list of running sequences, carried over to the device when it changes.
+"""Maps running sequences to decode rows, and keeps the device's copy of the mapping current.
 
-`assign` compares the list with what sits there, and uploads only the difference: rows that moved or emptied are one
-gather on the device (the token that a row feeds next may not have reached the host yet), and new sequences bring their
-sampling parameters. Nothing changed costs a comparison per row and no launch. Rows in which nobody sits are empty, so a
-sequence that only joins the others moves nothing: that gather is some twenty launches, before the first token of a
-prompt that finds the engine idle. For the same reason blocks go up apart (`upload_block_table`), before a decode step: a
-prefill reads a table of its own, so those of its prompts go up while the device works on it.
+`assign` compares the scheduler's list with the present rows and uploads the differences only. Rows that move or become
+free are updated by one gather on the device, because the next input token of a row may not have reached the host. New
+sequences bring their sampling parameters. An unchanged list costs one comparison per row and no kernel launch, and a
+sequence appended to the list moves no row: the gather is about twenty launches, which would delay the first token of a
+prompt on an idle engine. Free rows are kept empty for the same reason.
+
+Block tables are uploaded separately (`upload_block_table`), right before a decode step. Prefill reads a table of its
+own, so the upload of a prompt's blocks overlaps with its prefill.
 """
 
 from __future__ import annotations
@@ -24,36 +26,36 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 
 
 class RowAssignment:
-    """Keeps `state` (on the device) in step with the running sequences (on the host)."""
+    """Keeps `state` (on the device) in line with the list of running sequences (on the host)."""
 
     def __init__(self, state: DecodeRows) -> None:
         self.state = state
         self._assigned: list[Sequence] = []
-        self._uploaded_blocks: list[int] = []  # how many of each row's blocks the device knows
+        self._uploaded_blocks: list[int] = []  # per row, the number of blocks in the device's table
 
     def assign(self, running: ListLike[Sequence]) -> None:
-        """Make row i hold running[i]. Launches work only for what changed."""
+        """Make row i hold running[i]. Launches kernels only for rows that changed."""
         if len(running) != len(self._assigned) or any(a is not b for a, b in zip(running, self._assigned, strict=True)):
             self._reassign(running)
 
     def upload_block_table(self) -> None:
-        """Make the table of every row name all blocks of who sits there. One copy for all that grew."""
+        """Bring every row's block table up to date, in one copy for all rows that grew."""
         new_blocks: list[tuple[int, int, int]] = []  # row, column, block
         for row, sequence in enumerate(self._assigned):
-            known, blocks = self._uploaded_blocks[row], sequence.blocks
-            if len(blocks) != known:
-                new_blocks += [(row, column, blocks[column]) for column in range(known, len(blocks))]
+            uploaded, blocks = self._uploaded_blocks[row], sequence.blocks
+            if len(blocks) != uploaded:
+                new_blocks += [(row, column, blocks[column]) for column in range(uploaded, len(blocks))]
                 self._uploaded_blocks[row] = len(blocks)
         if new_blocks:
             self._upload_blocks(new_blocks)
 
     def rows_for_chunks(self, chunks: ListLike[Chunk]) -> list[int | None]:
-        """The decode row of each chunk that ends its sequence's prompt and is seated; None for the others."""
-        seats = {id(sequence): row for row, sequence in enumerate(self._assigned)}
-        return [seats.get(id(one)) if stop == len(one.token_ids) else None for one, _, stop in chunks]
+        """The decode row of each chunk that ends the prompt of an assigned sequence; None for the others."""
+        rows = {id(sequence): row for row, sequence in enumerate(self._assigned)}
+        return [rows.get(id(sequence)) if stop == len(sequence.token_ids) else None for sequence, _, stop in chunks]
 
     def assign_prefilled(self, sequences: ListLike[Sequence]) -> None:
-        """Seat sequences whose tokens the host knows all of, as if a prefill had just ended: what warm-up runs on."""
+        """Assign sequences as if their prefill had just ended. For warm-up, where the host knows all tokens."""
         self.clear()
         self.assign(sequences)
         self.upload_block_table()
@@ -63,34 +65,38 @@ class RowAssignment:
         self._upload(self.state.seq_lens, lengths)
 
     def clear(self) -> None:
-        """Empty every row, also one that a failed seating left half filled."""
+        """Empty every row, including one that a failed assignment left half written."""
         self._assigned, self._uploaded_blocks = [], []
-        rows = self.state.padding_row
-        self._gather_rows([rows] * (rows + 1), ())  # whoever penalises brings counts of its own
-        self.state.sampling.bias_ends.zero_()  # and a row of no biases must have none
+        padding_row = self.state.padding_row
+        self._gather_rows(
+            [padding_row] * (padding_row + 1), ()
+        )  # penalty counts stay: a row with penalties replaces them
+        self.state.sampling.bias_ends.zero_()  # a row without biases does not write its own
 
     def features(self, sequences: ListLike[Sequence]) -> Features | None:
-        """What sampling these takes beyond the greedy choice that every step makes; None: nothing."""
+        """The sampling features these sequences use; None if the greedy tokens of the step suffice."""
         if all(sequence.params.is_unmodified_greedy for sequence in sequences):
             return None
         return _features(sequences)
 
     def masks(self, sequences: ListLike[Sequence | None], outputs: int) -> Tensor:
-        """What each of a step's outputs may become, [outputs, words] int32; anything, for a row without a constraint.
+        """Bit masks of the tokens allowed for each output, [outputs, words] int32; all bits set if unconstrained.
 
-        The tokens of all steps before must have been read: a matcher is asked what comes after them.
+        The host must have read the tokens of all previous steps, because the matchers continue from them.
         """
         rows: list[int] = []
         matchers: list[Matcher] = []
         for row, sequence in enumerate(sequences):
-            if sequence is None or sequence.matcher is None or sequence.finish_reason:  # a token that nobody reads
+            if (
+                sequence is None or sequence.matcher is None or sequence.finish_reason
+            ):  # no constraint, or the token is dropped
                 continue
-            assert sequence.in_flight == 1, "only this step's"
+            assert sequence.in_flight == 1, "only the token of this step is unread"
             rows.append(row)
             matchers.append(sequence.matcher)
         device, words = self.state.token_ids.device, -(-self.state.sampling.in_prompt.shape[1] // 32)
-        # Torch's memory, which it can pin and keeps until the copy is done, written by numpy: torch pins no tensor that
-        # it makes from an array, and fills a large one with a thread per core, each of which spins for a while after.
+        # Allocated by torch, which can pin it and keeps it until the copy is done; written by numpy. Torch does not pin
+        # a tensor made from an array, and fills a large tensor with one thread per core, which then spin for a while.
         packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
         _fill_bitmasks(matchers, packed.numpy())
         masks = torch.full((outputs, words), -1, dtype=torch.int32, device=device)
@@ -98,32 +104,32 @@ class RowAssignment:
         return masks.index_copy_(0, index, packed.to(device, non_blocking=True))
 
     def _reassign(self, running: ListLike[Sequence]) -> None:
-        before = {id(sequence): row for row, sequence in enumerate(self._assigned)}
-        rows = self.state.padding_row
-        source = [before.get(id(sequence), rows) for sequence in running]
-        source += [rows] * (rows + 1 - len(running))
-        if source[: len(before)] != list(range(len(before))):
+        previous_rows = {id(sequence): row for row, sequence in enumerate(self._assigned)}
+        padding_row = self.state.padding_row
+        source = [previous_rows.get(id(sequence), padding_row) for sequence in running]
+        source += [padding_row] * (padding_row + 1 - len(running))
+        if source[: len(previous_rows)] != list(range(len(previous_rows))):
             self._gather_rows(source, self._assigned)
-        blocks_up = [self._uploaded_blocks[row] if row < rows else 0 for row in source[: len(running)]]
+        uploaded = [self._uploaded_blocks[row] if row < padding_row else 0 for row in source[: len(running)]]
         for row, sequence in enumerate(running):
-            if id(sequence) not in before:
+            if id(sequence) not in previous_rows:
                 self._upload_sampling_params(row, sequence)
-        self._assigned, self._uploaded_blocks = list(running), blocks_up
+        self._assigned, self._uploaded_blocks = list(running), uploaded
 
     def _gather_rows(self, source: list[int], assigned: ListLike[Sequence]) -> None:
-        """Row i becomes what row source[i] was; the row of nobody stays itself, and empties others.
+        """Row i takes the content of row source[i]. Rows gathered from the padding row become empty.
 
-        What penalties count is the size of the vocabulary in every row: it moves only where one of `assigned` has it.
+        Penalty counts are vocabulary-sized, so they move only if a sequence in `assigned` uses them.
         """
         state = self.state
-        moved = [state.token_ids, state.positions, state.seq_lens, state.block_table]
-        moved += state.sampling.tensors_to_gather(_features(assigned))
+        tensors = [state.token_ids, state.positions, state.seq_lens, state.block_table]
+        tensors += state.sampling.tensors_to_gather(_features(assigned))
         index = _to_device(source, torch.int64, state.token_ids.device)
-        for tensor in moved:
+        for tensor in tensors:
             tensor.copy_(tensor.index_select(0, index))
 
     def _upload_sampling_params(self, row: int, sequence: Sequence) -> None:
-        """The row came from nobody's, so it is greedy and penalises nothing until told otherwise."""
+        """Write the parameters of a new sequence. Its row is a copy of the padding row: greedy, without penalties."""
         params = sequence.params
         if params.is_unmodified_greedy:
             return
@@ -147,7 +153,7 @@ class RowAssignment:
             set_biases(sampling, row, params.biases(sequence.prompt_length))
 
     def _upload_blocks(self, new_blocks: ListLike[tuple[int, int, int]]) -> None:
-        """All in one copy: rows that were admitted together grow together, and 256 copies are as many launches."""
+        """Write (row, column, block) entries in one copy: rows that were admitted together grow together, up to 256."""
         table = self.state.block_table
         rows, columns, blocks = _to_device(new_blocks, torch.int64, table.device).T
         table.index_put_((rows, columns), blocks.to(table.dtype))
@@ -157,7 +163,7 @@ class RowAssignment:
 
 
 def _fill_bitmasks(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> None:
-    """Row i of masks [n, words] becomes what matchers[i] allows; each masker is asked once."""
+    """Write the tokens that matchers[i] allows to row i of `masks` [n, words], with one call per masker."""
     masks.fill(0)
     matcher_rows_by_masker: dict[Masker, list[tuple[Matcher, int]]] = {}
     for row, matcher in enumerate(matchers):
@@ -167,17 +173,17 @@ def _fill_bitmasks(matchers: ListLike[Matcher], masks: NDArray[numpy.int32]) -> 
 
 
 def _features(sequences: ListLike[Sequence]) -> Features:
-    params = [sequence.params for sequence in sequences]
+    all_params = [sequence.params for sequence in sequences]
     return Features(
-        penalties=any(one.has_penalties for one in params),
-        filters=any(one.has_filters for one in params),
-        biases=any(one.has_biases for one in params),
-        masks=any(one.constraint is not None for one in params),
+        penalties=any(params.has_penalties for params in all_params),
+        filters=any(params.has_filters for params in all_params),
+        biases=any(params.has_biases for params in all_params),
+        masks=any(params.constraint is not None for params in all_params),
     )
 
 
 def _to_device(values: ListLike[float] | ListLike[tuple[int, ...]], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Through pinned memory that torch keeps alive until the copy is done: the host never waits."""
+    """Copy through pinned memory, which torch keeps alive until the copy is done. The host does not wait."""
     if device.type != "cuda":
         return torch.tensor(values, dtype=dtype)
     return torch.tensor(values, dtype=dtype, pin_memory=True).to(device, non_blocking=True)

@@ -1,37 +1,37 @@
-"""Choose the next token of every row of a batch, on the device: greedy, or drawn with a seed per request.
+"""Samples the next token of every row on the device: greedy, or drawn with a seed per request.
 
-The one idea: a draw is a function, not an event. Row r at position p takes one uniform number, `hash(seed, p)`, and
-inverts the cumulative distribution with it. So a request repeats its tokens whatever runs beside it, before or after a
-pre-emption, on a CPU or a GPU, and there is no generator whose state could be lost.
+A draw is a pure function. Row r at position p takes one uniform number `hash(seed, p)` and inverts the cumulative
+distribution with it. A request therefore gets the same tokens in any batch, after a preemption, on a CPU or a GPU, and
+there is no generator whose state could be lost.
 
-The constraint: nothing here reads a value on the host, and all shapes are static, so a decode step may be recorded as
-one CUDA graph. What a batch does not use costs nothing: the host knows its `Features`.
+Nothing here reads a value on the host and all shapes are static, so a decode step can be captured in a CUDA graph. The
+host passes `Features`, and unused features cost nothing.
 
-Where the accuracy comes from: weights are exponentials in float64, cut to whole units of which the largest weight has
-2^45 (at 128,256 tokens; `accumulate`). Integers add up the same in any order, so the cumulated distribution may be
-taken in two short levels, it never falls, and a token of weight 0 is never chosen, at u = 0 and u = 1 included.
-Smaller weights than a unit count as 0: all of them together less than 2^-28 of the largest.
+Weights are exponentials in float64, truncated to integer units of which the largest weight has 2^45 (vocabulary of
+128,256; see `accumulate`). Integer sums do not depend on the order of addition, so the cumulative distribution is built
+in two short levels, never decreases, and never selects a token of weight 0, not even at u = 0 or u = 1. Weights smaller
+than one unit count as 0: in total less than 2^-28 of the largest weight.
 
-Order of operations, all on the raw logits of the model:
+Order of operations, on the raw logits of the model:
 
-1. biases: what a request adds to single tokens' logits, -inf for a stop token that comes too soon
-2. penalties: repetition over prompt and output (positive logits divided, others multiplied), then frequency * count
-   and presence * (count > 0) over the output alone (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API, "frequency and
+1. biases: added to single logits; -inf for a stop token before `min_new_tokens`
+2. penalties: repetition over prompt and output (positive logits divided, negative ones multiplied), then frequency *
+   count and presence * (count > 0) over the output only (vLLM, `vllm/v1/sample/sampler.py`; OpenAI API, "frequency and
    presence penalties")
-3. masks: -inf for a token that the row's constraint forbids
-4. temperature 0 ends here: the most likely token, the lowest id of equals
-5. temperature, top-k, top-p of what top-k left, min-p as a share of the largest probability (transformers,
-   `GenerationMixin._get_logits_processor`; vLLM has min-p before top-p, which then counts a little less)
+3. masks: -inf for a token that the row's constraint excludes
+4. temperature 0 ends here: argmax, with the lowest id among equal logits
+5. temperature, top-k, top-p over what top-k left, min-p relative to the largest probability (transformers,
+   `GenerationMixin._get_logits_processor`; vLLM applies min-p before top-p, which makes top-p slightly stricter)
 
-Equal logits at the edge of top-k or top-p stay in by lowest id, so top-k keeps k tokens and never more; transformers
-and vLLM keep all that equal the k-th. The most likely token always stays.
+Among equal logits at the limit of top-k or top-p the lowest ids are kept, so top-k keeps exactly k tokens; transformers
+and vLLM keep every logit that equals the k-th. The most likely token is always kept.
 
-What a row of unusable logits gives: -inf everywhere, token 0; a +inf, the first; a NaN, the first NaN. Its neighbours
-are not touched.
+Unusable logits: a row of only -inf gives token 0, a row with +inf the first +inf, a row with NaN the first NaN. Other
+rows are not affected.
 
-Rejected: the exponential (Gumbel) race of vLLM and gpt-fast, which needs a hash for each of 128,256 tokens instead of
-one; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which gives each row a single
-program (264 us for 32 rows on an H100, more than all that `sample` does there without filters, 238 us).
+Rejected: the exponential (Gumbel) race of vLLM and gpt-fast, which needs one hash per vocabulary entry instead of one
+per row; `torch.multinomial`, whose state is a generator; one `cumsum` over the vocabulary, which runs one program per
+row and takes longer (264 us, 32 rows on an H100) than all of `sample` without filters. Timings: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -45,46 +45,44 @@ from torch import Tensor
 
 from tcdeploy.engine.sequence import MAX_LOGIT_BIASES
 
-MAX_ROWS_PER_PASS = (
-    64  # bounds the scratch; 256 rows of 128,256 at once: 0.5 to 1.4 GiB and 1.1 ms, so: a third and 1.6 ms
-)
-CHUNK = 256  # tokens of the second level of the cumulative distribution
+MAX_ROWS_PER_PASS = 64  # bounds temporary memory: a third of that of 256 rows at once (docs/performance.md)
+CHUNK = 256  # tokens per chunk of the two-level cumulative distribution
 COUNT_LIMIT = 2**15 - 1
-MAX_TOKEN_ID = 2**31 - 1  # ids count down from it in the lower half of a rank
+MAX_TOKEN_ID = 2**31 - 1  # the lower 32 bits of a rank are MAX_TOKEN_ID - id
 
 
 class Features(NamedTuple):
-    """What some row of the batch asks for; a row's tokens do not depend on what the others ask for."""
+    """Features that any row of the batch uses. A row's tokens do not depend on the features of other rows."""
 
     penalties: bool  # repetition, presence or frequency
     filters: bool  # top-k, top-p or min-p
     biases: bool = False
-    masks: bool = False  # which tokens may come at all
+    masks: bool = False  # constrained rows
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """How each decode row samples, and what its penalties count: static tensors that the host fills on admission."""
+    """Sampling parameters and penalty counts of each decode row: static tensors that the host writes on admission."""
 
-    temperature: Tensor  # [rows] float32; 0: greedy
-    top_k: Tensor  # [rows] int64; 0: all
+    temperature: Tensor  # [rows] float32; 0 is greedy
+    top_k: Tensor  # [rows] int64; 0 keeps all
     top_p: Tensor  # [rows] float32
     min_p: Tensor  # [rows] float32
     seeds: Tensor  # [rows] int64
     repetition: Tensor  # [rows] float32
     presence: Tensor  # [rows] float32
     frequency: Tensor  # [rows] float32
-    output_counts: Tensor  # [rows, vocab] int16: how often each token was generated, at most COUNT_LIMIT
+    output_counts: Tensor  # [rows, vocab] int16: occurrences in the output, at most COUNT_LIMIT
     in_prompt: Tensor  # [rows, vocab] bool
     bias_ids: Tensor  # [rows, MAX_LOGIT_BIASES] int64
-    bias_values: Tensor  # [rows, MAX_LOGIT_BIASES] float32: added to that token's logit
-    bias_ends: Tensor  # [rows, MAX_LOGIT_BIASES] int64: the first position at which it no longer is
+    bias_values: Tensor  # [rows, MAX_LOGIT_BIASES] float32: added to the logit of that id
+    bias_ends: Tensor  # [rows, MAX_LOGIT_BIASES] int64: first position at which the bias no longer applies
 
     def tensors_to_gather(self, features: Features) -> list[Tensor]:
-        """What a row takes along when it moves: one number of each kind, and the wide ones that some row uses."""
-        history, biases = (self.output_counts, self.in_prompt), (self.bias_ids, self.bias_values, self.bias_ends)
-        numbers = [one for one in vars(self).values() if one.ndim == 1]
-        return numbers + list(history if features.penalties else ()) + list(biases if features.biases else ())
+        """Tensors to gather when rows move: the [rows] ones, and the wide ones whose feature is used."""
+        penalties = [self.output_counts, self.in_prompt] if features.penalties else []
+        biases = [self.bias_ids, self.bias_values, self.bias_ends] if features.biases else []
+        return [tensor for tensor in vars(self).values() if tensor.ndim == 1] + penalties + biases
 
 
 class Logprobs(NamedTuple):
@@ -94,7 +92,7 @@ class Logprobs(NamedTuple):
 
 
 def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -> SamplingRows:
-    """Neutral values: greedy, nothing penalised, nothing filtered."""
+    """Rows that sample greedily, without penalties, filters or biases."""
 
     def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.full((rows, *shape), value, dtype=dtype, device=device)
@@ -117,18 +115,18 @@ def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -
 
 
 def sampling_bytes(rows: int, vocab_size: int) -> int:
-    """What `make_sampling_rows` takes of the device, asked of tensors that hold nothing."""
+    """Device memory of `make_sampling_rows`, computed on meta tensors."""
     return sum(field.nbytes for field in vars(make_sampling_rows(rows, vocab_size, "meta")).values())
 
 
 def row_seed(seed: int | None) -> int:
-    """A request's seed as `SamplingRows.seeds` holds it: 64 bits, signed; a fresh one for None."""
+    """A request's seed as a signed 64-bit integer; a random one for None."""
     bits = secrets.randbits(64) if seed is None else seed % 2**64
     return bits - 2**64 if bits >= 2**63 else bits
 
 
 def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int], output_ids: list[int]) -> None:
-    """What the penalties of a row count from now on. The ids go up without making the host wait."""
+    """Replace the tokens that a row's penalties count. The host does not wait for the upload."""
     device, is_cuda = sampling.in_prompt.device, sampling.in_prompt.is_cuda
     prompt, output = (
         torch.tensor(ids, dtype=torch.int64, pin_memory=is_cuda).to(device, non_blocking=True)
@@ -141,7 +139,7 @@ def set_penalty_history(sampling: SamplingRows, row: int, prompt_ids: list[int],
 
 
 def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, int]]) -> None:
-    """What is added to the logits of a row: (token id, value, first position without it), MAX_LOGIT_BIASES at most."""
+    """Replace a row's biases: at most MAX_LOGIT_BIASES of (token id, value, first position without it)."""
     is_cuda = sampling.bias_ids.is_cuda
     padded = biases + [(0, 0.0, 0)] * (MAX_LOGIT_BIASES - len(biases))
     for target, values in zip(
@@ -151,9 +149,9 @@ def set_biases(sampling: SamplingRows, row: int, biases: list[tuple[int, float, 
 
 
 def count_tokens(sampling: SamplingRows, rows: Tensor, tokens: Tensor) -> None:
-    """Count a generated token in each of `rows` [n]; exact for distinct rows.
+    """Count one generated token in each of `rows` [n], up to COUNT_LIMIT.
 
-    A row that repeats (the dummy, where padding lands) may count less. The count stays at COUNT_LIMIT.
+    Exact for distinct rows. A repeated row (the padding row) may be counted fewer times.
     """
     counts = sampling.output_counts[rows, tokens]
     sampling.output_counts[rows, tokens] = torch.where(counts < COUNT_LIMIT, counts + 1, counts)
@@ -165,17 +163,17 @@ def sample(
 ) -> Tensor:  # fmt: skip
     """The next token of each row of logits [n, vocab], as [n] int64. No host synchronisation.
 
-    `rows` [n] int64 says which entry of `sampling` each row follows; None: the first n, in order, without a copy.
-    `positions` [n] int64 is where the token will stand in its sequence. `masks` [n, ceil(vocab / 32)] int32, where
-    `features` has them: token t of a row may come where bit t % 32 of its word t // 32 is set.
+    `rows` [n] int64 are indices into `sampling`; None means the first n rows in order, without a copy. `positions` [n]
+    int64 are the positions that the tokens will have in their sequences. `masks` [n, ceil(vocab / 32)] int32 is needed
+    if `features.masks` is set: token t is allowed if bit t % 32 of word t // 32 is set.
     """
-    size, drawn = logits.shape[0], []
+    size, tokens = logits.shape[0], []
     for start in range(0, size, MAX_ROWS_PER_PASS):
         part = slice(start, start + MAX_ROWS_PER_PASS)
-        chosen = slice(start, min(part.stop, size)) if rows is None else rows[part]
-        allowed = masks[part] if masks is not None else None
-        drawn.append(_sample(logits[part], sampling, chosen, positions[part], features, allowed))
-    return drawn[0] if len(drawn) == 1 else torch.cat(drawn)
+        part_rows = slice(start, min(part.stop, size)) if rows is None else rows[part]
+        part_masks = masks[part] if masks is not None else None
+        tokens.append(_sample(logits[part], sampling, part_rows, positions[part], features, part_masks))
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
 def _sample(
@@ -185,7 +183,7 @@ def _sample(
     scores = _apply_biases(logits, sampling, rows, positions) if features.biases else logits
     scores = _apply_penalties(scores, sampling, rows) if features.penalties else scores
     scores = _apply_masks(scores, masks) if masks is not None else scores
-    best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]; a NaN counts as the largest, as everywhere in torch
+    best = scores.argmax(dim=-1, keepdim=True)  # [n, 1]; NaN counts as the largest, as in all of torch
     top = scores.gather(1, best).double()
     temperature = sampling.temperature[rows, None].double()
     is_drawn = (temperature > 0) & top.isfinite()
@@ -198,14 +196,14 @@ def _sample(
 
 
 def _apply_biases(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor, positions: Tensor) -> Tensor:
-    """The logits in float32 with what was asked added; where nothing was, they are as they were, to the bit."""
-    holds = positions[:, None] < sampling.bias_ends[rows]
-    added = torch.where(holds, sampling.bias_values[rows], 0.0)
+    """Logits in float32 plus biases. Logits without a bias are bit-identical."""
+    applies = positions[:, None] < sampling.bias_ends[rows]
+    added = torch.where(applies, sampling.bias_values[rows], 0.0)
     return logits.float().scatter_add(1, sampling.bias_ids[rows], added)
 
 
 def _apply_penalties(logits: Tensor, sampling: SamplingRows, rows: slice | Tensor) -> Tensor:
-    """The logits in float32 less their penalties; neutral penalties leave them as they are, to the bit."""
+    """Logits in float32 minus penalties. Neutral penalties leave them bit-identical."""
     counts = sampling.output_counts[rows]
     is_generated = counts > 0
     scale = torch.where(is_generated | sampling.in_prompt[rows], sampling.repetition[rows, None], 1.0)
@@ -217,14 +215,16 @@ def _apply_penalties(logits: Tensor, sampling: SamplingRows, rows: slice | Tenso
 
 
 def _apply_masks(scores: Tensor, masks: Tensor) -> Tensor:
-    """-inf where a bit is not set; a NaN is forbidden like any other. Bytes, so the scratch is one for each token."""
+    """-inf where a bit is not set, also for NaN. Unpacked as bytes, so the temporary takes one byte per token."""
     bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
-    allowed = (masks.view(torch.uint8)[:, :, None] >> bits) & 1  # little-endian words, as on every GPU's host
+    allowed = (
+        masks.view(torch.uint8)[:, :, None] >> bits
+    ) & 1  # assumes little-endian words, as on every host with a GPU
     return scores.where(allowed.flatten(1)[:, : scores.shape[1]].bool(), -torch.inf)
 
 
 def _relative_probs(scores: Tensor, top: Tensor, safe_temperature: Tensor) -> Tensor:
-    """Probabilities over the largest one: float64 in [0, 1], and 1 for the most likely."""
+    """Probabilities relative to the largest: float64 in [0, 1], and 1 for the most likely token."""
     return (scores - top).div_(safe_temperature).exp_()
 
 
@@ -233,8 +233,8 @@ def _filter_mask(
 ) -> Tensor:
     """Whether each token passes its row's filters, [n, vocab].
 
-    Top-k and top-p keep a head of the sorted tokens. Its last token says who belongs to it in the order of ids, in
-    which rows without filters draw: so a row's tokens do not depend on whether its neighbours have filters.
+    Top-k and top-p keep the first tokens in sorted order, and the last kept token defines the mask in the order of ids.
+    Drawing in that order makes a row's tokens independent of whether other rows have filters.
     """
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(scores.shape[1], device=scores.device)
@@ -244,40 +244,40 @@ def _filter_mask(
         top_p < 1, _top_p_last_rank(_relative_probs(ordered, top, safe_temperature) * (ranks < limit), top_p), limit - 1
     )
     edge, edge_id = ordered.gather(1, last), ids.gather(1, last)
-    is_head = (scores > edge) | ((scores == edge) & (ranks <= edge_id))
-    return is_head & (weights >= sampling.min_p[rows, None])
+    is_kept = (scores > edge) | ((scores == edge) & (ranks <= edge_id))
+    return is_kept & (weights >= sampling.min_p[rows, None])
 
 
 def _top_p_last_rank(ordered: Tensor, top_p: Tensor) -> Tensor:
-    """The rank at which the sorted weights [n, vocab] first reach their share top_p [n, 1], as [n, 1]."""
+    """First rank at which the sorted weights [n, vocab] sum to the fraction top_p [n, 1], as [n, 1]."""
     cumulative = accumulate(ordered)
-    wanted = (top_p.double() * cumulative.total.double()).ceil().long() - 1
-    return cumulative.first_exceeding(wanted.clamp(min=0))
+    target = (top_p.double() * cumulative.total.double()).ceil().long() - 1
+    return cumulative.first_exceeding(target.clamp(min=0))
 
 
 class Cumulative(NamedTuple):
-    """A distribution over tokens in whole units, cumulated over chunks of CHUNK tokens."""
+    """A distribution over tokens in integer units, cumulated over chunks of CHUNK tokens."""
 
     units: Tensor  # [n, chunks, CHUNK] int64
-    ends: Tensor  # [n, chunks] int64: units up to the end of each chunk
+    ends: Tensor  # [n, chunks] int64: cumulative units at the end of each chunk
     vocab_size: int
 
     @property
     def total(self) -> Tensor:
         return self.ends[:, -1:]
 
-    def first_exceeding(self, wanted: Tensor) -> Tensor:
-        """The first token at which the cumulated units exceed `wanted` [n, 1], as [n, 1]; in range for any units."""
-        chunk = torch.searchsorted(self.ends, wanted, right=True).clamp(max=self.ends.shape[1] - 1)
+    def first_exceeding(self, target: Tensor) -> Tensor:
+        """First token whose cumulative units exceed `target` [n, 1], as [n, 1]; a valid id for any target."""
+        chunk = torch.searchsorted(self.ends, target, right=True).clamp(max=self.ends.shape[1] - 1)
         units = self.units.gather(1, chunk[:, :, None].expand(-1, 1, CHUNK))[:, 0]
         inside = units.cumsum(dim=-1)
         before = self.ends.gather(1, chunk) - inside[:, -1:]
-        token = chunk * CHUNK + torch.searchsorted(inside, wanted - before, right=True)
+        token = chunk * CHUNK + torch.searchsorted(inside, target - before, right=True)
         return token.clamp(max=self.vocab_size - 1)
 
 
 def accumulate(weights: Tensor) -> Cumulative:
-    """Weights [n, vocab] float64 in [0, 1] as units; overwrites them. Their sum stays below 2^62."""
+    """Convert weights [n, vocab] float64 in [0, 1] to integer units. Overwrites them. The sum stays below 2^62."""
     size, vocab_size = weights.shape
     chunks = -(-vocab_size // CHUNK)
     units = torch.empty(size, chunks * CHUNK, dtype=torch.int64, device=weights.device)
@@ -288,18 +288,18 @@ def accumulate(weights: Tensor) -> Cumulative:
 
 
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
-    """The token at share `uniform` [n, 1] float64 of the cumulated weights [n, vocab], as [n, 1]."""
+    """The token at the quantile `uniform` [n, 1] float64 of the weights [n, vocab], as [n, 1]."""
     cumulative = accumulate(weights)
     total = cumulative.total
-    wanted = (uniform * total.double()).long()
-    return cumulative.first_exceeding(torch.minimum(wanted, total - 1))  # the product may round up to the total
+    target = (uniform * total.double()).long()
+    return cumulative.first_exceeding(torch.minimum(target, total - 1))  # the product may round up to the total
 
 
 def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each seed and position, [n] float64 of 53 random bits.
+    """One number in [0, 1) for each seed and position, [n] float64 with 53 random bits.
 
-    SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, mixed. Each seed counts from a start of its
-    own, 2^40 and more steps from those of its million neighbours. int64 wraps; the constants are its signed ones.
+    SplitMix64 (Steele, Lea, Flood 2014): a counter times an odd constant, mixed. The streams of seeds that differ by up
+    to 2^20 start at least 2^40 steps apart. int64 arithmetic wraps, and the constants are written as signed numbers.
     """
     bits = seeds * -0x2ECBDABC217D106B + positions * -0x61C8864680B583EB
     bits = (bits ^ _logical_shift_right(bits, 30)) * -0x40A7B892E31B1A47
@@ -308,20 +308,20 @@ def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _logical_shift_right(bits: Tensor, by: int) -> Tensor:
-    """A logical shift to the right: torch's copies the sign."""
+    """A logical right shift; torch's `>>` on int64 is arithmetic."""
     return (bits >> by) & (2 ** (64 - by) - 1)
 
 
 def logprobs(logits: Tensor, tokens: Tensor, k: int) -> Logprobs:
-    """Log-probabilities of the model itself, before penalties and temperature, as OpenAI's API means them.
+    """Log-probabilities under the model, before penalties and temperature, as in OpenAI's API.
 
-    logits [n, vocab], tokens [n] int64, 0 <= k <= vocab. `torch.topk` promises no order of equal logits, and bfloat16
-    has many, so it ranks integers of which no two are equal: the most likely token here is the greedy one.
+    logits [n, vocab], tokens [n] int64, 0 <= k <= vocab. `torch.topk` does not define the order of equal values, which
+    are common in bfloat16. It is applied to distinct integers instead, so the first token is the greedy one.
     """
-    scores = logits.float() + 0.0  # -0.0 becomes 0.0, which has another bit pattern and is equal
+    scores = logits.float() + 0.0  # -0.0 becomes 0.0: equal values need the same bits
     total = scores.logsumexp(dim=-1, keepdim=True)
     bits = scores.view(torch.int32)
-    order = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()  # integers in the order of the floats
+    order = torch.where(bits >= 0, bits, bits ^ 0x7FFFFFFF).long()  # integers that sort like the floats
     ids = torch.arange(scores.shape[1], device=scores.device)
     ranked = ((order << 32) | (MAX_TOKEN_ID - ids)).topk(k, dim=-1).values
     top_ids = MAX_TOKEN_ID - (ranked & MAX_TOKEN_ID)

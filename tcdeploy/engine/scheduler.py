@@ -1,20 +1,19 @@
-"""Decide what the next step computes: chunks of prompts, or one token for everything that runs. No torch.
+"""Continuous batching: picks prompt chunks or one decode step for all running sequences. Does not import torch.
 
-Continuous batching with paged keys. A waiting sequence is admitted when a row and the blocks for the tokens it has so
-far are free, not those for all that it may come to say: most answers end early, and reserving their longest form
-would leave most of the cache empty. The price is that blocks can run out under running sequences. Then the one
-admitted last goes back to the front of the queue and computes its tokens again later, mostly out of the prefix cache.
-The one admitted first is never sent back, so every step brings the oldest request nearer to its end: no livelock.
+A sequence is admitted when a decode row and the KV blocks for its present tokens are free. Blocks for its maximum
+length are not reserved: most answers end early, and the reservation would leave most of the cache unused. If the blocks
+run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
+its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
 
-`schedule` updates the sequences as if the step had run: the engine launches it before it calls `schedule`, `finish`
-or `abort` again. The host need not have read the tokens of the step before, since positions follow from counts alone.
-Work is ordered on the device's stream, so blocks freed here may at once be handed to the next step; for the same
-reason a prompt's blocks are registered without waiting for their step to end: when the next one is scheduled, since
-only a later step may read what this one writes, and by then the device is at work on this one.
+`schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
+`finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
+Steps run in stream order, so freed blocks can be given to the next step at once. For the same reason the blocks of a
+prompt are registered in the prefix cache without waiting for their step to end. This happens when the next step is
+scheduled, because only a later step may read them.
 
-Prefill comes first, because a row that decodes costs nearly nothing beside the others and an empty one earns nothing;
-after `max_consecutive_prefills` the running ones get a token, so that a burst of prompts does not stop their streams.
-Prefill and decode stay separate steps: they are separate compiled programs.
+Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
+`max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
+their streams. Prefill and decode are separate steps because they are separate compiled programs.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from typing import NamedTuple
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, Sequence
 
-LOOKAHEAD_BLOCKS = 8  # 128 tokens at blocks of 16: a row's block table changes once in that many steps
+LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
 
 
 class SchedulerConfig(NamedTuple):
-    """What the warmed buckets can take: `max_rows` decode rows; tokens and chunks of one prefill step."""
+    """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row."""
 
     max_rows: int
     prefill_tokens: int
@@ -39,31 +38,31 @@ class SchedulerConfig(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """What to launch: one of the two, never both. `decode` is `running` as it stands, in row order."""
+    """The next step: either prefill chunks or decode sequences, never both. `decode` is in row order."""
 
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Sequence, ...] = ()
 
 
 class SchedulerStats(NamedTuple):
-    """Counts for metrics. Blocks of the prefix cache that nobody holds are not used: they can be taken."""
+    """Counts for metrics. `used_blocks` excludes cached blocks without a reference, since they can be evicted."""
 
     waiting: int
     prefilling: int
     running: int
     used_blocks: int
-    preemptions: int  # since the start
+    preemptions: int  # since start-up
 
 
 class Scheduler:
-    """Owns the queue, the rows and the blocks. Not thread-safe."""
+    """Owns the queue, the decode rows and the KV blocks. Not thread-safe."""
 
     def __init__(self, limits: SchedulerConfig, allocator: BlockAllocator) -> None:
         self.limits = limits
         self.allocator = allocator
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []  # some chunks launched, not all: at most one, since it fills its step
-        self.running: list[Sequence] = []  # number i is decode row i
+        self.prefilling: list[Sequence] = []  # prompts launched in part: at most one, since it fills its step
+        self.running: list[Sequence] = []  # index is the decode row
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
         self._consecutive_prefills = 0
@@ -79,25 +78,25 @@ class Scheduler:
         return SchedulerStats(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)
 
     def submit(self, sequence: Sequence) -> None:
-        """First come, first served. The caller has checked that it fits when alone."""
-        assert not sequence.blocks and not sequence.finish_reason, "a new sequence"
+        """Append to the queue. The caller has checked that the sequence fits in the cache when it runs alone."""
+        assert not sequence.blocks and not sequence.finish_reason, "the sequence is new"
         assert self.allocator.blocks_for(_max_cached_tokens(sequence)) <= self.allocator.capacity, (
             "the caller checks first"
         )
         self.waiting.append(sequence)
 
     def abort(self, sequence: Sequence) -> None:
-        """Whatever it is doing, it ends; its tokens in flight are for nobody. A second call changes nothing."""
+        """End a sequence in any state. Its tokens in flight are dropped. A second call has no effect."""
         sequence.finish_reason = sequence.finish_reason or "abort"
         self._release(sequence)
 
     def finish(self, sequence: Sequence) -> None:
-        """The host has read its last token. It may have been sampled from since, or wait after a pre-emption."""
+        """Release a sequence whose last token the host has read. It may be running, or queued after a preemption."""
         assert sequence.finish_reason, "`receive` sets it"
         self._release(sequence)
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, to be launched at once. None: nothing can run until tokens in flight have been read."""
+        """The next step, which the caller launches at once. None: nothing can run until tokens in flight are read."""
         self._register_prefixes()
         self._release_finished()
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.limits.max_consecutive_prefills
@@ -111,7 +110,7 @@ class Scheduler:
         return SchedulerOutput(decode=self._decode())
 
     def requeue_all(self) -> None:
-        """The last scheduled step did not run: forget what it, or anyone, wrote; all that is open waits again."""
+        """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
         for sequence in reversed(list(self._admitted)):
             self.allocator.release(sequence.blocks)
             sequence.num_computed_tokens = sequence.in_flight = 0
@@ -124,47 +123,47 @@ class Scheduler:
         self.allocator.reset_prefix_cache()
 
     def _register_prefixes(self) -> None:
-        """What the last step's chunks write; nothing of a sequence that has given its blocks back since."""
+        """Register the blocks that the last step's chunks write. A sequence released since then has none left."""
         for sequence, _, stop in self._unregistered_chunks:
             self.allocator.register(sequence.token_ids, sequence.blocks, stop)
         self._unregistered_chunks = ()
 
     def _release_finished(self) -> None:
-        """Whose last token is sampled needs its row no more."""
+        """Release sequences whose last token is sampled: they need no row, even if the host has not read the token."""
         for sequence in self.running.copy():
             if sequence.has_sampled_last_token or sequence.finish_reason:
                 self._release(sequence)
 
     def _prefill(self) -> tuple[Chunk, ...]:
-        """Fill a step first come, first served; the last prompt is cut where the step is full."""
+        """Fill one step with prompts in order of arrival. The last prompt is split when the step is full."""
         chunks: list[Chunk] = []
-        room = self.limits.prefill_tokens
-        while room and len(chunks) < self.limits.max_prefill_sequences:
+        token_budget = self.limits.prefill_tokens
+        while token_budget and len(chunks) < self.limits.max_prefill_sequences:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:
                 break
             chunk = Chunk(
                 sequence,
                 sequence.num_computed_tokens,
-                min(sequence.num_computed_tokens + room, len(sequence.token_ids)),
+                min(sequence.num_computed_tokens + token_budget, len(sequence.token_ids)),
             )
             self._launch_chunk(chunk)
             chunks.append(chunk)
-            room -= chunk.stop - chunk.start
+            token_budget -= chunk.stop - chunk.start
         self._unregistered_chunks = tuple(chunks)
         return self._unregistered_chunks
 
     def _admit(self) -> Sequence | None:
-        """The head of the queue, with its blocks; None where it has to wait, and all behind it wait too."""
+        """Admit the head of the queue and allocate its blocks. None if it has to wait; no sequence overtakes it."""
         if not self.waiting or not self._has_free_row():
             return None
         sequence = self.waiting[0]
-        if sequence.in_flight:  # pre-empted with tokens unread: the host cannot feed what it does not know
+        if sequence.in_flight:  # preempted with unread tokens, which the host cannot feed yet
             return None
-        wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # also of tokens whose keys are there
+        wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
         shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
         missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
-        watermark = len(self._admitted)  # each of them may want a block at the next step, and would send us back
+        watermark = len(self._admitted)  # each may need a block at the next step, and would preempt this sequence
         if missing + watermark > self.allocator.free:
             self.allocator.release(shared)
             return None
@@ -177,7 +176,7 @@ class Scheduler:
         return sequence
 
     def _launch_chunk(self, chunk: Chunk) -> None:
-        """The chunk that reaches the end samples the next token; one before it samples nothing."""
+        """Account for a chunk. Only the chunk that ends the prompt samples a token."""
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.stop
         if chunk.stop == len(sequence.token_ids):
@@ -193,10 +192,10 @@ class Scheduler:
         return tuple(self.running)
 
     def _allocate_decode_blocks(self) -> None:
-        """Blocks for `length` tokens of every running sequence; where blocks are plentiful, some ahead.
+        """Give every running sequence the blocks for `length` tokens, and lookahead blocks while enough are free.
 
-        In one call a sequence's blocks grow or shrink, never both. So a row whose sequence and number of blocks are
-        those of the decode step before has the same blocks.
+        One call either grows or shrinks the blocks of a sequence, never both. So a row with the same sequence and the
+        same number of blocks as at the previous decode step has the same blocks.
         """
         if not self._total_missing_blocks(0):
             return
@@ -206,24 +205,24 @@ class Scheduler:
             sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, ahead))
 
     def _can_look_ahead(self) -> bool:
-        """At most half of what is free goes into looking ahead, and nothing while somebody waits for blocks."""
-        someone_waits = bool(self.waiting) and self._has_free_row()
-        return not someone_waits and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.free
+        """Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks."""
+        waits_for_blocks = bool(self.waiting) and self._has_free_row()
+        return not waits_for_blocks and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.free
 
     def _preempt_until_it_fits(self) -> None:
-        """First the blocks ahead that nobody has used, then the sequence admitted last."""
+        """Free unused lookahead blocks, then preempt the most recently admitted sequences."""
         if self._total_missing_blocks(0) > self.allocator.free:
             self._drop_lookahead()
         while self._total_missing_blocks(0) > self.allocator.free:
-            assert len(self._admitted) > 1, "every request fits when alone"
+            assert len(self._admitted) > 1, "every sequence fits when it runs alone"
             self._preempt(next(reversed(self._admitted)))
 
     def _drop_lookahead(self) -> None:
         for sequence in self.running:
             used = self.allocator.blocks_for(sequence.length)
-            spare = sequence.blocks[used:]
+            unused = sequence.blocks[used:]
             del sequence.blocks[used:]
-            self.allocator.release(spare)
+            self.allocator.release(unused)
 
     def _preempt(self, sequence: Sequence) -> None:
         self._release(sequence)
@@ -233,7 +232,10 @@ class Scheduler:
         self.waiting.appendleft(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Out of wherever it is. What is known of it can be found again, by itself or by its next turn of a chat."""
+        """Remove a sequence from its queue or row and free its blocks.
+
+        Full blocks with known tokens stay in the prefix cache, for its own restart or the next turn of a chat.
+        """
         if sequence not in self._admitted:
             if sequence in self.waiting:
                 self.waiting.remove(sequence)
@@ -248,7 +250,7 @@ class Scheduler:
         self.allocator.release(sequence.blocks)
 
     def _remove_row(self, sequence: Sequence) -> None:
-        """The last row moves into its place: rows stay dense, and no other moves."""
+        """Fill the gap with the last row: rows stay dense, and no other row moves."""
         row = self.running.index(sequence)
         last = self.running.pop()
         if last is not sequence:
@@ -261,13 +263,13 @@ class Scheduler:
         return sum(self._missing_blocks(sequence, ahead) for sequence in self.running)
 
     def _missing_blocks(self, sequence: Sequence, ahead: int) -> int:
-        """Blocks to take for the next token and `ahead` more, within what it can ever fill."""
-        wanted = min(
+        """Blocks to allocate for the next token and `ahead` more, at most what the sequence can ever fill."""
+        target = min(
             self.allocator.blocks_for(sequence.length) + ahead, self.allocator.blocks_for(_max_cached_tokens(sequence))
         )
-        return max(0, wanted - len(sequence.blocks))
+        return max(0, target - len(sequence.blocks))
 
 
 def _max_cached_tokens(sequence: Sequence) -> int:
-    """Tokens that it may come to have keys of: its last new token is never fed back."""
+    """Most tokens of the sequence that the cache can hold: the last new token is never fed back."""
     return sequence.prompt_length + sequence.params.max_new_tokens - 1

@@ -1,9 +1,9 @@
-"""One request on its way: its tokens, its blocks, and how far its keys are in the cache. No torch.
+"""One request in the engine: its sampling parameters, tokens, KV blocks and progress. Does not import torch.
 
-The host runs one step ahead of the device: a step is scheduled and launched while the tokens of the step before are
-still unread. So a sequence has two ends. `token_ids` is what the host knows; `length` adds the tokens that launched
-steps have sampled and nobody has read. Who waited for each token before the next launch would need only one end, and
-would leave the GPU idle while Python thinks.
+The host runs one step ahead of the device: it schedules and launches a step while the tokens of the previous step are
+still unread. A sequence therefore has two lengths. `token_ids` holds the tokens that the host has read. `length` also
+counts the tokens that launched steps sample. Reading each token before the next launch would need one length only, and
+would leave the GPU idle while Python schedules.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, NamedTuple
 from tcdeploy.engine.constraint import Constraint, Matcher
 from tcdeploy.errors import UsageError
 
-MAX_FLOAT = sys.float_info.max  # a comparison with it refuses inf and NaN, and whole numbers that no float can hold
-MAX_TOP_K = 2**31 - 1  # it goes into an int32 tensor
+MAX_FLOAT = sys.float_info.max  # comparing with it rejects inf, NaN and integers beyond the range of a float
+MAX_TOP_K = 2**31 - 1  # int32
 MAX_LOGPROBS = 20
-MAX_LOGIT_BIASES = 512  # tokens of one request, or decode row; OpenAI's API takes 300
-MAX_POSITION = 2**62  # a position that no sequence reaches
+MAX_LOGIT_BIASES = 512  # per request and decode row; OpenAI's API accepts 300
+MAX_POSITION = 2**62  # beyond any sequence
 
 
 class ParamCheck(NamedTuple):
-    """The values that a parameter may have, and what to say of any other."""
+    """The type and range of a parameter, and the error for any other value."""
 
     label: str
     type_: type
@@ -35,15 +35,15 @@ class ParamCheck(NamedTuple):
     hint: str
 
     def check(self, value: Any) -> None:
-        """A whole number is a float too; True is neither, though Python counts with it."""
-        kinds = (int, float) if self.type_ is float else self.type_
-        if isinstance(value, bool) or not isinstance(value, kinds) or not self.is_valid(value):
-            raise UsageError(f"{self.label} is {value!r}, and must be {self.expected}", self.hint)
+        """Raise UsageError for a value out of range. An int passes as a float; a bool passes as neither."""
+        types = (int, float) if self.type_ is float else self.type_
+        if isinstance(value, bool) or not isinstance(value, types) or not self.is_valid(value):
+            raise UsageError(f"{self.label} is {value!r}; it must be {self.expected}", self.hint)
 
 
 INTEGER, NUMBER = "a whole number", "a number"
-STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
-BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "ids, not words")
+STOP_TOKEN_ID = ParamCheck("a stop token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
+BIASED_TOKEN_ID = ParamCheck("a biased token id", int, lambda i: i >= 0, f"{INTEGER}, 0 or more", "pass token ids")
 PARAM_CHECKS = {
     "max_new_tokens": ParamCheck(
         "max new tokens", int, lambda n: n >= 1, f"{INTEGER}, 1 or more", "--max-new-tokens 128"
@@ -63,28 +63,33 @@ PARAM_CHECKS = {
     "frequency_penalty": ParamCheck(
         "frequency penalty", float, lambda p: -2 <= p <= 2, f"{NUMBER} from -2 to 2", "0 changes nothing"
     ),
-    "min_new_tokens": ParamCheck("min new tokens", int, lambda n: n >= 0, f"{INTEGER}, 0 or more", "0 asks none"),
+    "min_new_tokens": ParamCheck("min new tokens", int, lambda n: n >= 0, f"{INTEGER}, 0 or more", "0 sets no minimum"),
     "seed": ParamCheck("seed", int, lambda seed: -(2**63) <= seed < 2**64, f"{INTEGER} of 64 bits", "--seed 0"),
     "logprobs": ParamCheck(
         "logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None reports none"
     ),
     "prompt_logprobs": ParamCheck(
-        "prompt logprobs", int, lambda n: 0 <= n <= MAX_LOGPROBS, f"{INTEGER} from 0 to {MAX_LOGPROBS}", "None: none"
+        "prompt logprobs",
+        int,
+        lambda n: 0 <= n <= MAX_LOGPROBS,
+        f"{INTEGER} from 0 to {MAX_LOGPROBS}",
+        "None reports none",
     ),
 }
 LOGIT_BIAS = ParamCheck(
-    "a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 forbids a token"
+    "a logit bias", float, lambda b: -100 <= b <= 100, f"{NUMBER} from -100 to 100", "-100 excludes a token"
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the next token is chosen. temperature 0 is greedy; the other defaults leave the distribution as it is.
+    """How a request samples its tokens. Raises UsageError for a value out of range.
 
-    `logprobs` is how many alternatives are reported beside the chosen token; None reports nothing. `prompt_logprobs`
-    is the same of the prompt's tokens after the first. A stop token is not chosen before `min_new_tokens` others.
-    `logit_bias` is (token id, what is added to its logit) of some tokens. `constraint` is the form of the answer; two
-    are equal when they are one.
+    `temperature` 0 is greedy, and the other defaults leave the model's distribution unchanged. `logprobs` is the number
+    of most likely tokens reported with each new token; None reports nothing. `prompt_logprobs` is the same for the
+    prompt's tokens after the first. Stop tokens are excluded for the first `min_new_tokens` tokens. `logit_bias` holds
+    pairs of a token id and the value added to its logit. `constraint` restricts the tokens at each position, and is
+    compared by identity.
     """
 
     max_new_tokens: int = 128
@@ -106,20 +111,24 @@ class SamplingParams:
     def __post_init__(self) -> None:
         for name, param_check in PARAM_CHECKS.items():
             value, default = getattr(self, name), DEFAULTS[name]
-            if type(value) is not type(default) or value != default:  # most are as they were; True equals 1
+            if type(value) is not type(default) or value != default:  # True == 1, so types are compared too
                 param_check.check(value)
         if not isinstance(self.stop_token_ids, tuple):
-            raise UsageError(f"stop token ids are {self.stop_token_ids!r}, and must be a tuple", "() stops at none")
+            raise UsageError(f"stop token ids are {self.stop_token_ids!r}; they must be a tuple", "pass () for none")
         for token_id in self.stop_token_ids:
             STOP_TOKEN_ID.check(token_id)
         if len(self.logit_bias) + len(self.stop_token_ids) > MAX_LOGIT_BIASES:
-            raise UsageError(f"logit biases and stop token ids are more than {MAX_LOGIT_BIASES} together")
+            raise UsageError(
+                f"there are {len(self.logit_bias)} logit biases and {len(self.stop_token_ids)} stop token ids; "
+                f"the limit is {MAX_LOGIT_BIASES} together",
+                "send fewer of them",
+            )
         for token_id, value in self.logit_bias:
             BIASED_TOKEN_ID.check(token_id)
             LOGIT_BIAS.check(value)
 
     def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
-        """(token id, value, first position without it): what is added to logits."""
+        """Logit biases as (token id, added value, first position without it), excluded stop tokens included."""
         stop_biases = [(token_id, -math.inf, prompt_length + self.min_new_tokens) for token_id in self.stop_token_ids]
         logit_biases = [(token_id, value, MAX_POSITION) for token_id, value in self.logit_bias]
         return logit_biases + (stop_biases if self.min_new_tokens else [])
@@ -134,7 +143,7 @@ class SamplingParams:
 
     @property
     def is_unmodified_greedy(self) -> bool:
-        """The most likely token of the model itself."""
+        """Whether the next token is the argmax of the model's logits."""
         return self.is_greedy and not self.has_penalties and not self.has_biases and self.constraint is None
 
     @property
@@ -146,15 +155,15 @@ class SamplingParams:
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
-DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+DEFAULTS = {param.name: param.default for param in fields(SamplingParams)}
 
 
-@dataclass(eq=False)  # two requests may hold the same tokens and be two
+@dataclass(eq=False)  # compared by identity: two requests may have the same tokens
 class Sequence:
-    """`token_ids` is the prompt, then what the host has read back; steps in flight may have sampled more.
+    """State of one request. `token_ids` holds the prompt and the new tokens that the host has read.
 
-    The keys of the first `num_computed_tokens` tokens are written by steps launched so far, in stream order. A sequence whose
-    `finish_reason` is set takes no more tokens: what is in flight for it then is dropped by whoever reads it.
+    Steps launched so far write the keys and values of the first `num_computed_tokens` tokens, in stream order. Once
+    `finish_reason` is set the sequence takes no more tokens, and the engine drops those in flight.
     """
 
     request_id: int
@@ -163,31 +172,31 @@ class Sequence:
     params: SamplingParams
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
-    in_flight: int = 0  # sampled on the device, not read by the host
+    in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
     submitted_at: float = field(default_factory=time.perf_counter)
-    admitted_at: float = 0.0  # the first time; 0: not yet
-    prompt_logprobs: list[Any] = field(default_factory=list)  # where the request asks for them, as they arrive
-    finish_reason: str = ""  # "stop", "length", "abort" or "error" (of its constraint) once finished
-    matcher: Matcher | None = field(init=False)  # knows the new tokens of `token_ids`, and no others
+    admitted_at: float = 0.0  # the first admission; 0 before it
+    prompt_logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, filled chunk by chunk if requested
+    finish_reason: str = ""  # "stop", "length", "abort" or "error" (from the constraint); "" while open
+    matcher: Matcher | None = field(init=False)  # has accepted exactly the new tokens in `token_ids`
 
     def __post_init__(self) -> None:
         self.matcher = self.params.constraint.start() if self.params.constraint else None
 
     @property
     def num_output_tokens(self) -> int:
-        """New tokens that the host knows."""
+        """New tokens that the host has read."""
         return len(self.token_ids) - self.prompt_length
 
     @property
     def length(self) -> int:
-        """Tokens on the device: a decode step feeds the one at position length - 1."""
+        """Tokens on the device, those in flight included. A decode step feeds the token at position length - 1."""
         return len(self.token_ids) + self.in_flight
 
     @property
     def has_sampled_last_token(self) -> bool:
-        """Its last token is sampled, though perhaps not read."""
+        """Whether the last allowed token is sampled, read by the host or not."""
         return self.num_output_tokens + self.in_flight >= self.params.max_new_tokens
 
     def append(self, token_id: int) -> None:
@@ -200,14 +209,14 @@ class Sequence:
             self.finish_reason = "length"
 
     def receive(self, token_id: int) -> None:
-        """A token in flight has arrived on the host."""
-        assert self.in_flight > 0 and not self.finish_reason, "tokens after the end are dropped"
+        """Take one token in flight, now read by the host."""
+        assert self.in_flight > 0 and not self.finish_reason, "the engine drops tokens after the end"
         self.in_flight -= 1
         self.append(token_id)
 
 
 class Chunk(NamedTuple):
-    """The tokens [start, stop) of a sequence: what one prefill step takes of it."""
+    """Tokens [start, stop) of a sequence, computed by one prefill step."""
 
     sequence: Sequence
     start: int
@@ -215,18 +224,20 @@ class Chunk(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """Of the model's own distribution, in nats: the chosen token's, and the most likely tokens with theirs."""
+    """Log-probabilities in nats under the model's distribution, before sampling parameters apply."""
 
     chosen: float
-    top: tuple[tuple[int, float], ...]
+    top: tuple[tuple[int, float], ...]  # (token id, log-probability), most likely first
 
 
 class NewToken(NamedTuple):
-    """A token of request `request_id`; `finish_reason` is "" until its last one."""
+    """One new token of a request. `finish_reason` is "" except on the last token."""
 
     request_id: int
     token_id: int
     finish_reason: str
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None  # of the prompt after its first token, with the first one
-    queue_seconds: float | None = None  # until some of the prompt was taken, with the first one
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
+        None  # with the first new token; covers the prompt after its first token
+    )
+    queue_seconds: float | None = None  # with the first new token; from submission to admission

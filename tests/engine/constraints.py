@@ -1,4 +1,4 @@
-"""A form without a grammar, for tests of the engine: what may come next hangs on every token before it."""
+"""A constraint for engine tests: the allowed next tokens depend on every token before them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODULUS = 5
 
 @dataclass(eq=False)
 class SumConstraint:
-    """The sum of all new tokens decides which token may follow; an answer is complete at `length` tokens."""
+    """Allows tokens congruent to the sum of the tokens so far, modulo 5; complete after `length` tokens."""
 
     length: int
     vocab_size: int
@@ -24,8 +24,8 @@ class SumConstraint:
         self.matchers.append(SumMatcher(self))
         return self.matchers[-1]
 
-    def allows(self, before: list[int], token_id: int) -> bool:
-        return token_id < self.vocab_size and token_id % MODULUS == sum(before) % MODULUS
+    def allows(self, previous: list[int], token_id: int) -> bool:
+        return token_id < self.vocab_size and token_id % MODULUS == sum(previous) % MODULUS
 
 
 class SumMasker:
@@ -33,8 +33,8 @@ class SumMasker:
         for matcher, row in matcher_rows:
             mask = masks[row].view(numpy.uint32)
             matcher.mask_positions.append(len(matcher.accepted))
-            for token_id in range(matcher.chain.vocab_size):
-                if matcher.chain.allows(matcher.accepted, token_id):
+            for token_id in range(matcher.constraint.vocab_size):
+                if matcher.constraint.allows(matcher.accepted, token_id):
                     mask[token_id // 32] |= numpy.uint32(1 << token_id % 32)
 
 
@@ -44,12 +44,12 @@ MASKER = SumMasker()
 @dataclass(eq=False)
 class SumMatcher:
     masker = MASKER
-    chain: SumConstraint
+    constraint: SumConstraint
     accepted: list[int] = field(default_factory=list)
-    mask_positions: list[int] = field(default_factory=list)  # how many tokens it knew when it was asked for a mask
+    mask_positions: list[int] = field(default_factory=list)  # for each mask, the number of tokens accepted before it
 
     def accept(self, token_id: int) -> MatchStatus:
-        if not self.chain.allows(self.accepted, token_id):
+        if not self.constraint.allows(self.accepted, token_id):
             return "error"
         self.accepted.append(token_id)
-        return "stop" if len(self.accepted) == self.chain.length else ""
+        return "stop" if len(self.accepted) == self.constraint.length else ""

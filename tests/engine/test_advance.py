@@ -1,4 +1,4 @@
-"""The end of a step on the device: the reference says what is meant, and the kernel says the same, here interpreted."""
+"""The device-side end of a step: the reference backend, and the Triton kernel in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class State(NamedTuple):
 
 
 def make_state(rows: int, device: str = "cpu") -> State:
-    """Every entry has a value of its own, so a write in the wrong place shows."""
+    """Every entry has a distinct value, so a misplaced write shows."""
     ids = torch.arange(rows, device=device)
     return State(100 + ids, 200 + ids, (300 + ids).int())
 
@@ -69,7 +69,7 @@ def run(machine: Machine, logits: Tensor, rows: list[int], lengths: list[int] | 
 
 
 def first_largest(row: list[float]) -> int:
-    """The rule, in plain Python."""
+    """The expected token, in plain Python."""
     for token, value in enumerate(row):
         if value != value:
             return token
@@ -80,21 +80,21 @@ def first_largest(row: list[float]) -> int:
 @pytest.mark.parametrize("vocab_size", [1, 7, 2048, 2049, 5000])
 def test_the_token_is_the_first_largest(machine: Machine, vocab_size: int, dtype: torch.dtype) -> None:
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(vocab_size)).to(dtype)
-    logits[1] = logits[1].round()  # many equals
+    logits[1] = logits[1].round()  # many equal logits
     logits[2] -= 100
     logits[3] = 0
-    wanted = [first_largest(row) for row in logits.tolist()]
-    assert run(machine, logits, [0, 1, 2, 3], [1, 1, 1, 1], make_state(5, machine.device)) == wanted
+    expected = [first_largest(row) for row in logits.tolist()]
+    assert run(machine, logits, [0, 1, 2, 3], [1, 1, 1, 1], make_state(5, machine.device)) == expected
 
 
-@pytest.mark.parametrize("place", [0, 1, 2047, 2048, 4095, 4096, 4999])
-def test_the_largest_is_found_wherever_it_is(machine: Machine, place: int) -> None:
+@pytest.mark.parametrize("position", [0, 1, 2047, 2048, 4095, 4096, 4999])
+def test_the_largest_logit_is_found_at_any_position(machine: Machine, position: int) -> None:
     logits = torch.zeros(1, 5000)
-    logits[0, place] = 1e-30
-    assert run(machine, logits, [0], [1], make_state(2, machine.device)) == [place]
+    logits[0, position] = 1e-30
+    assert run(machine, logits, [0], [1], make_state(2, machine.device)) == [position]
 
 
-def test_of_equals_in_different_parts_the_lowest_id_wins(machine: Machine) -> None:
+def test_the_lowest_id_wins_among_equal_logits_in_different_parts(machine: Machine) -> None:
     logits = torch.zeros(2, 5000)
     logits[0, [4999, 3000, 1500, 2900]] = 5.0
     logits[1, [1030, 3078]] = -0.0
@@ -102,7 +102,7 @@ def test_of_equals_in_different_parts_the_lowest_id_wins(machine: Machine) -> No
     assert run(machine, logits, [0, 1], [1, 1], make_state(3, machine.device)) == [1500, 1030]
 
 
-def test_unusable_logits_make_ids_that_are_in_range(machine: Machine) -> None:
+def test_unusable_logits_give_ids_in_range(machine: Machine) -> None:
     logits = torch.zeros(7, 3000)
     logits[0] = -INF
     logits[1] = NAN
@@ -113,12 +113,12 @@ def test_unusable_logits_make_ids_that_are_in_range(machine: Machine) -> None:
     logits[5, 1200] = torch.tensor(-0x400000, dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     logits[6] = -INF
     logits[6, 2999] = -3e38
-    wanted = [0, 0, 2500, 2800, 0, 1200, 2999]
-    assert run(machine, logits, list(range(7)), [1] * 7, make_state(8, machine.device)) == wanted
-    assert wanted == [first_largest(row) for row in logits.tolist()]
+    expected = [0, 0, 2500, 2800, 0, 1200, 2999]
+    assert run(machine, logits, list(range(7)), [1] * 7, make_state(8, machine.device)) == expected
+    assert expected == [first_largest(row) for row in logits.tolist()]
 
 
-def test_live_rows_are_written_and_no_other(machine: Machine) -> None:
+def test_only_live_rows_are_written(machine: Machine) -> None:
     logits = torch.zeros(4, 3000)
     for row, token in enumerate((11, 1022, 2033, 44)):
         logits[row, token] = 1.0
@@ -131,8 +131,8 @@ def test_live_rows_are_written_and_no_other(machine: Machine) -> None:
     ]
 
 
-@pytest.mark.parametrize("padding", [5, 1], ids=["the dummy", "a live row"])
-def test_padding_writes_nothing_wherever_it_points(machine: Machine, padding: int) -> None:
+@pytest.mark.parametrize("padding", [5, 1], ids=["padding row", "live row"])
+def test_padding_writes_nothing_to_any_row(machine: Machine, padding: int) -> None:
     logits = torch.zeros(5, 10)
     logits[:, 3] = torch.tensor([0.0, 1.0, 0.0, 0.0, 0.0])
     state = make_state(6, machine.device)
@@ -150,8 +150,8 @@ def test_a_batch_of_padding_alone_writes_nothing(machine: Machine) -> None:
     assert state.lists() == make_state(3).lists()
 
 
-def test_lengths_may_be_the_lengths_that_are_written(machine: Machine) -> None:
-    """Decode's own case: row i follows entry i, and seq_lens[:n] comes in as `lengths`."""
+def test_lengths_may_be_a_view_of_seq_lens(machine: Machine) -> None:
+    """The case of decode: rows[i] is i, and `lengths` is seq_lens[:n]."""
     state = make_state(5, machine.device)
     state.seq_lens.copy_(torch.tensor([4, 0, 9, 1, 0]))
     logits = torch.eye(3, 50)
@@ -163,18 +163,20 @@ def test_lengths_may_be_the_lengths_that_are_written(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("tiles", [1, 2, 4, 8])
-def test_programs_of_several_tiles_say_the_same(machine: Machine, tiles: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_programs_with_several_tiles_give_the_same_tokens(
+    machine: Machine, tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "tiles_per_program", lambda size, vocab_size: tiles)
     logits = torch.randn(6, 9 * 2048 + 5, generator=torch.Generator().manual_seed(1)).bfloat16()
     logits[3] = -INF
     logits[4, 18000:] = NAN
     logits[5, [2500, 7000]] = NAN  # not in a first tile
-    wanted = [first_largest(row) for row in logits.tolist()]
-    assert run(machine, logits, list(range(6)), [1] * 6, make_state(7, machine.device)) == wanted
+    expected = [first_largest(row) for row in logits.tolist()]
+    assert run(machine, logits, list(range(6)), [1] * 6, make_state(7, machine.device)) == expected
 
 
 @pytest.mark.parametrize(("size", "tiles"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (4096, 16)])
-def test_larger_batches_read_more_tiles_a_program(size: int, tiles: int) -> None:
+def test_larger_batches_read_more_tiles_per_program(size: int, tiles: int) -> None:
     assert tiles_per_program(size, 128256) == tiles
 
 
@@ -183,7 +185,7 @@ def test_larger_batches_read_more_tiles_a_program(size: int, tiles: int) -> None
 def test_the_kernel_compiles_for_hopper(
     dtype: torch.dtype, tiles: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Triton's compiler needs no GPU. A batch of one and a view at an odd address are the same program."""
+    """Triton compiles without a GPU. A batch of one and an unaligned view use the same program."""
     pytest.importorskip("triton")
     from tests import triton_tools as attention
 
@@ -204,20 +206,20 @@ def test_the_kernel_compiles_for_hopper(
     assert (len(launches), len(programs)) == (6, 2)
     for kernel, args, options in launches[:2]:
         signature, constants, hints = {}, {}, {}
-        for place, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
+        for index, (param, arg) in enumerate(zip(kernel.params, args, strict=True)):
             signature[param.name] = "constexpr" if param.is_constexpr else attention.mangle_type(arg)
             if param.is_constexpr:
-                constants[place,] = arg
+                constants[index,] = arg
             elif not param.do_not_specialize:
-                hints[place,] = [["tt.divisibility", 16]]
+                hints[index,] = [["tt.divisibility", 16]]
         source = attention.ASTSource(kernel, signature, constants, hints)
         compiled = attention.triton_compile(source, target=attention.HOPPER, options=options)
         if kernel is module._argmax_kernel:
             assert ".v4.b32" in compiled.asm["ptx"], "each thread should read 16 bytes at once"
 
 
-def test_the_reference_never_needs_to_know_a_value() -> None:
-    """Fake tensors hold none: whatever asks for one (`.item()`, a mask as an index) raises."""
+def test_the_reference_reads_no_value_on_the_host() -> None:
+    """Fake tensors hold no values: `.item()` or a mask as an index raises."""
     with FakeTensorMode():
         state = make_state(5)
         tokens = advance(torch.zeros(3, 50), torch.arange(3), state.seq_lens[:3], *state, "reference")
@@ -230,10 +232,10 @@ def test_without_triton_the_reference_still_works(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setitem(sys.modules, "triton", None)
     try:
-        bare = importlib.reload(module)
-        assert bare.triton is None
+        reloaded = importlib.reload(module)
+        assert reloaded.triton is None
         state = make_state(2)
-        tokens = bare.advance(
+        tokens = reloaded.advance(
             torch.eye(1, 9), torch.arange(1), torch.tensor([3], dtype=torch.int32), *state, "reference"
         )
         assert (tokens.tolist(), state.positions.tolist()) == ([0], [3, 201])
@@ -244,7 +246,7 @@ def test_without_triton_the_reference_still_works(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["reference", "triton"])
-def test_a_captured_step_walks_on_by_itself(backend: Literal["reference", "triton"]) -> None:
+def test_replaying_a_captured_step_advances_the_state(backend: Literal["reference", "triton"]) -> None:
     state = State(*(tensor.cuda() for tensor in make_state(33)))
     state.seq_lens.copy_(torch.arange(33) % 5)
     logits, rows = torch.randn(32, 128256, device="cuda").bfloat16(), torch.arange(32, device="cuda")

@@ -1,4 +1,4 @@
-"""Every block is free, evictable or in use, and what the prefix cache finds holds exactly the tokens asked for."""
+"""Every block is free, evictable or in use, and a prefix cache hit holds exactly the tokens looked up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tcdeploy.engine.blocks import PADDING_BLOCK, BlockAllocator
 
 
 class Allocation(RuleBasedStateMachine):
-    """Sequences come with any number of blocks and go in any order; `owned` is what the allocator should know."""
+    """Sequences allocate any number of blocks and release them in any order. `owned` is the expected state."""
 
     @initialize(blocks=st.integers(1, 40))
     def start(self, blocks: int) -> None:
@@ -22,26 +22,26 @@ class Allocation(RuleBasedStateMachine):
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
         count = data.draw(st.integers(0, self.allocator.free))
-        taken = self.allocator.allocate(count)
-        assert len(taken) == count
-        self.owned.append(taken)
+        blocks = self.allocator.allocate(count)
+        assert len(blocks) == count
+        self.owned.append(blocks)
 
     @precondition(lambda self: self.owned)
     @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         blocks = self.owned.pop(data.draw(st.integers(0, len(self.owned) - 1)))
         self.allocator.release(blocks)
-        assert blocks == [], "the owner must not keep what it gave back"
+        assert blocks == [], "release clears the owner's list"
 
     @rule(more=st.integers(1, 5))
-    def take_too_many(self, more: int) -> None:
+    def allocate_too_many(self, more: int) -> None:
         with pytest.raises(AssertionError):
             self.allocator.allocate(self.allocator.free + more)
 
     @precondition(lambda self: self.allocator.free < self.allocator.capacity)
     @rule(data=st.data())
-    def give_back_with_a_free_one(self, data: st.DataObject) -> None:
-        """A list that holds one block that is free already is refused, and nothing of it is freed."""
+    def release_with_a_free_block(self, data: st.DataObject) -> None:
+        """A list with one block that is already free is refused, and none of it is freed."""
         owned = [block for blocks in self.owned for block in blocks]
         free = sorted(set(range(1, self.blocks)) - set(owned))
         if free:
@@ -64,7 +64,7 @@ TestAllocation = Allocation.TestCase
 TestAllocation.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-def test_all_blocks_but_the_padding_s_can_be_taken_once() -> None:
+def test_all_blocks_but_the_padding_block_can_be_allocated_once() -> None:
     allocator = BlockAllocator(10, block_size=16)
     assert (allocator.capacity, allocator.free) == (9, 9)
     assert sorted(allocator.allocate(9)) == list(range(1, 10))
@@ -73,36 +73,36 @@ def test_all_blocks_but_the_padding_s_can_be_taken_once() -> None:
         allocator.allocate(1)
 
 
-def test_an_allocator_of_one_block_has_only_the_padding_s() -> None:
+def test_an_allocator_of_one_block_has_only_the_padding_block() -> None:
     allocator = BlockAllocator(1, block_size=16)
     assert (allocator.capacity, allocator.free, allocator.allocate(0)) == (0, 0, [])
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
-def test_a_started_block_is_a_needed_block(tokens: int, blocks: int) -> None:
+def test_a_partly_filled_block_counts_as_a_block(tokens: int, blocks: int) -> None:
     assert BlockAllocator(10, block_size=16).blocks_for(tokens) == blocks
 
 
-def test_the_padding_block_cannot_be_given_back() -> None:
+def test_the_padding_block_cannot_be_released() -> None:
     allocator = BlockAllocator(10, block_size=16)
-    taken = allocator.allocate(2)
+    blocks = allocator.allocate(2)
     with pytest.raises(AssertionError):
-        allocator.release([*taken, PADDING_BLOCK])
+        allocator.release([*blocks, PADDING_BLOCK])
     assert allocator.free == 7
 
 
-def test_a_block_cannot_be_given_back_twice() -> None:
+def test_a_block_cannot_be_released_twice() -> None:
     allocator = BlockAllocator(10, block_size=16)
-    taken = allocator.allocate(3)
-    again = list(taken)
-    allocator.release(taken)
+    blocks = allocator.allocate(3)
+    released = list(blocks)
+    allocator.release(blocks)
     with pytest.raises(AssertionError):
-        allocator.release(again)
+        allocator.release(released)
     assert allocator.free == 9
 
 
-def test_a_block_cannot_stand_twice_in_what_is_given_back() -> None:
-    """It would come to two owners: both would write their keys into it."""
+def test_a_block_cannot_be_listed_twice_in_one_release() -> None:
+    """It would get two owners, and both would write their keys into it."""
     allocator = BlockAllocator(10, block_size=16)
     [block] = allocator.allocate(1)
     with pytest.raises(AssertionError):
@@ -111,8 +111,8 @@ def test_a_block_cannot_stand_twice_in_what_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("foreign", [10, 999, -1])
-def test_a_block_that_the_allocator_does_not_have_cannot_be_given_back(foreign: int) -> None:
-    """It would be handed out, and its owner would write outside the cache."""
+def test_a_block_outside_the_allocator_cannot_be_released(foreign: int) -> None:
+    """It would be allocated later, and its owner would write outside the cache."""
     allocator = BlockAllocator(10, block_size=16)
     allocator.allocate(9)
     with pytest.raises(AssertionError):
@@ -120,16 +120,16 @@ def test_a_block_that_the_allocator_does_not_have_cannot_be_given_back(foreign: 
     assert allocator.free == 0
 
 
-BLOCK = 4  # tokens to a block, in what follows
+BLOCK = 4  # tokens per block in the tests below
 
 
 def tokens(*blocks: int) -> list[int]:
-    """A token list of full blocks, each filled with one number."""
+    """Token ids of full blocks, each filled with one number."""
     return [number for number in blocks for _ in range(BLOCK)]
 
 
 def registered(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
-    """A sequence of these tokens has come; its blocks, still in use."""
+    """Allocate and register a sequence of these tokens; returns its blocks, still in use."""
     shared = allocator.match(token_ids)
     blocks = shared + allocator.allocate(allocator.blocks_for(len(token_ids)) - len(shared))
     allocator.register(token_ids, blocks, len(token_ids))
@@ -137,21 +137,21 @@ def registered(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
 
 
 def matched_blocks(allocator: BlockAllocator, token_ids: list[int]) -> list[int]:
-    """What `match` gives for these tokens and one more, without keeping it."""
+    """The result of `match` for these tokens and one more, released again."""
     blocks = allocator.match([*token_ids, -1])
-    copy = list(blocks)
+    matched = list(blocks)
     allocator.release(blocks)
-    return copy
+    return matched
 
 
-def test_the_longest_chain_of_full_blocks_is_found() -> None:
+def test_the_longest_registered_prefix_in_full_blocks_is_matched() -> None:
     allocator = BlockAllocator(20, BLOCK)
     blocks = registered(allocator, [*tokens(7, 8, 9), 1, 2])
     assert matched_blocks(allocator, tokens(7, 8, 9)) == blocks[:3]
     assert matched_blocks(allocator, tokens(7, 8, 3)) == blocks[:2]
     assert matched_blocks(allocator, tokens(7)) == blocks[:1]
     assert matched_blocks(allocator, [7] * 3) == []
-    assert matched_blocks(allocator, tokens(8, 9)) == [], "the same tokens after another beginning have other keys"
+    assert matched_blocks(allocator, tokens(8, 9)) == [], "the same tokens after another prefix have other keys"
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(0, 0), (1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 2)])
@@ -161,7 +161,7 @@ def test_at_least_one_token_is_left_to_compute(length: int, blocks: int) -> None
     assert len(allocator.match([*tokens(7, 8), *tokens(9)[:1] * 5][:length])) == blocks
 
 
-def test_only_the_full_blocks_of_what_is_written_are_registered() -> None:
+def test_only_full_blocks_of_written_tokens_are_registered() -> None:
     allocator = BlockAllocator(20, BLOCK)
     blocks = allocator.allocate(3)
     allocator.register(tokens(7, 8, 9), blocks, 2 * BLOCK - 1)
@@ -170,7 +170,7 @@ def test_only_the_full_blocks_of_what_is_written_are_registered() -> None:
     assert matched_blocks(allocator, tokens(7, 8, 9)) == blocks[:2]
 
 
-def test_a_block_that_two_hold_is_free_when_both_have_let_go() -> None:
+def test_a_shared_block_is_free_when_both_references_are_released() -> None:
     allocator = BlockAllocator(4, BLOCK)
     first = registered(allocator, tokens(7, 8))
     second = allocator.match(tokens(7, 8, 9))
@@ -184,26 +184,26 @@ def test_a_block_that_two_hold_is_free_when_both_have_let_go() -> None:
     allocator.check_idle()
 
 
-def test_what_nobody_holds_is_still_found_and_can_still_be_taken() -> None:
+def test_a_block_without_references_is_matched_until_it_is_evicted() -> None:
     allocator = BlockAllocator(4, BLOCK)
     blocks = registered(allocator, tokens(7, 8))
-    copy = list(blocks)
+    registered_blocks = list(blocks)
     allocator.release(blocks)
     assert allocator.free == 3
-    assert matched_blocks(allocator, tokens(7, 8)) == copy
+    assert matched_blocks(allocator, tokens(7, 8)) == registered_blocks
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     assert matched_blocks(allocator, tokens(7, 8)) == []
     allocator.assert_consistent()
 
 
-def test_blocks_that_were_never_registered_are_taken_before_any_is_evicted() -> None:
+def test_free_blocks_are_allocated_before_any_block_is_evicted() -> None:
     allocator = BlockAllocator(5, BLOCK)
     allocator.release(registered(allocator, tokens(7, 8)))
     allocator.allocate(2)
     assert len(matched_blocks(allocator, tokens(7, 8))) == 2
 
 
-def test_a_chain_is_evicted_from_its_tail() -> None:
+def test_a_prefix_is_evicted_from_its_last_block() -> None:
     allocator = BlockAllocator(4, BLOCK)
     first, second, third = blocks = registered(allocator, tokens(7, 8, 9))
     allocator.release(blocks)
@@ -213,11 +213,13 @@ def test_a_chain_is_evicted_from_its_tail() -> None:
     assert matched_blocks(allocator, tokens(7, 8, 9)) == [first]
 
 
-def test_the_least_recently_used_chain_is_evicted_first() -> None:
+def test_the_least_recently_used_prefix_is_evicted_first() -> None:
     allocator = BlockAllocator(5, BLOCK)
     allocator.release(registered(allocator, tokens(1, 2)))
     allocator.release(registered(allocator, tokens(3, 4)))
-    assert len(matched_blocks(allocator, tokens(1, 2))) == 2, "used again: now the other is the older one"
+    assert len(matched_blocks(allocator, tokens(1, 2))) == 2, (
+        "used again, so the other prefix is now the least recently used"
+    )
     allocator.allocate(2)
     assert (len(matched_blocks(allocator, tokens(1, 2))), len(matched_blocks(allocator, tokens(3, 4)))) == (2, 0)
 
@@ -225,10 +227,10 @@ def test_the_least_recently_used_chain_is_evicted_first() -> None:
 def test_a_block_in_use_is_never_evicted() -> None:
     allocator = BlockAllocator(4, BLOCK)
     allocator.release(registered(allocator, tokens(7, 8)))
-    held = allocator.match(tokens(7, 8, 9))
+    in_use = allocator.match(tokens(7, 8, 9))
     assert allocator.free == 1
-    assert set(allocator.allocate(1)).isdisjoint(held)
-    assert matched_blocks(allocator, tokens(7, 8)) == held
+    assert set(allocator.allocate(1)).isdisjoint(in_use)
+    assert matched_blocks(allocator, tokens(7, 8)) == in_use
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -240,8 +242,8 @@ def test_registering_again_changes_nothing() -> None:
     allocator.check_idle()
 
 
-def test_a_twin_stays_unregistered_and_its_children_hang_under_the_first() -> None:
-    """Two with one beginning came in one step; the second goes on further than the first."""
+def test_a_duplicate_block_is_not_registered_and_its_children_belong_to_the_first() -> None:
+    """Two sequences with one prefix are admitted in one step; the second is longer than the first."""
     allocator = BlockAllocator(20, BLOCK)
     first = registered(allocator, tokens(7, 8))
     second = allocator.allocate(3)
@@ -251,13 +253,13 @@ def test_a_twin_stays_unregistered_and_its_children_hang_under_the_first() -> No
     allocator.release(second)
     allocator.allocate(16)
     assert matched_blocks(allocator, tokens(7, 8, 9)) == [*first, child], (
-        "the twins were free at once, and nothing was evicted"
+        "the duplicates were free at once, and nothing was evicted"
     )
     allocator.assert_consistent()
 
 
 def orphan() -> tuple[BlockAllocator, list[int]]:
-    """A child under a twin's parent, and the parent is evicted while the child is in use."""
+    """A block in use whose parent node, registered by another sequence, is evicted."""
     allocator = BlockAllocator(4, BLOCK)
     first = registered(allocator, tokens(7))
     blocks = allocator.allocate(2)
@@ -268,17 +270,17 @@ def orphan() -> tuple[BlockAllocator, list[int]]:
     return allocator, blocks
 
 
-def test_a_child_whose_parent_was_evicted_is_not_found_and_does_not_leak() -> None:
+def test_a_block_whose_parent_was_evicted_is_not_matched_and_does_not_leak() -> None:
     allocator, blocks = orphan()
     allocator.release(registered(allocator, [*tokens(7)]))
-    assert len(matched_blocks(allocator, tokens(7, 8))) == 1, "a new node of the same content is not its parent"
+    assert len(matched_blocks(allocator, tokens(7, 8))) == 1, "a new node with the same content is not its parent"
     allocator.release(blocks)
     allocator.check_idle()
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     allocator.assert_consistent()
 
 
-def test_a_child_whose_parent_was_evicted_is_found_again_when_its_owner_registers_again() -> None:
+def test_a_block_whose_parent_was_evicted_is_matched_after_its_owner_registers_again() -> None:
     allocator, blocks = orphan()
     allocator.register(tokens(7, 8), blocks, 2 * BLOCK)
     assert matched_blocks(allocator, tokens(7, 8)) == blocks
@@ -286,10 +288,10 @@ def test_a_child_whose_parent_was_evicted_is_found_again_when_its_owner_register
     allocator.check_idle()
 
 
-def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free() -> None:
+def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
     allocator = BlockAllocator(6, BLOCK)
     allocator.release(registered(allocator, tokens(1, 2)))
-    held = registered(allocator, tokens(3, 4))
+    in_use = registered(allocator, tokens(3, 4))
     allocator.reset_prefix_cache()
     allocator.assert_consistent()
     assert (matched_blocks(allocator, tokens(1, 2)), matched_blocks(allocator, tokens(3, 4)), allocator.free) == (
@@ -297,27 +299,27 @@ def test_forgotten_prefixes_are_not_found_and_their_blocks_are_free() -> None:
         [],
         3,
     )
-    allocator.release(held)
+    allocator.release(in_use)
     allocator.check_idle()
     assert (matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], 5)
 
 
-def test_a_leak_is_found_when_idle() -> None:
+def test_check_idle_reports_a_leaked_block() -> None:
     allocator = BlockAllocator(4, BLOCK)
     allocator.allocate(1)
     allocator.assert_consistent()
-    with pytest.raises(AssertionError, match="nobody's"):
+    with pytest.raises(AssertionError, match="have leaked"):
         allocator.check_idle()
 
 
-def test_blocks_that_nobody_holds_cannot_be_registered() -> None:
+def test_blocks_without_references_cannot_be_registered() -> None:
     allocator = BlockAllocator(4, BLOCK)
     with pytest.raises(AssertionError, match="not in use"):
         allocator.register(tokens(7), [1], BLOCK)
 
 
 class Prefixes(RuleBasedStateMachine):
-    """Sequences over two token ids, so that beginnings coincide. `content` is what each block's keys were made of."""
+    """Sequences over two token ids, so that prefixes coincide. `content` is the prefix written into each block."""
 
     @initialize(blocks=st.integers(2, 14))
     def start(self, blocks: int) -> None:
@@ -349,9 +351,9 @@ class Prefixes(RuleBasedStateMachine):
     def _register(self, token_ids: list[int], blocks: list[int], data: st.DataObject) -> None:
         written = data.draw(st.integers(0, len(token_ids)))
         self.allocator.register(token_ids, blocks, written)
-        chain = self.allocator.match([*token_ids[:written], 2])
-        assert len(chain) == written // 2, "what is registered is found whole"
-        self.allocator.release(chain)
+        matched = self.allocator.match([*token_ids[:written], 2])
+        assert len(matched) == written // 2, "every registered block is matched"
+        self.allocator.release(matched)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -360,14 +362,14 @@ class Prefixes(RuleBasedStateMachine):
         self.allocator.release(blocks)
 
     @rule()
-    def forget(self) -> None:
+    def reset_prefix_cache(self) -> None:
         self.allocator.reset_prefix_cache()
 
     @invariant()
-    def used_is_what_the_living_hold(self) -> None:
+    def blocks_in_use_are_those_of_live_sequences(self) -> None:
         self.allocator.assert_consistent()
-        held = {block for _, blocks in self.live for block in blocks}
-        assert self.allocator.free == self.allocator.capacity - len(held)
+        in_use = {block for _, blocks in self.live for block in blocks}
+        assert self.allocator.free == self.allocator.capacity - len(in_use)
         for token_ids, blocks in self.live:
             for number, block in enumerate(blocks):
                 assert self.content[block] == tuple(token_ids[: 2 * number + 2])

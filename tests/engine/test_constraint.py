@@ -1,4 +1,4 @@
-"""A constrained answer obeys at every token, and whoever runs beside it does not notice."""
+"""Constrained requests obey at every token, and do not change the tokens of other requests."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from tests.conftest import prepare_tiny
 from tests.engine.constraints import MASKER, SumConstraint
 
 LENGTH = 20
-VOCAB = 2000  # the model's is 2048: a tokenizer may have less than its model
+VOCAB = 2000  # fewer than the model's 2048, as a tokenizer may have
 PROMPTS = [[random.Random(seed).randrange(3, 900) for _ in range(length)] for seed, length in enumerate((5, 300, 64))]
 
 
-def submit(engine: Engine, prompt: list[int], found: dict[int, list[NewToken]], **asked: Any) -> int:
-    request_id = engine.submit(prompt, SamplingParams(**{"max_new_tokens": 40, **asked}))
-    found[request_id] = []
+def submit(engine: Engine, prompt: list[int], tokens_by_id: dict[int, list[NewToken]], **changes: Any) -> int:
+    request_id = engine.submit(prompt, SamplingParams(**{"max_new_tokens": 40, **changes}))
+    tokens_by_id[request_id] = []
     return request_id
 
 
-def drain(engine: Engine, found: dict[int, list[NewToken]]) -> None:
+def drain(engine: Engine, tokens_by_id: dict[int, list[NewToken]]) -> None:
     while engine.has_work:
         for token in engine.step():
-            found[token.request_id].append(token)
+            tokens_by_id[token.request_id].append(token)
 
 
 def ids_of(tokens: list[NewToken]) -> list[int]:
@@ -43,75 +43,77 @@ def assert_idle(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def constrained_reference(reference_tiny: Any) -> Callable[[list[int]], list[int]]:
-    """What plain transformers says, greedy, where the form forbids all else."""
+    """Greedy tokens of plain transformers, with all other tokens masked."""
 
     @torch.no_grad()
     def answer(prompt: list[int]) -> list[int]:
-        chain, tokens = SumConstraint(LENGTH, VOCAB), []
+        constraint, tokens = SumConstraint(LENGTH, VOCAB), []
         for _ in range(LENGTH):
             scores = reference_tiny(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
-            allowed = torch.tensor([chain.allows(tokens, token_id) for token_id in range(len(scores))])
+            allowed = torch.tensor([constraint.allows(tokens, token_id) for token_id in range(len(scores))])
             tokens.append(int(scores.where(allowed, -torch.inf).argmax()))
         return tokens
 
     return answer
 
 
-def test_a_greedy_answer_is_the_most_likely_that_obeys(
+def test_a_greedy_constrained_answer_equals_masked_transformers(
     tiny_deployment: Any, constrained_reference: Callable[[list[int]], list[int]]
 ) -> None:
-    """Prompts of one chunk and of several, all at once."""
-    engine, found = tiny_deployment.engine, {}
-    chain = SumConstraint(LENGTH, VOCAB)
+    """Prompts of one chunk and of several, in one batch."""
+    engine, tokens_by_id = tiny_deployment.engine, {}
+    constraint = SumConstraint(LENGTH, VOCAB)
     with measure_compiles() as serving:
         for prompt in PROMPTS:
-            submit(engine, prompt, found, constraint=chain)
-        drain(engine, found)
-    assert [ids_of(tokens) for tokens in found.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
-    assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop"] * 3
+            submit(engine, prompt, tokens_by_id, constraint=constraint)
+        drain(engine, tokens_by_id)
+    assert [ids_of(tokens) for tokens in tokens_by_id.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
+    assert [tokens[-1].finish_reason for tokens in tokens_by_id.values()] == ["stop"] * 3
     assert serving.counts.compiles == 0
-    assert [matcher.mask_positions for matcher in chain.matchers] == [list(range(LENGTH))] * 3, (
-        "asked once for each token"
+    assert [matcher.mask_positions for matcher in constraint.matchers] == [list(range(LENGTH))] * 3, (
+        "one mask for each token"
     )
     assert_idle(engine)
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "changes",
     [
         {"temperature": 1.5, "seed": 3}, {"temperature": 0.9, "seed": 4, "top_k": 3, "top_p": 0.9},
         {"frequency_penalty": 2.0, "repetition_penalty": 1.5}, {"logit_bias": ((77, 100.0),)}, {"logprobs": 2},
     ],
     ids=str,
 )  # fmt: skip
-def test_it_obeys_however_it_is_sampled_alone_and_in_a_batch(tiny_deployment: Any, asked: dict[str, Any]) -> None:
+def test_sampling_parameters_keep_the_constraint_alone_and_in_a_batch(
+    tiny_deployment: Any, changes: dict[str, Any]
+) -> None:
     engine = tiny_deployment.engine
     alone, together = {}, {}
     for prompt in PROMPTS:
-        submit(engine, prompt, alone, constraint=SumConstraint(LENGTH, VOCAB), **asked)
+        submit(engine, prompt, alone, constraint=SumConstraint(LENGTH, VOCAB), **changes)
         drain(engine, alone)
-    chain = SumConstraint(LENGTH, VOCAB)
+    constraint = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
-        submit(engine, prompt, together, constraint=chain, **asked)
+        submit(engine, prompt, together, constraint=constraint, **changes)
     drain(engine, together)
-    for one, other, matcher in zip(alone.values(), together.values(), chain.matchers, strict=True):
-        assert ids_of(one) == ids_of(other) == matcher.accepted
-        assert one[-1].finish_reason == "stop" and len(one) == LENGTH
+    for tokens, batched, matcher in zip(alone.values(), together.values(), constraint.matchers, strict=True):
+        assert ids_of(tokens) == ids_of(batched) == matcher.accepted
+        assert tokens[-1].finish_reason == "stop" and len(tokens) == LENGTH
 
 
-def test_neighbours_get_the_tokens_that_they_get_alone(tiny_deployment: Any) -> None:
-    """They come and go while constrained ones do, so that rows move; prompts of several chunks come in between."""
+def test_unconstrained_requests_get_the_tokens_they_get_alone(tiny_deployment: Any) -> None:
+    """Constrained and other requests start and finish in between, so rows move; some prompts take several chunks."""
     engine, source = tiny_deployment.engine, random.Random(2)
     prompts = [[source.randrange(3, 900) for _ in range(length)] for length in (3, 140, 9, 40, 2, 77, 300, 6)]
     kinds: list[dict[str, Any]] = [{}, {"constraint": SumConstraint(LENGTH, VOCAB)}, {"temperature": 0.8, "seed": 9}]
-    asked = [{**kinds[number % 3], "max_new_tokens": 12 + 5 * number} for number in range(len(prompts))]
+    all_changes = [{**kinds[number % 3], "max_new_tokens": 12 + 5 * number} for number in range(len(prompts))]
     alone: dict[int, list[NewToken]] = {}
-    for prompt, one in zip(prompts, asked, strict=True):
-        submit(engine, prompt, alone, **one)
+    for prompt, changes in zip(prompts, all_changes, strict=True):
+        submit(engine, prompt, alone, **changes)
         drain(engine, alone)
     together: dict[int, list[NewToken]] = {}
-    for prompt, one in zip(prompts, asked, strict=True):
-        submit(engine, prompt, together, **one)
+    for prompt, changes in zip(prompts, all_changes, strict=True):
+        submit(engine, prompt, together, **changes)
         for token in engine.step() + engine.step():
             together[token.request_id].append(token)
     drain(engine, together)
@@ -122,72 +124,78 @@ def test_neighbours_get_the_tokens_that_they_get_alone(tiny_deployment: Any) -> 
 def test_without_a_constraint_no_token_is_read_before_the_next_step_is_launched(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine, order, found = tiny_deployment.engine, [], {}
+    engine, order, tokens_by_id = tiny_deployment.engine, [], {}
 
-    def note(name: str) -> None:
+    def record_calls(name: str) -> None:
         run = getattr(engine, name)
         monkeypatch.setattr(engine, name, lambda *args: (order.append(name), run(*args))[1])
 
     for name in ("_launch_forward", "_collect", "_launch_sampling"):
-        note(name)
-    submit(engine, PROMPTS[0], found, max_new_tokens=3, temperature=1.0)
-    drain(engine, found)
+        record_calls(name)
+    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=3, temperature=1.0)
+    drain(engine, tokens_by_id)
     assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_launch_sampling", "_collect"]
     order.clear()
-    submit(engine, PROMPTS[0], found, max_new_tokens=3, constraint=SumConstraint(3, VOCAB))
-    drain(engine, found)
+    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=3, constraint=SumConstraint(3, VOCAB))
+    drain(engine, tokens_by_id)
     assert order[:5] == ["_launch_forward", "_launch_sampling", "_launch_forward", "_collect", "_launch_sampling"], (
-        "the model is under way meanwhile"
+        "tokens are read while the forward pass runs"
     )
 
 
-def test_its_limit_of_tokens_cuts_it(tiny_deployment: Any) -> None:
-    engine, found = tiny_deployment.engine, {}
-    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH - 1)
-    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH)
-    drain(engine, found)
-    ends = [(len(tokens), tokens[-1].finish_reason) for tokens in found.values()]
+def test_max_new_tokens_ends_a_constrained_answer(tiny_deployment: Any) -> None:
+    engine, tokens_by_id = tiny_deployment.engine, {}
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH - 1)
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB), max_new_tokens=LENGTH)
+    drain(engine, tokens_by_id)
+    ends = [(len(tokens), tokens[-1].finish_reason) for tokens in tokens_by_id.values()]
     assert ends == [(LENGTH - 1, "length"), (LENGTH, "stop")]
 
 
-def test_a_stop_token_of_the_request_still_ends_it(tiny_deployment: Any) -> None:
-    engine, found = tiny_deployment.engine, {}
-    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB))
-    drain(engine, found)
-    [whole] = found.values()
-    submit(engine, PROMPTS[0], found, constraint=SumConstraint(LENGTH, VOCAB), stop_token_ids=(whole[4].token_id,))
-    drain(engine, found)
-    cut = [*found.values()][1]
-    first = ids_of(whole).index(whole[4].token_id)
-    assert ids_of(cut) == ids_of(whole)[: first + 1] and cut[-1].finish_reason == "stop"
+def test_a_stop_token_ends_a_constrained_answer(tiny_deployment: Any) -> None:
+    engine, tokens_by_id = tiny_deployment.engine, {}
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=SumConstraint(LENGTH, VOCAB))
+    drain(engine, tokens_by_id)
+    [unstopped] = tokens_by_id.values()
+    submit(
+        engine,
+        PROMPTS[0],
+        tokens_by_id,
+        constraint=SumConstraint(LENGTH, VOCAB),
+        stop_token_ids=(unstopped[4].token_id,),
+    )
+    drain(engine, tokens_by_id)
+    stopped = [*tokens_by_id.values()][1]
+    first = ids_of(unstopped).index(unstopped[4].token_id)
+    assert ids_of(stopped) == ids_of(unstopped)[: first + 1] and stopped[-1].finish_reason == "stop"
 
 
-def test_a_step_asks_for_its_masks_together(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one masker: each call of a library may wait for Python's lock."""
-    engine, found, asked = tiny_deployment.engine, {}, []
+def test_a_step_makes_one_mask_call_per_masker(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call into a grammar library may have to wait for the GIL."""
+    engine, tokens_by_id, fill_sizes = tiny_deployment.engine, {}, []
     fill = MASKER.fill
     monkeypatch.setattr(
-        MASKER, "fill", lambda matcher_rows, masks: (asked.append(len(matcher_rows)), fill(matcher_rows, masks))
+        MASKER, "fill", lambda matcher_rows, masks: (fill_sizes.append(len(matcher_rows)), fill(matcher_rows, masks))
     )
-    chain = SumConstraint(LENGTH, VOCAB)
+    constraint = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
-        submit(engine, prompt, found, constraint=chain)
-    submit(engine, PROMPTS[0], found, constraint=Broken())
-    drain(engine, found)
-    assert max(asked) == len(PROMPTS) and sum(asked) == len(PROMPTS) * LENGTH
-    assert len(asked) < 2 * LENGTH, "one call for each row"
-    assert [tokens[-1].finish_reason for tokens in found.values()] == ["stop", "stop", "stop", "error"]
+        submit(engine, prompt, tokens_by_id, constraint=constraint)
+    submit(engine, PROMPTS[0], tokens_by_id, constraint=FailingConstraint())
+    drain(engine, tokens_by_id)
+    assert max(fill_sizes) == len(PROMPTS) and sum(fill_sizes) == len(PROMPTS) * LENGTH
+    assert len(fill_sizes) < 2 * LENGTH, "one call for each row"
+    assert [tokens[-1].finish_reason for tokens in tokens_by_id.values()] == ["stop", "stop", "stop", "error"]
     assert_idle(engine)
 
 
-class Broken:
-    """Allows nothing and accepts nothing: what a grammar does that has reached its limits."""
+class FailingConstraint:
+    """Allows and accepts no token, like a grammar that has reached its limits."""
 
     @property
-    def masker(self) -> Broken:
+    def masker(self) -> FailingConstraint:
         return self
 
-    def start(self) -> Broken:
+    def start(self) -> FailingConstraint:
         return self
 
     def fill(self, matcher_rows: Any, masks: Any) -> None:
@@ -197,42 +205,42 @@ class Broken:
         return "error"
 
 
-def test_a_constraint_that_fails_ends_its_request_alone(tiny_deployment: Any) -> None:
-    engine, found = tiny_deployment.engine, {}
+def test_a_failing_constraint_ends_only_its_own_request(tiny_deployment: Any) -> None:
+    engine, tokens_by_id = tiny_deployment.engine, {}
     plain = engine.generate([PROMPTS[0]], SamplingParams(max_new_tokens=9))[0]
-    submit(engine, PROMPTS[1], found, constraint=Broken(), temperature=1.0)
-    submit(engine, PROMPTS[0], found, max_new_tokens=9)
-    drain(engine, found)
-    broken, other = found.values()
-    assert [token.finish_reason for token in broken] == ["error"]
+    submit(engine, PROMPTS[1], tokens_by_id, constraint=FailingConstraint(), temperature=1.0)
+    submit(engine, PROMPTS[0], tokens_by_id, max_new_tokens=9)
+    drain(engine, tokens_by_id)
+    failed, other = tokens_by_id.values()
+    assert [token.finish_reason for token in failed] == ["error"]
     assert ids_of(other) == plain
     assert_idle(engine)
 
 
-def test_pre_emption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> None:
+def test_preemption_changes_no_token(cache_dir: str, tiny_deployment: Any) -> None:
     prompts = [[random.Random(seed).randrange(3, 900) for _ in range(120)] for seed in range(3)]
-    asked = {"max_new_tokens": 60, "temperature": 0.8, "seed": 5}
+    changes = {"max_new_tokens": 60, "temperature": 0.8, "seed": 5}
     alone: dict[int, list[NewToken]] = {}
     for prompt in prompts:
-        submit(tiny_deployment.engine, prompt, alone, constraint=SumConstraint(50, VOCAB), **asked)
+        submit(tiny_deployment.engine, prompt, alone, constraint=SumConstraint(50, VOCAB), **changes)
         drain(tiny_deployment.engine, alone)
     scarce = prepare_tiny(cache_dir, context=400, kv_blocks=27).engine
     before, together = scarce.scheduler.preemptions, {}
     for prompt in prompts:
-        submit(scarce, prompt, together, constraint=SumConstraint(50, VOCAB), **asked)
+        submit(scarce, prompt, together, constraint=SumConstraint(50, VOCAB), **changes)
     drain(scarce, together)
-    assert scarce.scheduler.preemptions > before, "blocks were not scarce, so this shows nothing"
+    assert scarce.scheduler.preemptions > before, "the test needs preemptions"
     assert [ids_of(tokens) for tokens in together.values()] == [ids_of(tokens) for tokens in alone.values()]
     assert_idle(scarce)
 
 
 @pytest.mark.parametrize(("method", "failing_call"), [("prefill", 0), ("decode", 0), ("decode", 7), ("sample", 6)])
-def test_a_step_that_raises_loses_no_token(
+def test_a_failed_step_loses_no_token(
     tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch, method: str, failing_call: int,
     constrained_reference: Callable[[list[int]], list[int]],
 ) -> None:  # fmt: skip
-    """Before the tokens of the step before were read, and after."""
-    engine, found, calls = tiny_deployment.engine, {}, []
+    """Failing before and after the tokens of the previous step are read."""
+    engine, tokens_by_id, calls = tiny_deployment.engine, {}, []
     engine.allocator.reset_prefix_cache()
     run = getattr(engine.runner, method)
 
@@ -243,34 +251,34 @@ def test_a_step_that_raises_loses_no_token(
         return run(*args)
 
     monkeypatch.setattr(engine.runner, method, failing)
-    chain = SumConstraint(LENGTH, VOCAB)
+    constraint = SumConstraint(LENGTH, VOCAB)
     for prompt in PROMPTS:
-        submit(engine, prompt, found, constraint=chain)
+        submit(engine, prompt, tokens_by_id, constraint=constraint)
     with pytest.raises(RuntimeError, match="out of luck"):
-        drain(engine, found)
-    drain(engine, found)
-    assert [ids_of(tokens) for tokens in found.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
-    assert [matcher.accepted for matcher in chain.matchers] == [ids_of(tokens) for tokens in found.values()]
+        drain(engine, tokens_by_id)
+    drain(engine, tokens_by_id)
+    assert [ids_of(tokens) for tokens in tokens_by_id.values()] == [constrained_reference(prompt) for prompt in PROMPTS]
+    assert [matcher.accepted for matcher in constraint.matchers] == [ids_of(tokens) for tokens in tokens_by_id.values()]
     assert_idle(engine)
 
 
-def test_an_aborted_answer_is_told_nothing_more(tiny_deployment: Any) -> None:
-    engine, found, chain = tiny_deployment.engine, {}, SumConstraint(LENGTH, VOCAB)
-    gone = submit(engine, PROMPTS[0], found, constraint=chain)
-    stays = submit(engine, PROMPTS[2], found, constraint=chain)
+def test_an_aborted_request_accepts_no_more_tokens(tiny_deployment: Any) -> None:
+    engine, tokens_by_id, constraint = tiny_deployment.engine, {}, SumConstraint(LENGTH, VOCAB)
+    aborted = submit(engine, PROMPTS[0], tokens_by_id, constraint=constraint)
+    other = submit(engine, PROMPTS[2], tokens_by_id, constraint=constraint)
     for _ in range(6):
         for token in engine.step():
-            found[token.request_id].append(token)
-    engine.abort(gone)
-    known = list(chain.matchers[0].accepted)
-    drain(engine, found)
-    assert chain.matchers[0].accepted == known == ids_of(found[gone])
-    assert len(found[stays]) == LENGTH
+            tokens_by_id[token.request_id].append(token)
+    engine.abort(aborted)
+    accepted = list(constraint.matchers[0].accepted)
+    drain(engine, tokens_by_id)
+    assert constraint.matchers[0].accepted == accepted == ids_of(tokens_by_id[aborted])
+    assert len(tokens_by_id[other]) == LENGTH
     assert_idle(engine)
 
 
-def test_parameters_with_a_constraint_are_equal_where_it_is_the_same() -> None:
-    chain = SumConstraint(1, 1)
-    one, other = (SamplingParams(constraint=chain) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
-    assert one != SamplingParams(constraint=SumConstraint(1, 1)) != SamplingParams()
+def test_parameters_compare_constraints_by_identity() -> None:
+    constraint = SumConstraint(1, 1)
+    params, equal = (SamplingParams(constraint=constraint) for _ in range(2))
+    assert params == equal and hash(params) == hash(equal)
+    assert params != SamplingParams(constraint=SumConstraint(1, 1)) != SamplingParams()

@@ -1,4 +1,4 @@
-"""The engine's edges: what it refuses, what it gives back, and that a seed means the same tokens."""
+"""Refused requests, released blocks and rows, repeatable seeds, and incremental detokenization."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tcdeploy.planning.plan import Bucket
 from tests.conftest import prepare_tiny, reset_programs
 
 
-def test_an_empty_prompt_is_refused_and_harms_nothing(tiny_deployment: Any) -> None:
+def test_an_empty_prompt_is_refused_and_releases_all_blocks(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
     with pytest.raises(UsageError, match="empty"):
         engine.generate([[5, 6], []], SamplingParams(max_new_tokens=2))
@@ -34,7 +34,7 @@ def test_a_request_beyond_the_context_is_refused(tiny_deployment: Any) -> None:
     with pytest.raises(UsageError, match=f"exceed the context of {context}"):
         tiny_deployment.engine.generate([[5] * (context - 3)], SamplingParams(max_new_tokens=4))
     answer = tiny_deployment.engine.generate([[5] * (context - 4)], SamplingParams(max_new_tokens=4))[0]
-    assert len(answer) == 4, "exactly the context is served"
+    assert len(answer) == 4, "a request of exactly the context is served"
 
 
 def test_a_stream_that_is_dropped_frees_its_blocks(tiny_deployment: Any) -> None:
@@ -59,14 +59,14 @@ def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any)
 
 def test_a_stop_token_ends_a_sequence_and_is_its_last(tiny_deployment: Any) -> None:
     engine = tiny_deployment.engine
-    free = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20))[0]
-    stop = free[6]
+    unstopped = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20))[0]
+    stop = unstopped[6]
     stopped = engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=20, stop_token_ids=(stop,)))[0]
-    assert stopped == free[: free.index(stop) + 1]
+    assert stopped == unstopped[: unstopped.index(stop) + 1]
 
 
-def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) -> None:
-    """Four long rows, then two, then three in the same decode:4 buffers: each prompt as if it were alone."""
+def test_rows_of_earlier_steps_do_not_affect_later_ones(tiny_deployment: Any) -> None:
+    """Four long rows, then two, then three in the same decode:4 buffers give the tokens of each prompt alone."""
     engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=6)
     for lengths in ((400, 390, 380, 370), (17, 5), (33, 16, 1)):
         prompts = [[3 + (position * 7 + row) % 900 for position in range(length)] for row, length in enumerate(lengths)]
@@ -74,64 +74,62 @@ def test_rows_of_earlier_steps_leave_no_trace_in_a_bucket(tiny_deployment: Any) 
         assert together == [engine.generate([prompt], params)[0] for prompt in prompts]
 
 
-def test_a_prompt_that_only_joins_moves_no_row(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows are emptied when the engine falls idle, not when the next prompt comes."""
+def test_an_appended_sequence_moves_no_row(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are emptied when the engine becomes idle, not when the next prompt arrives."""
     engine, moves = tiny_deployment.engine, []
     move = RowAssignment._gather_rows
-    monkeypatch.setattr(RowAssignment, "_gather_rows", lambda *given: moves.append(given) or move(*given))
+    monkeypatch.setattr(RowAssignment, "_gather_rows", lambda *args: moves.append(args) or move(*args))
     for _ in range(2):
         engine.submit([5, 6, 7], SamplingParams(max_new_tokens=8))
         engine.step()
-        assert not moves, "the only one"
+        assert not moves, "the only sequence"
         engine.submit([8, 9], SamplingParams(max_new_tokens=3))
         engine.step()
-        assert not moves, "behind one that stays"
+        assert not moves, "appended behind a running sequence"
         while engine.has_work:
             engine.step()
-        assert len(moves) == 2, "one left, then all had"
+        assert len(moves) == 2, "after one finished, and after all had"
         moves.clear()
 
 
-def test_rows_are_empty_again_after_a_seating_that_failed(
-    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_deployment.engine
     state = engine.runner.state
     monkeypatch.setattr(rows, "set_penalty_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
-    harsh = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
-    request = engine.submit([5, 6, 7], harsh)
+    penalising = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
+    request = engine.submit([5, 6, 7], penalising)
     with pytest.raises(MemoryError):
         engine.step()
     engine.abort(request)
     assert not state.sampling.temperature.any() and (state.sampling.repetition == 1).all()
 
 
-def test_a_full_collection_visits_nothing_of_a_deployment_until_its_memory_is_wanted_back(cache_dir: str) -> None:
+def test_a_deployment_is_frozen_from_garbage_collection_until_free_memory(cache_dir: str) -> None:
     reset_programs()
     deployment = prepare_tiny(cache_dir)
-    assert gc.get_freeze_count() > 100_000, "what torch compiled with"
-    assert not any(one is deployment.engine.runner for one in gc.get_objects())
-    deployment.engine.runner.itself = deployment.engine.runner  # for the collector to find
+    assert gc.get_freeze_count() > 100_000, "objects of the compiler"
+    assert not any(tracked is deployment.engine.runner for tracked in gc.get_objects())
+    deployment.engine.runner.itself = deployment.engine.runner  # a cycle, which only the collector frees
     runner = weakref.ref(deployment.engine.runner)
     del deployment
     gc.collect()
-    assert runner() is not None, "or nothing is shown"
+    assert runner() is not None, "frozen objects are not collected"
     reset_programs()
     free_memory()
     assert runner() is None
 
 
-def test_a_character_left_open_at_the_end_is_not_lost(tiny_deployment: Any) -> None:
+def test_an_incomplete_character_at_the_end_is_replaced(tiny_deployment: Any) -> None:
     tokenizer = tiny_deployment.tokenizer
     ids = tokenizer("na\u00efve \u65e5", add_special_tokens=False).input_ids[:-1]
     stream = IncrementalDetokenizer(tokenizer)
     pieces = [stream.push(token_id) for token_id in ids]
     assert "".join(pieces) + stream.finish() == tokenizer.decode(ids)
-    assert tokenizer.decode(ids).endswith("\ufffd"), "the last character is open, or this shows nothing"
+    assert tokenizer.decode(ids).endswith("\ufffd"), "the test needs an incomplete last character"
 
 
-def test_the_engine_is_sealed_by_itself(tiny_deployment: Any) -> None:
-    """A step that wanted to compile is an error for a library's caller too: here, a bucket nobody warmed."""
+def test_a_step_that_would_compile_raises_without_a_server(tiny_deployment: Any) -> None:
+    """The engine forbids recompiles for library callers too: here, on a bucket that was not warmed."""
     engine = tiny_deployment.engine
     unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
     warm = engine.runner

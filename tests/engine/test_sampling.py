@@ -1,4 +1,4 @@
-"""Tokens are drawn with the probabilities that were asked for, and a seed and a position repeat them, in any batch."""
+"""Draws follow the requested distribution, and depend on seed and position only, not on the batch."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ PLAIN, FILTERED = Features(penalties=False, filters=False), Features(penalties=F
 PENALISED, EVERYTHING = Features(penalties=True, filters=False), Features(penalties=True, filters=True)
 
 
-def make_rows(rows: int, vocab_size: int, **asked: Any) -> SamplingRows:
-    """Rows that draw with temperature 1 and seed 1, unless asked otherwise: one value for all, or one for each."""
+def make_rows(rows: int, vocab_size: int, **values: Any) -> SamplingRows:
+    """Rows with temperature 1, seed 1 and `values`, each one value for all rows or one per row."""
     sampling = make_sampling_rows(rows, vocab_size, "cpu")
-    for name, value in {"temperature": 1.0, "seeds": 1, **asked}.items():
+    for name, value in {"temperature": 1.0, "seeds": 1, **values}.items():
         field = getattr(sampling, name)
         field.copy_(torch.as_tensor(value, dtype=field.dtype))
     return sampling
 
 
-def draws(logits: Tensor, count: int, features: Features = FILTERED, **asked: Any) -> list[int]:
-    """Tokens for one row of logits at positions 0 to count - 1."""
-    sampling = make_rows(count, logits.shape[0], **asked)
+def draws(logits: Tensor, count: int, features: Features = FILTERED, **values: Any) -> list[int]:
+    """Tokens drawn from one row of logits at positions 0 to count - 1."""
+    sampling = make_rows(count, logits.shape[0], **values)
     return sample(logits.expand(count, -1), sampling, torch.arange(count), features).tolist()
 
 
@@ -57,13 +57,13 @@ def random_logits(rows: int, vocab_size: int, seed: int = 3) -> Tensor:
 
 
 def chi_square(tokens: list[int], probabilities: dict[int, float]) -> float:
-    """Pearson's statistic; tokens outside `probabilities` make it infinite. Above 30 for 4 degrees: p below 1e-5."""
+    """Pearson's statistic, infinite for tokens outside `probabilities`. Above 30 with 4 degrees: p below 1e-5."""
     counts = Counter(tokens)
     if set(counts) - set(probabilities):
         return float("inf")
     total = sum(probabilities.values())
     expected = {token: len(tokens) * share / total for token, share in probabilities.items()}
-    return sum((counts[token] - wanted) ** 2 / wanted for token, wanted in expected.items())
+    return sum((counts[token] - count) ** 2 / count for token, count in expected.items())
 
 
 # The distribution
@@ -84,7 +84,7 @@ def test_draws_follow_the_softmax_over_several_chunks(vocab_size: int) -> None:
     assert chi_square([token // quarter for token in tokens], expected) < 30
 
 
-def test_seeds_at_one_position_follow_the_softmax_as_positions_of_one_seed_do() -> None:
+def test_draws_of_many_seeds_at_one_position_follow_the_softmax() -> None:
     sampling = make_rows(DRAWS, 5, seeds=range(DRAWS))
     tokens = sample(LOGITS.expand(DRAWS, -1), sampling, torch.full((DRAWS,), 17), PLAIN).tolist()
     assert chi_square(tokens, dict(enumerate(PROBABILITIES))) < 30
@@ -99,19 +99,19 @@ def test_temperature_sharpens_or_flattens(temperature: float) -> None:
 
 
 @pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_top_k_keeps_exactly_the_k_best(k: int) -> None:
-    best = sorted(range(5), key=lambda token: -PROBABILITIES[token])[:k]
+def test_top_k_keeps_exactly_the_k_most_likely(k: int) -> None:
+    likeliest = sorted(range(5), key=lambda token: -PROBABILITIES[token])[:k]
     tokens = draws(LOGITS, DRAWS, top_k=k)
-    assert set(tokens) == set(best)
-    assert chi_square(tokens, {token: PROBABILITIES[token] for token in best}) < 30
+    assert set(tokens) == set(likeliest)
+    assert chi_square(tokens, {token: PROBABILITIES[token] for token in likeliest}) < 30
 
 
 @pytest.mark.parametrize("k", [0, 5, 6, 10**9])
-def test_top_k_of_none_or_more_than_there_are_keeps_all(k: int) -> None:
+def test_top_k_of_zero_or_beyond_the_vocabulary_keeps_all(k: int) -> None:
     assert draws(LOGITS, 200, top_k=k) == draws(LOGITS, 200, PLAIN)
 
 
-def test_of_equals_at_the_edge_of_top_k_the_lowest_ids_stay() -> None:
+def test_the_lowest_ids_are_kept_among_equal_logits_at_the_limit_of_top_k() -> None:
     logits = torch.tensor([1.0, 2.0, 1.0, 1.0, 2.0, 1.0]).bfloat16()
     assert set(draws(logits, 400, top_k=3)) == {0, 1, 4}
     assert set(draws(logits, 400, top_k=1)) == {1}
@@ -120,7 +120,7 @@ def test_of_equals_at_the_edge_of_top_k_the_lowest_ids_stay() -> None:
 @pytest.mark.parametrize(
     ("p", "kept"),
     [
-        (1e-9, {1}),  # the first token stays, always
+        (1e-9, {1}),  # the most likely token is always kept
         (1e-40, {1}),
         (0.2, {1}),
         (0.39, {1}),
@@ -141,17 +141,17 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: set[int]) -
 
 
 @pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
-def test_a_set_that_reaches_p_exactly_is_enough(p: float, kept: int) -> None:
+def test_top_p_keeps_a_set_that_reaches_p_exactly(p: float, kept: int) -> None:
     assert set(draws(torch.zeros(4), 400, top_p=p)) == set(range(kept))
 
 
-def test_top_p_counts_what_top_k_left() -> None:
-    """Of 0.4 and 0.3, the first alone has 4/7: enough for 0.5, which it would not be of all five."""
+def test_top_p_applies_to_the_tokens_that_top_k_left() -> None:
+    """Of 0.4 and 0.3, the first has 4/7, which reaches 0.5; of all five tokens it would not."""
     assert set(draws(LOGITS, 400, top_k=2, top_p=0.5)) == {1}
     assert set(draws(LOGITS, 400, top_p=0.5)) == {1, 3}
 
 
-def test_top_p_counts_what_temperature_made() -> None:
+def test_top_p_applies_after_temperature() -> None:
     assert set(draws(LOGITS, 400, temperature=0.25, top_p=0.7)) == {1}
 
 
@@ -159,14 +159,14 @@ def test_top_p_counts_what_temperature_made() -> None:
     ("p", "kept"),
     [(1.0, {1}), (0.76, {1}), (0.74, {1, 3}), (0.376, {1, 3}), (0.374, {1, 2, 3}), (0.1, {0, 1, 2, 3, 4}), (0.0, None)],
 )
-def test_min_p_is_a_share_of_the_largest_probability(p: float, kept: set[int] | None) -> None:
+def test_min_p_is_relative_to_the_largest_probability(p: float, kept: set[int] | None) -> None:
     tokens = draws(LOGITS, DRAWS, min_p=p)
     assert set(tokens) == (kept or set(range(5)))
     assert chi_square(tokens, {token: PROBABILITIES[token] for token in set(tokens)}) < 30
 
 
-def test_min_p_counts_what_temperature_made_and_top_p_counts_what_min_p_takes() -> None:
-    """(0.3 / 0.4) ** 4 is 0.32. Min-p after top-p: of all five, 0.4 alone does not reach 0.5."""
+def test_min_p_applies_after_temperature_and_after_top_p() -> None:
+    """(0.3 / 0.4) ** 4 is 0.32. Top-p sees all five tokens, of which 0.4 alone does not reach 0.5."""
     assert set(draws(LOGITS, 400, temperature=0.25, min_p=0.5)) == {1}
     assert set(draws(LOGITS, 400, top_p=0.5, min_p=0.2)) == {1, 3}
 
@@ -180,20 +180,20 @@ def test_filters_agree_with_transformers() -> None:
         scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
         scores = TopPLogitsWarper(top_p)(None, scores)
         scores = MinPLogitsWarper(min_p)(None, scores)[0]
-        wanted = draws(scores, 2000, PLAIN)
-        assert draws(logits, 2000, top_k=top_k, top_p=top_p, min_p=min_p) == wanted
+        expected = draws(scores, 2000, PLAIN)
+        assert draws(logits, 2000, top_k=top_k, top_p=top_p, min_p=min_p) == expected
 
 
 # Numbers
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_logits_may_come_in_any_float_type_and_are_left_as_they_were(dtype: torch.dtype) -> None:
+def test_logits_of_any_float_dtype_are_accepted_and_not_modified(dtype: torch.dtype) -> None:
     logits = (random_logits(1, 700)[0] * 4).to(dtype)
     before = logits.clone()
     for features in (PLAIN, FILTERED, EVERYTHING):
-        asked = {"top_k": 90, "top_p": 0.9, "repetition": 1.1, "frequency": 0.1} if features.filters else {}
-        assert draws(logits, 300, features, **asked) == draws(logits.float(), 300, features, **asked)
+        values = {"top_k": 90, "top_p": 0.9, "repetition": 1.1, "frequency": 0.1} if features.filters else {}
+        assert draws(logits, 300, features, **values) == draws(logits.float(), 300, features, **values)
     assert torch.equal(logits, before)
 
 
@@ -213,23 +213,23 @@ def test_an_enormous_temperature_is_uniform(temperature: float) -> None:
     assert chi_square(tokens, dict.fromkeys(range(5), 1.0)) < 30
 
 
-def test_temperature_zero_takes_the_lowest_id_of_the_most_likely() -> None:
+def test_temperature_zero_gives_the_lowest_id_among_equal_maxima() -> None:
     logits = torch.tensor([1.0, 3.0, 2.0, 3.0, 3.0]).bfloat16()
     for features in (PLAIN, FILTERED, EVERYTHING):
         assert set(draws(logits, 20, features, temperature=0.0, top_p=0.1)) == {1}
 
 
 @pytest.mark.parametrize("uniform", [0.0, 2.0**-53, 0.5, 1 - 2.0**-53, 1.0])
-def test_a_token_of_no_probability_is_never_chosen(uniform: float) -> None:
+def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     for vocab_size in (3, 256, 700):
-        for weighty in {1, vocab_size // 2, vocab_size - 2}:
+        for token in {1, vocab_size // 2, vocab_size - 2}:
             weights = torch.zeros(1, vocab_size, dtype=torch.float64)
-            weights[0, weighty] = 1.0
-            assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == weighty
+            weights[0, token] = 1.0
+            assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == token
 
 
 @pytest.mark.parametrize(("uniform", "token"), [(0.0, 2), (0.2499, 2), (0.25, 600), (0.7499, 600), (0.75, 601)])
-def test_the_uniform_number_is_a_share_of_the_cumulated_weights(uniform: float, token: int) -> None:
+def test_the_uniform_number_is_a_quantile_of_the_weights(uniform: float, token: int) -> None:
     weights = torch.zeros(1, 900, dtype=torch.float64)
     weights[0, [2, 600, 601]] = torch.tensor([0.5, 1.0, 0.5], dtype=torch.float64)
     assert draw(weights, torch.tensor([[uniform]], dtype=torch.float64)).item() == token
@@ -239,18 +239,18 @@ def test_the_uniform_number_is_a_share_of_the_cumulated_weights(uniform: float, 
 def test_the_edges_between_tokens_are_exact_to_eleven_digits(
     features: Features, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A uniform number just before or behind the edge of a token, as float64 has it; float32 weights miss by 1e-8."""
+    """Uniform numbers 1e-11 below and above each token's edge in float64. Weights in float32 would miss by 1e-8."""
     logits = random_logits(1, 3000)[0]
     edges = (logits.double() / 0.75).softmax(dim=-1).cumsum(dim=-1)[5:2500:5]
     tokens = torch.arange(5, 2500, 5)
-    for offset, wanted in ((-1e-11, tokens), (1e-11, tokens + 1)):
+    for offset, expected in ((-1e-11, tokens), (1e-11, tokens + 1)):
         monkeypatch.setattr(
             "tcdeploy.engine.sampling.uniforms", lambda seeds, positions, u=edges + offset: u[positions]
         )
-        assert draws(logits, len(edges), features, temperature=0.75) == wanted.tolist()
+        assert draws(logits, len(edges), features, temperature=0.75) == expected.tolist()
 
 
-def test_the_cumulated_units_of_the_flattest_large_vocabulary_do_not_overflow() -> None:
+def test_cumulative_units_of_a_uniform_large_vocabulary_do_not_overflow() -> None:
     for vocab_size in (1, 128256, 262144):
         cumulative = accumulate(torch.ones(1, vocab_size, dtype=torch.float64))
         assert 2**60 < cumulative.total.item() < 2**62
@@ -259,7 +259,7 @@ def test_the_cumulated_units_of_the_flattest_large_vocabulary_do_not_overflow() 
 
 
 @pytest.mark.parametrize("features", [PLAIN, FILTERED, EVERYTHING], ids=str)
-def test_unusable_logits_give_the_first_largest_and_leave_their_neighbours_alone(features: Features) -> None:
+def test_unusable_logits_give_the_first_maximum_and_do_not_affect_other_rows(features: Features) -> None:
     logits = random_logits(7, 600)
     alone = sample(logits, make_rows(7, 600, top_p=0.9, top_k=40), torch.arange(7), features).tolist()
     logits[1] = -INF
@@ -281,14 +281,14 @@ def test_masked_tokens_are_never_drawn() -> None:
 # Randomness
 
 
-def test_the_same_seed_and_position_draw_the_same_token_and_others_others() -> None:
+def test_a_draw_is_determined_by_seed_and_position() -> None:
     logits = random_logits(1, 500)[0]
     assert draws(logits, 30, seeds=7) == draws(logits, 30, seeds=7)
     assert draws(logits, 30, seeds=7) != draws(logits, 30, seeds=8)
     assert draws(logits, 30, seeds=7)[1:] != draws(logits, 30, seeds=7)[:-1]
 
 
-def test_neighbouring_seeds_are_not_one_stream_shifted() -> None:
+def test_streams_of_neighbouring_seeds_are_not_shifts_of_each_other() -> None:
     seeds, positions = torch.arange(100)[:, None], torch.arange(100)[None, :]
     numbers = uniforms(seeds.expand(100, 100).reshape(-1), positions.expand(100, 100).reshape(-1))
     assert numbers.unique().numel() == 10_000
@@ -298,24 +298,24 @@ GAMMA, START = 0x9E3779B97F4A7C15, 0xD1342543DE82EF95
 
 
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**63 - 1, -(2**63), 123456789])
-def test_uniforms_are_splitmix64_as_its_paper_has_it(seed: int) -> None:
-    """In Python's unbounded integers. For seed 0 the generator's first output is known: 0xE220A8397B1DCDAF."""
+def test_uniforms_are_splitmix64_of_the_paper(seed: int) -> None:
+    """Computed with Python integers. The published first output for seed 0 is 0xE220A8397B1DCDAF."""
     assert uniforms(torch.tensor([0]), torch.tensor([1])).item() == (0xE220A8397B1DCDAF >> 11) / 2**53
     for position in (0, 1, 2, 1000, 131071):
         z = (seed * START + position * GAMMA) % 2**64
         z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         z = (z ^ (z >> 27)) * 0x94D049BB133111EB % 2**64
-        wanted = ((z ^ (z >> 31)) >> 11) / 2**53
-        assert uniforms(torch.tensor([seed]), torch.tensor([position])).tolist() == [wanted]
+        expected = ((z ^ (z >> 31)) >> 11) / 2**53
+        assert uniforms(torch.tensor([seed]), torch.tensor([position])).tolist() == [expected]
 
 
-def test_the_streams_of_neighbouring_seeds_do_not_meet() -> None:
-    """Steps between the starts of two seeds, one way round or the other, for all differences up to a million."""
+def test_streams_of_neighbouring_seeds_do_not_overlap() -> None:
+    """The distance between the starts of two seeds, in either direction, for all differences up to 2^20."""
     steps = torch.arange(1, 2**20) * ((START * pow(GAMMA, -1, 2**64) + 2**63) % 2**64 - 2**63)
     assert steps.abs().min() > 2**40
 
 
-def test_uniforms_are_uniform_and_independent_of_the_one_before() -> None:
+def test_uniforms_are_uniform_and_uncorrelated_with_the_previous_one() -> None:
     positions = torch.arange(100_000)
     for seed in (0, 1, 2**40):
         numbers = uniforms(torch.full_like(positions, seed), positions)
@@ -324,11 +324,11 @@ def test_uniforms_are_uniform_and_independent_of_the_one_before() -> None:
         assert abs(torch.corrcoef(torch.stack([numbers[1:], numbers[:-1]]))[0, 1]) < 0.015  # 4.7 standard deviations
 
 
-def test_a_seed_fits_into_64_bits_and_none_is_fresh() -> None:
+def test_a_seed_becomes_a_signed_64_bit_integer_and_none_a_random_one() -> None:
     assert [row_seed(seed) for seed in (0, 5, -1, 2**63 - 1, 2**63, 2**64 - 1)] == [0, 5, -1, 2**63 - 1, -(2**63), -1]
-    fresh = {row_seed(None) for _ in range(20)}
-    assert len(fresh) == 20
-    torch.tensor(list(fresh), dtype=torch.int64)
+    random_seeds = {row_seed(None) for _ in range(20)}
+    assert len(random_seeds) == 20
+    torch.tensor(list(random_seeds), dtype=torch.int64)
 
 
 # Batches
@@ -355,23 +355,23 @@ def mixed_rows(vocab_size: int) -> SamplingRows:
 
 
 @pytest.mark.parametrize("vocab_size", [300, 5000])
-def test_rows_of_different_parameters_draw_what_each_draws_alone(vocab_size: int) -> None:
-    """Alone, a row has only its own features: what the batch has besides must not move it."""
+def test_rows_with_different_parameters_draw_the_same_tokens_alone(vocab_size: int) -> None:
+    """Alone, a row runs with its own features only; the features of other rows must not change its tokens."""
     sampling, logits, positions = mixed_rows(vocab_size), random_logits(8, vocab_size) * 2, torch.arange(8) * 7
     for step in range(20):
         together = sample(logits, sampling, positions + step, EVERYTHING).tolist()
         for row in range(8):
             neutral = {"repetition": 1.0, "presence": 0.0, "frequency": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-            own = {name for name, value in neutral.items() if MIXED[name][row] != value}
+            used = {name for name, value in neutral.items() if MIXED[name][row] != value}
             features = Features(
-                bool(own & {"repetition", "presence", "frequency"}), bool(own & {"top_k", "top_p", "min_p"})
+                bool(used & {"repetition", "presence", "frequency"}), bool(used & {"top_k", "top_p", "min_p"})
             )
-            one = torch.tensor([row])
-            alone = sample(logits[one], sampling, positions[one] + step, features, rows=one)
+            index = torch.tensor([row])
+            alone = sample(logits[index], sampling, positions[index] + step, features, rows=index)
             assert alone.tolist() == [together[row]], (step, row)
 
 
-def test_rows_follow_the_entries_that_are_named() -> None:
+def test_rows_are_indices_into_the_sampling_parameters() -> None:
     sampling, logits, positions = mixed_rows(300), random_logits(8, 300), torch.arange(8)
     order = torch.tensor([6, 0, 7, 3, 3, 1, 2, 5, 4])
     in_order = sample(logits, sampling, positions, EVERYTHING)
@@ -386,12 +386,12 @@ def test_a_token_is_the_same_alone_and_in_a_batch_of_32(features: Features) -> N
     sampling = make_rows(32, 32000, seeds=range(32), top_p=top_p)
     together = sample(logits, sampling, positions, features)
     for row in range(32):
-        one = torch.tensor([row])
-        assert sample(logits[one], sampling, positions[one], features, rows=one).item() == together[row]
+        index = torch.tensor([row])
+        assert sample(logits[index], sampling, positions[index], features, rows=index).item() == together[row]
     assert len(set(together.tolist())) > 25
 
 
-def test_batches_larger_than_one_go_are_cut_where_it_does_not_show() -> None:
+def test_splitting_a_large_batch_changes_no_token() -> None:
     size = 2 * MAX_ROWS_PER_PASS + 3
     logits = random_logits(size, 50)
     sampling = make_rows(size, 50, seeds=range(size), top_k=[row % 7 for row in range(size)])
@@ -410,14 +410,14 @@ def test_batches_larger_than_one_go_are_cut_where_it_does_not_show() -> None:
 # Penalties
 
 
-def penalised(logits: list[float], prompt: list[int], output: list[int], **asked: float) -> list[float]:
-    """The formulas of the docstring, token by token."""
+def penalised(logits: list[float], prompt: list[int], output: list[int], **penalties: float) -> list[float]:
+    """The formulas of the module docstring, token by token."""
     scores = []
     for token, score in enumerate(logits):
         if token in prompt or token in output:
-            score = score / asked["repetition"] if score > 0 else score * asked["repetition"]
-        score -= asked["frequency"] * output.count(token)
-        score -= asked["presence"] * (token in output)
+            score = score / penalties["repetition"] if score > 0 else score * penalties["repetition"]
+        score -= penalties["frequency"] * output.count(token)
+        score -= penalties["presence"] * (token in output)
         scores.append(score)
     return scores
 
@@ -425,24 +425,25 @@ def penalised(logits: list[float], prompt: list[int], output: list[int], **asked
 @pytest.mark.parametrize("repetition", [1.0, 1.5, 0.7])
 @pytest.mark.parametrize("presence", [0.0, 0.8, -0.6])
 @pytest.mark.parametrize("frequency", [0.0, 0.3, -0.2])
-def test_penalties_are_the_formulas(repetition: float, presence: float, frequency: float) -> None:
-    asked = {"repetition": repetition, "presence": presence, "frequency": frequency}
+def test_penalties_follow_the_formulas(repetition: float, presence: float, frequency: float) -> None:
+    penalties = {"repetition": repetition, "presence": presence, "frequency": frequency}
     logits = random_logits(1, 40)[0]
     prompt, output = [1, 1, 2, 3, 30, 39], [3, 4, 4, 4, 5, 39, 0, 20, 21, 22]
-    wanted = torch.tensor(penalised(logits.tolist(), prompt, output, **asked), dtype=torch.float64)
-    expected = draws(wanted, 1000, PLAIN)
+    scores = torch.tensor(penalised(logits.tolist(), prompt, output, **penalties), dtype=torch.float64)
+    expected = draws(scores, 1000, PLAIN)
     count = len(expected)
-    sampling = make_rows(count, 40, **asked)
+    sampling = make_rows(count, 40, **penalties)
     for row in range(count):
         set_penalty_history(sampling, row, prompt, output)
     tokens = sample(logits.expand(count, -1), sampling, torch.arange(count), PENALISED).tolist()
-    assert sum(mine != theirs for mine, theirs in zip(tokens, expected, strict=True)) <= 1  # float32 at an edge
-    greedy = make_rows(1, 40, temperature=0.0, **asked)
+    differing = sum(token != other for token, other in zip(tokens, expected, strict=True))
+    assert differing <= 1, "float32 scores may differ at one edge"
+    greedy = make_rows(1, 40, temperature=0.0, **penalties)
     set_penalty_history(greedy, 0, prompt, output)
-    assert sample(logits[None], greedy, torch.zeros(1).long(), PENALISED).item() == wanted.argmax()
+    assert sample(logits[None], greedy, torch.zeros(1).long(), PENALISED).item() == scores.argmax()
 
 
-def test_greedy_rows_are_penalised_too() -> None:
+def test_penalties_apply_to_greedy_rows() -> None:
     sampling = make_rows(1, 3, temperature=0.0, frequency=0.6)
     logits, tokens = torch.tensor([[2.0, 1.5, 1.0]]), []
     for position in range(6):
@@ -452,23 +453,23 @@ def test_greedy_rows_are_penalised_too() -> None:
     assert tokens == [0, 1, 0, 2, 1, 0]
 
 
-def test_a_prompt_counts_for_repetition_alone() -> None:
+def test_the_prompt_counts_for_the_repetition_penalty_only() -> None:
     logits = torch.tensor([2.0, 1.9])
-    for asked, token in (({"presence": 2.0, "frequency": 2.0}, 0), ({"repetition": 1.2}, 1)):
-        sampling = make_rows(1, 2, temperature=0.0, **asked)
+    for penalties, token in (({"presence": 2.0, "frequency": 2.0}, 0), ({"repetition": 1.2}, 1)):
+        sampling = make_rows(1, 2, temperature=0.0, **penalties)
         set_penalty_history(sampling, 0, [0, 0, 0], [])
         assert sample(logits[None], sampling, torch.tensor([3]), PENALISED).item() == token
 
 
-def test_counting_is_exact_and_touches_no_other_row() -> None:
+def test_counting_is_exact_and_changes_no_other_row() -> None:
     sampling = make_rows(6, 11)
-    rows, wanted = torch.tensor([4, 0, 2, 5, 5, 5]), [[0] * 11 for _ in range(5)]
+    rows, expected = torch.tensor([4, 0, 2, 5, 5, 5]), [[0] * 11 for _ in range(5)]
     for step in range(100):
         tokens = torch.tensor([step % 11, step % 3, 7, step % 2, 3, 3])
         count_tokens(sampling, rows, tokens)
         for row, token in zip((4, 0, 2), tokens.tolist(), strict=False):
-            wanted[row][token] += 1
-    assert sampling.output_counts[:5].tolist() == wanted
+            expected[row][token] += 1
+    assert sampling.output_counts[:5].tolist() == expected
 
 
 def test_a_count_stays_at_its_limit() -> None:
@@ -481,7 +482,7 @@ def test_a_count_stays_at_its_limit() -> None:
     assert sampling.output_counts.tolist() == [[0, 0, COUNT_LIMIT], [0, 0, 0]]
 
 
-def test_history_replaces_what_a_row_held_before() -> None:
+def test_penalty_history_replaces_that_of_the_previous_sequence() -> None:
     sampling = make_rows(3, 5)
     set_penalty_history(sampling, 1, [0, 1], [2, 2, 4])
     set_penalty_history(sampling, 1, [4, 4], [0])
@@ -489,25 +490,25 @@ def test_history_replaces_what_a_row_held_before() -> None:
     assert sampling.in_prompt.tolist() == [[False] * 5, [False] * 4 + [True], [False] * 5]
 
 
-# What the API reports, and what it costs
+# Log-probabilities, memory and operations
 
 
 def test_logprobs_are_those_of_the_model() -> None:
     logits = random_logits(3, 90) * 4
     tokens = torch.tensor([5, 0, 89])
-    found = logprobs(logits, tokens, 4)
+    result = logprobs(logits, tokens, 4)
     for row in range(3):
         total = math.log(sum(math.exp(value) for value in logits[row].tolist()))
         ranked = sorted(range(90), key=lambda token: -float(logits[row, token]))[:4]
-        assert found.top_ids[row].tolist() == ranked
-        assert found.top_logprobs[row].tolist() == pytest.approx([float(logits[row, t]) - total for t in ranked])
-        assert found.chosen[row].item() == pytest.approx(float(logits[row, tokens[row]]) - total)
-    assert (found.chosen.dtype, found.top_ids.dtype, found.top_logprobs.dtype) == (
+        assert result.top_ids[row].tolist() == ranked
+        assert result.top_logprobs[row].tolist() == pytest.approx([float(logits[row, t]) - total for t in ranked])
+        assert result.chosen[row].item() == pytest.approx(float(logits[row, tokens[row]]) - total)
+    assert (result.chosen.dtype, result.top_ids.dtype, result.top_logprobs.dtype) == (
         torch.float32, torch.int64, torch.float32,
     )  # fmt: skip
 
 
-def test_the_first_of_the_logprobs_is_the_greedy_token_also_of_equals() -> None:
+def test_the_first_of_the_logprobs_is_the_greedy_token_among_equal_logits() -> None:
     logits = torch.tensor([[-2.0, 0.0, 3.0, -0.0, 3.0, -7.0, 0.0, -2.0]]).bfloat16()
     assert logprobs(logits, torch.tensor([2]), 8).top_ids.tolist() == [[2, 4, 1, 3, 6, 0, 7, 5]]
     assert logprobs(logits, torch.tensor([2]), 1).top_ids.tolist() == [[2]]
@@ -515,9 +516,9 @@ def test_the_first_of_the_logprobs_is_the_greedy_token_also_of_equals() -> None:
 
 
 def test_logprobs_of_the_chosen_token_alone() -> None:
-    found = logprobs(LOGITS[None], torch.tensor([3]), 0)
-    assert found.chosen.tolist() == pytest.approx([math.log(0.3)])
-    assert found.top_ids.shape == found.top_logprobs.shape == (1, 0)
+    result = logprobs(LOGITS[None], torch.tensor([3]), 0)
+    assert result.chosen.tolist() == pytest.approx([math.log(0.3)])
+    assert result.top_ids.shape == result.top_logprobs.shape == (1, 0)
 
 
 @pytest.mark.parametrize("unusable", [NAN, INF, -INF])
@@ -528,17 +529,17 @@ def test_logprobs_of_unusable_logits_have_ids_in_range(unusable: float) -> None:
     assert ids.sort(dim=-1).values.tolist() == [list(range(50))] * 2
 
 
-def test_bytes_are_what_the_tensors_take() -> None:
+def test_sampling_bytes_are_the_size_of_the_tensors() -> None:
     fields = vars(make_sampling_rows(7, 90, "cpu")).values()
     assert (
         sampling_bytes(7, 90)
         == sum(field.numel() * field.element_size() for field in fields)
         == 7 * (40 + 3 * 90 + 512 * 20)
     )
-    assert sampling_bytes(10**6, 10**6) > 3 * 10**12  # and nobody took them
+    assert sampling_bytes(10**6, 10**6) > 3 * 10**12  # without allocating them
 
 
-def test_rows_are_neutral_and_greedy_until_they_are_told() -> None:
+def test_new_rows_are_greedy_and_neutral() -> None:
     logits = random_logits(4, 80)
     tokens = sample(logits, make_sampling_rows(4, 80, "cpu"), torch.arange(4), EVERYTHING)
     assert torch.equal(tokens, logits.argmax(dim=-1))
@@ -546,23 +547,23 @@ def test_rows_are_neutral_and_greedy_until_they_are_told() -> None:
 
 def everything(logits: Tensor, sampling: SamplingRows, rows: Tensor, positions: Tensor) -> list[Tensor]:
     tokens = [
-        sample(logits, sampling, positions, features, rows=chosen)
+        sample(logits, sampling, positions, features, rows=indices)
         for features in (PLAIN, PENALISED, FILTERED, EVERYTHING)
-        for chosen in (None, rows)
+        for indices in (None, rows)
     ]
     count_tokens(sampling, rows, tokens[0])
     return [*tokens, *logprobs(logits, tokens[0], 20)]
 
 
-def test_a_step_never_needs_to_know_a_value() -> None:
-    """Fake tensors hold none: whatever asks for one (`.item()`, a mask as an index, nonzero) raises."""
+def test_sampling_reads_no_value_on_the_host() -> None:
+    """Fake tensors hold no values: `.item()`, a mask as an index or nonzero raises."""
     with FakeTensorMode():
         sampling = make_sampling_rows(5, 600, "cpu")
         results = everything(torch.zeros(4, 600), sampling, torch.arange(4), torch.arange(4))
     assert [tuple(tensor.shape) for tensor in results] == [(4,)] * 9 + [(4, 20)] * 2
 
 
-def test_what_a_batch_does_not_use_is_not_done() -> None:
+def test_unused_features_launch_no_operations() -> None:
     def operations(features: Features) -> set[str]:
         with torch.profiler.profile() as profile:
             sample(random_logits(4, 600), mixed_rows(600), torch.arange(4), features)
@@ -573,19 +574,20 @@ def test_what_a_batch_does_not_use_is_not_done() -> None:
 
 
 @pytest.mark.gpu
-def test_the_gpu_draws_what_the_cpu_draws() -> None:
+def test_the_gpu_draws_the_same_tokens_as_the_cpu() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         logits, positions = (random_logits(8, 128256) * 3).to(dtype), torch.arange(8)
-        here = mixed_rows(128256)
-        there = SamplingRows(**{name: field.cuda() for name, field in vars(here).items()})
+        cpu_rows = mixed_rows(128256)
+        gpu_rows = SamplingRows(**{name: field.cuda() for name, field in vars(cpu_rows).items()})
         for step in range(10):
             for features in (PLAIN, PENALISED, FILTERED, EVERYTHING):
-                wanted = sample(logits, here, positions + step, features)
-                assert torch.equal(sample(logits.cuda(), there, (positions + step).cuda(), features).cpu(), wanted)
+                expected = sample(logits, cpu_rows, positions + step, features)
+                tokens = sample(logits.cuda(), gpu_rows, (positions + step).cuda(), features).cpu()
+                assert torch.equal(tokens, expected)
 
 
 @pytest.mark.gpu
-def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
+def test_a_captured_step_draws_the_same_tokens_as_an_eager_one() -> None:
     sampling = SamplingRows(**{name: field.cuda() for name, field in vars(mixed_rows(5000)).items()})
     logits, rows, positions = random_logits(8, 5000).cuda(), torch.arange(8).cuda(), torch.arange(8).cuda()
     everything(logits, sampling, rows, positions)
@@ -599,17 +601,17 @@ def test_a_captured_step_draws_what_an_eager_one_draws() -> None:
         counts = sampling.output_counts.clone()
         graph.replay()
         sampling.output_counts.copy_(counts)
-        for mine, wanted in zip(captured, everything(logits, sampling, rows, positions), strict=True):
-            assert torch.equal(mine, wanted)
+        for replayed, expected in zip(captured, everything(logits, sampling, rows, positions), strict=True):
+            assert torch.equal(replayed, expected)
 
 
 # Masks
 
 
 @pytest.mark.parametrize("vocab_size", [1, 31, 32, 33, 1000])
-@pytest.mark.parametrize("asked", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.8}], ids=str)
-def test_masked_rows_draw_as_if_the_forbidden_logits_were_not_there(vocab_size: int, asked: dict[str, Any]) -> None:
-    """More rows than are sampled at once; a mask in each second row, given back bit by bit in a plain loop."""
+@pytest.mark.parametrize("values", [{"temperature": 0.0}, {}, {"top_k": 5, "top_p": 0.8}], ids=str)
+def test_masked_rows_draw_as_if_the_masked_logits_were_minus_infinity(vocab_size: int, values: dict[str, Any]) -> None:
+    """More rows than one pass samples. Every second row has a mask, packed bit by bit in a plain loop."""
     count = MAX_ROWS_PER_PASS + 7
     logits = random_logits(count, vocab_size)
     allowed = torch.rand(count, vocab_size, generator=torch.Generator().manual_seed(8)) < 0.3
@@ -627,14 +629,14 @@ def test_masked_rows_draw_as_if_the_forbidden_logits_were_not_there(vocab_size: 
                 elif token < vocab_size:
                     expected[row, token] = -INF
             words[row, word] = bits - 2**32 if bits >= 2**31 else bits
-    features = Features(penalties=False, filters="top_k" in asked)
-    sampling, positions = make_rows(count, vocab_size, **asked), torch.arange(count)
-    found = sample(logits, sampling, positions, features._replace(masks=True), masks=words)
-    assert found.tolist() == sample(expected, sampling, positions, features).tolist()
-    assert allowed[torch.arange(count), found].all()
+    features = Features(penalties=False, filters="top_k" in values)
+    sampling, positions = make_rows(count, vocab_size, **values), torch.arange(count)
+    tokens = sample(logits, sampling, positions, features._replace(masks=True), masks=words)
+    assert tokens.tolist() == sample(expected, sampling, positions, features).tolist()
+    assert allowed[torch.arange(count), tokens].all()
 
 
-def test_a_mask_comes_after_biases_and_forbids_a_nan() -> None:
+def test_a_mask_applies_after_biases_and_excludes_nan() -> None:
     logits = torch.tensor([[1.0, NAN, 3.0, 2.0]]).bfloat16()
     sampling = make_rows(1, 4, temperature=0.0)
     set_biases(sampling, 0, [(2, 100.0, 10**6)])

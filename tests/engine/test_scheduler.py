@@ -1,8 +1,8 @@
-"""What runs next, in which order, and that no key is ever read that was not written: against a device made of dicts.
+"""The order of steps, and that no step reads a cache slot before it is written.
 
-The first half states the rules one by one. The second runs random traffic through a fake engine that reads its tokens
-one step late, as the real one does. Its cache maps each slot to the whole prefix whose key stands there, so a block
-that is shared wrongly, handed out twice or freed too early shows as a wrong prefix.
+The first half tests the rules one by one. The second half runs random traffic through a fake engine that reads its
+tokens one step late, like the real one. Its cache is a dict from each slot to the whole prefix whose key it holds, so
+a block that is shared wrongly, allocated twice or freed too early shows up as a wrong prefix.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ BLOCK = 4
 ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, max_prefill_sequences=3)
 
 
-def make(blocks: int = 100, limits: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
+def make_scheduler(blocks: int = 100, limits: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
     return Scheduler(limits._replace(**changes), BlockAllocator(blocks + 1, BLOCK))
 
 
-def request(length: int, new: int = 100, first: int = 0, **asked: Any) -> Sequence:
-    """`length` tokens that no other request has, unless it is given the same `first`."""
+def request(length: int, new: int = 100, first: int = 0, **params: Any) -> Sequence:
+    """`length` prompt tokens, different from those of any request with another `first`."""
     prompt = [first * 1000 + position for position in range(length)]
-    return Sequence(first, prompt, length, SamplingParams(max_new_tokens=new, **asked))
+    return Sequence(first, prompt, length, SamplingParams(max_new_tokens=new, **params))
 
 
 def submitted(scheduler: Scheduler, *lengths: int, new: int = 100) -> list[Sequence]:
@@ -52,14 +52,14 @@ def rows(step: SchedulerOutput | None) -> list[int]:
 
 
 def read(*sequences: Sequence, token_id: int = 1) -> None:
-    """All that is in flight arrives."""
+    """Receive all tokens in flight."""
     for sequence in sequences:
         while sequence.in_flight:
             sequence.receive(token_id)
 
 
 def running(scheduler: Scheduler, *lengths: int, new: int = 100) -> list[Sequence]:
-    """Sequences whose prompts are in, with no token unread."""
+    """Sequences whose prompts are prefilled and whose tokens are read."""
     sequences = submitted(scheduler, *lengths, new=new)
     while len(scheduler.running) < len(sequences):
         scheduler.schedule()
@@ -67,34 +67,34 @@ def running(scheduler: Scheduler, *lengths: int, new: int = 100) -> list[Sequenc
     return sequences
 
 
-def test_nothing_to_do_is_no_step() -> None:
-    scheduler = make()
+def test_without_work_there_is_no_step() -> None:
+    scheduler = make_scheduler()
     assert (scheduler.schedule(), scheduler.has_work) == (None, False)
 
 
-def test_prompts_are_packed_in_the_order_they_came_and_the_last_is_cut_where_the_step_is_full() -> None:
-    scheduler = make()
+def test_prompts_are_packed_in_order_of_arrival_and_the_last_is_split_when_the_step_is_full() -> None:
+    scheduler = make_scheduler()
     submitted(scheduler, 5, 6, 10)
     assert chunks(scheduler.schedule()) == [(0, 0, 5), (1, 0, 6), (2, 0, 5)]
     assert chunks(scheduler.schedule()) == [(2, 5, 10)]
 
 
-def test_a_step_has_no_more_chunks_than_it_may() -> None:
-    scheduler = make()
+def test_a_step_has_at_most_max_prefill_sequences_chunks() -> None:
+    scheduler = make_scheduler()
     submitted(scheduler, 2, 2, 2, 2)
     assert chunks(scheduler.schedule()) == [(0, 0, 2), (1, 0, 2), (2, 0, 2)]
     assert chunks(scheduler.schedule()) == [(3, 0, 2)]
 
 
-def test_a_long_prompt_goes_on_before_the_next_begins_and_they_share_its_last_step() -> None:
-    scheduler = make()
+def test_a_long_prompt_continues_before_the_next_starts_and_shares_its_last_step() -> None:
+    scheduler = make_scheduler()
     submitted(scheduler, 36, 3)
     steps = [chunks(scheduler.schedule()) for _ in range(3)]
     assert steps == [[(0, 0, 16)], [(0, 16, 32)], [(0, 32, 36), (1, 0, 3)]]
 
 
-def test_only_the_last_chunk_samples_and_brings_the_sequence_into_a_row() -> None:
-    scheduler = make()
+def test_only_the_last_chunk_samples_and_moves_the_sequence_to_a_row() -> None:
+    scheduler = make_scheduler()
     [sequence] = submitted(scheduler, 20)
     scheduler.schedule()
     assert (scheduler.prefilling, scheduler.running) == ([sequence], [])
@@ -104,9 +104,9 @@ def test_only_the_last_chunk_samples_and_brings_the_sequence_into_a_row() -> Non
     assert (sequence.num_computed_tokens, sequence.in_flight) == (20, 1)
 
 
-def test_a_prompt_is_registered_when_its_step_is_on_its_way() -> None:
-    """Not before it is launched, which it would hold up; the next to be admitted finds it."""
-    scheduler = make()
+def test_a_prompt_is_registered_after_its_step_is_launched() -> None:
+    """Registering earlier would delay the launch. The next sequence to be admitted finds the prompt."""
+    scheduler = make_scheduler()
     first, second = request(9, first=7), request(9, first=7)
     scheduler.submit(first)
     scheduler.schedule()
@@ -116,8 +116,8 @@ def test_a_prompt_is_registered_when_its_step_is_on_its_way() -> None:
     assert second.prefix_hit_tokens == 8 and second.blocks[:2] == first.blocks[:2]
 
 
-def test_a_prompt_that_was_aborted_behind_its_step_is_registered_once_and_holds_nothing() -> None:
-    scheduler = make()
+def test_a_prompt_aborted_after_its_step_is_registered_once_and_holds_no_block() -> None:
+    scheduler = make_scheduler()
     first = request(9, first=7)
     scheduler.submit(first)
     scheduler.schedule()
@@ -127,8 +127,8 @@ def test_a_prompt_that_was_aborted_behind_its_step_is_registered_once_and_holds_
     assert len(scheduler.allocator.match(first.token_ids)) == 2
 
 
-def test_a_decode_step_feeds_every_row_its_last_token_read_or_not() -> None:
-    scheduler = make()
+def test_a_decode_step_feeds_every_row_whether_its_last_token_is_read_or_not() -> None:
+    scheduler = make_scheduler()
     first, second = submitted(scheduler, 5, 8)
     scheduler.schedule()
     assert rows(scheduler.schedule()) == [0, 1]
@@ -139,7 +139,7 @@ def test_a_decode_step_feeds_every_row_its_last_token_read_or_not() -> None:
 
 
 def test_no_more_sequences_are_admitted_than_there_are_rows() -> None:
-    scheduler = make(max_rows=2)
+    scheduler = make_scheduler(max_rows=2)
     first, _, _ = submitted(scheduler, 2, 2, 2)
     assert chunks(scheduler.schedule()) == [(0, 0, 2), (1, 0, 2)]
     assert rows(scheduler.schedule()) == [0, 1]
@@ -147,8 +147,8 @@ def test_no_more_sequences_are_admitted_than_there_are_rows() -> None:
     assert chunks(scheduler.schedule()) == [(2, 0, 2)]
 
 
-def test_a_half_done_prompt_takes_a_row_too() -> None:
-    scheduler = make(max_rows=2, max_consecutive_prefills=1)
+def test_a_partly_prefilled_prompt_counts_against_the_rows() -> None:
+    scheduler = make_scheduler(max_rows=2, max_consecutive_prefills=1)
     running(scheduler, 2)
     for first in (1, 2):
         scheduler.submit(request(20, first=first))
@@ -157,29 +157,29 @@ def test_a_half_done_prompt_takes_a_row_too() -> None:
     assert len(scheduler.running) + len(scheduler.prefilling) == 2 and len(scheduler.waiting) == 1
 
 
-def test_running_sequences_get_a_token_after_so_many_prefill_steps() -> None:
-    scheduler = make(max_consecutive_prefills=2, max_rows=10, max_prefill_sequences=1)
+def test_running_sequences_decode_after_max_consecutive_prefills() -> None:
+    scheduler = make_scheduler(max_consecutive_prefills=2, max_rows=10, max_prefill_sequences=1)
     submitted(scheduler, *[2] * 6)
     kinds = ["prefill" if step.chunks else "decode" for step in (scheduler.schedule() for _ in range(8)) if step]
     assert kinds == "prefill prefill decode prefill prefill decode prefill prefill".split()
 
 
-def test_prefill_steps_go_on_where_nothing_runs() -> None:
-    scheduler = make(max_consecutive_prefills=1)
+def test_prefill_continues_while_no_sequence_is_running() -> None:
+    scheduler = make_scheduler(max_consecutive_prefills=1)
     submitted(scheduler, 48)
     assert [chunks(scheduler.schedule())[0][1] for _ in range(3)] == [0, 16, 32]
 
 
-def test_a_prompt_takes_the_blocks_of_all_its_tokens_when_it_is_admitted() -> None:
-    scheduler = make(blocks=6)
+def test_admission_allocates_blocks_for_the_whole_prompt() -> None:
+    scheduler = make_scheduler(blocks=6)
     [sequence] = submitted(scheduler, 21, new=3)
     scheduler.schedule()
     assert (len(sequence.blocks), scheduler.allocator.free) == (6, 0)
 
 
-def test_admission_leaves_a_block_for_each_that_runs() -> None:
+def test_admission_leaves_one_free_block_per_admitted_sequence() -> None:
     for blocks, admitted in ((5, False), (6, True)):
-        scheduler = make(blocks=blocks)
+        scheduler = make_scheduler(blocks=blocks)
         running(scheduler, 5, new=4)
         second = request(9, first=1, new=4)
         scheduler.submit(second)
@@ -187,8 +187,8 @@ def test_admission_leaves_a_block_for_each_that_runs() -> None:
         assert bool(second.blocks) == admitted
 
 
-def test_who_cannot_be_admitted_lets_nobody_pass() -> None:
-    scheduler = make(blocks=10)
+def test_a_sequence_that_cannot_be_admitted_is_not_overtaken() -> None:
+    scheduler = make_scheduler(blocks=10)
     running(scheduler, 20, new=4)
     large, small = request(30, first=1, new=4), request(1, first=2, new=4)
     scheduler.submit(large)
@@ -197,8 +197,8 @@ def test_who_cannot_be_admitted_lets_nobody_pass() -> None:
     assert list(scheduler.waiting) == [large, small]
 
 
-def test_an_exhausted_sequence_leaves_before_its_last_token_is_read() -> None:
-    scheduler = make()
+def test_a_sequence_is_released_when_its_last_token_is_sampled_but_not_read() -> None:
+    scheduler = make_scheduler()
     first, second = submitted(scheduler, 5, 5, new=2)
     second.params = SamplingParams(max_new_tokens=3)
     scheduler.schedule()
@@ -213,15 +213,15 @@ def test_an_exhausted_sequence_leaves_before_its_last_token_is_read() -> None:
 
 
 def test_a_sequence_of_one_new_token_never_decodes() -> None:
-    scheduler = make()
+    scheduler = make_scheduler()
     submitted(scheduler, 5, new=1)
     scheduler.schedule()
     assert (scheduler.schedule(), scheduler.has_work) == (None, False)
     scheduler.allocator.check_idle()
 
 
-def test_the_last_row_moves_into_the_place_of_one_that_left() -> None:
-    scheduler = make()
+def test_the_last_row_fills_the_gap_of_a_released_row() -> None:
+    scheduler = make_scheduler()
     first, second, third = running(scheduler, 2, 2, 2)
     scheduler.abort(first)
     assert rows(scheduler.schedule()) == [2, 1]
@@ -230,8 +230,8 @@ def test_the_last_row_moves_into_the_place_of_one_that_left() -> None:
     assert scheduler.running == [third]
 
 
-def test_rows_that_leave_together_leave_no_gap() -> None:
-    scheduler = make(max_rows=6, max_prefill_sequences=6)
+def test_rows_released_together_leave_no_gap() -> None:
+    scheduler = make_scheduler(max_rows=6, max_prefill_sequences=6)
     submitted(scheduler, 2, 2, 2, 2, 2)
     for first, sequence in enumerate(scheduler.waiting):
         sequence.params = SamplingParams(max_new_tokens=1 if first in (1, 4) else 9)
@@ -239,8 +239,8 @@ def test_rows_that_leave_together_leave_no_gap() -> None:
     assert rows(scheduler.schedule()) == [0, 3, 2]
 
 
-def test_a_sequence_that_finished_gives_its_blocks_back_once() -> None:
-    scheduler = make()
+def test_finishing_twice_releases_blocks_once() -> None:
+    scheduler = make_scheduler()
     [sequence] = running(scheduler, 5)
     sequence.finish_reason = "stop"
     scheduler.finish(sequence)
@@ -249,23 +249,23 @@ def test_a_sequence_that_finished_gives_its_blocks_back_once() -> None:
     scheduler.allocator.check_idle()
 
 
-def test_a_finish_is_of_a_sequence_that_has_ended() -> None:
-    scheduler = make()
+def test_finish_requires_a_finish_reason() -> None:
+    scheduler = make_scheduler()
     [sequence] = running(scheduler, 5)
     with pytest.raises(AssertionError):
         scheduler.finish(sequence)
 
 
-def test_a_sequence_that_has_ended_is_not_decoded_even_if_nobody_said_so() -> None:
-    scheduler = make()
+def test_a_sequence_with_a_finish_reason_is_not_decoded_before_finish_is_called() -> None:
+    scheduler = make_scheduler()
     first, _ = running(scheduler, 5, 5)
     first.finish_reason = "stop"
     assert rows(scheduler.schedule()) == [1]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3], ids=["waiting", "half done", "prefilled", "decoded"])
-def test_an_abort_takes_a_sequence_from_wherever_it_is(steps: int) -> None:
-    scheduler = make()
+@pytest.mark.parametrize("steps", [0, 1, 2, 3], ids=["waiting", "partly prefilled", "prefilled", "decoded"])
+def test_an_abort_removes_a_sequence_in_any_state(steps: int) -> None:
+    scheduler = make_scheduler()
     [sequence] = submitted(scheduler, 20)
     for _ in range(steps):
         scheduler.schedule()
@@ -276,16 +276,16 @@ def test_an_abort_takes_a_sequence_from_wherever_it_is(steps: int) -> None:
     assert scheduler.schedule() is None
 
 
-def test_an_abort_does_not_rewrite_how_a_sequence_ended() -> None:
-    scheduler = make()
+def test_an_abort_keeps_an_earlier_finish_reason() -> None:
+    scheduler = make_scheduler()
     [sequence] = running(scheduler, 5)
     sequence.finish_reason = "stop"
     scheduler.abort(sequence)
     assert (sequence.finish_reason, scheduler.has_work) == ("stop", False)
 
 
-def test_a_known_beginning_is_not_computed_again() -> None:
-    scheduler = make()
+def test_a_cached_prefix_is_not_computed_again() -> None:
+    scheduler = make_scheduler()
     first, again = request(11), request(11)
     scheduler.submit(first)
     scheduler.schedule()
@@ -295,21 +295,21 @@ def test_a_known_beginning_is_not_computed_again() -> None:
     assert again.blocks[2] != first.blocks[2]
 
 
-def test_what_a_step_writes_is_found_only_by_later_steps() -> None:
-    """All chunks of one step are one launch: its rows may not count on each other's keys."""
-    scheduler = make(prefill_tokens=100)
-    first, twin, later = request(11), request(11), request(11)
+def test_blocks_are_matched_only_by_steps_after_the_one_that_writes_them() -> None:
+    """All chunks of a step are one launch, so they cannot read each other's keys."""
+    scheduler = make_scheduler(prefill_tokens=100)
+    first, duplicate, later = request(11), request(11), request(11)
     scheduler.submit(first)
-    scheduler.submit(twin)
+    scheduler.submit(duplicate)
     scheduler.schedule()
-    assert twin.prefix_hit_tokens == 0 and set(first.blocks).isdisjoint(twin.blocks)
+    assert duplicate.prefix_hit_tokens == 0 and set(first.blocks).isdisjoint(duplicate.blocks)
     scheduler.submit(later)
     scheduler.schedule()
     assert later.blocks[:2] == first.blocks[:2]
 
 
-def test_only_what_was_launched_of_a_prompt_can_be_found() -> None:
-    scheduler = make()
+def test_only_launched_chunks_of_a_prompt_are_matched() -> None:
+    scheduler = make_scheduler()
     first = request(40)
     scheduler.submit(first)
     scheduler.schedule()
@@ -319,54 +319,54 @@ def test_only_what_was_launched_of_a_prompt_can_be_found() -> None:
     assert chunks(scheduler.schedule()) == [(0, 16, 32)]
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_an_answer_is_found_by_the_next_turn_of_its_chat(late: bool) -> None:
-    """Keys of the answer too, as far as the host knows its tokens and the device has their keys."""
-    scheduler = make()
+@pytest.mark.parametrize("has_unread_token", [False, True])
+def test_the_next_turn_of_a_chat_matches_the_previous_answer(has_unread_token: bool) -> None:
+    """New tokens are matched too, if the host has read them and their keys are written."""
+    scheduler = make_scheduler()
     [sequence] = running(scheduler, 6)
     for _ in range(6):
         scheduler.schedule()
         read(sequence)
-    if late:
+    if has_unread_token:
         scheduler.schedule()
-    assert len(sequence.token_ids) == 13 and sequence.num_computed_tokens == 12 + late
+    assert len(sequence.token_ids) == 13 and sequence.num_computed_tokens == 12 + has_unread_token
     scheduler.abort(sequence)
     following = Sequence(1, [*sequence.token_ids, 5, 5, 5, 5], 17, SamplingParams())
     scheduler.submit(following)
     assert chunks(scheduler.schedule()) == [(1, 12, 17)]
 
 
-def test_where_blocks_are_plentiful_rows_get_some_ahead_together() -> None:
-    scheduler = make(blocks=100)
+def test_rows_get_lookahead_blocks_together_while_enough_are_free() -> None:
+    scheduler = make_scheduler(blocks=100)
     first, second = running(scheduler, 4, 5)
     scheduler.schedule()
     assert [len(s.blocks) for s in (first, second)] == [2 + LOOKAHEAD_BLOCKS, 2 + LOOKAHEAD_BLOCKS]
 
 
-def test_no_row_gets_a_block_that_it_can_never_fill() -> None:
-    scheduler = make(blocks=100)
+def test_lookahead_stops_at_the_last_block_that_a_row_can_fill() -> None:
+    scheduler = make_scheduler(blocks=100)
     [sequence] = running(scheduler, 4, new=9)
     scheduler.schedule()
-    assert len(sequence.blocks) == 3, "4 prompt tokens and 8 of the 9 new ones have keys"
+    assert len(sequence.blocks) == 3, "the cache holds 4 prompt tokens and 8 of the 9 new ones"
 
 
-def test_where_blocks_are_scarce_a_row_gets_only_the_one_it_needs() -> None:
-    scheduler = make(blocks=3 * LOOKAHEAD_BLOCKS)
+def test_without_spare_blocks_a_row_gets_only_the_block_it_needs() -> None:
+    scheduler = make_scheduler(blocks=3 * LOOKAHEAD_BLOCKS)
     first, second = running(scheduler, 4, 5, new=50)
     scheduler.schedule()
     assert [len(s.blocks) for s in (first, second)] == [2, 2]
 
 
-def test_nobody_looks_ahead_while_another_waits_for_blocks() -> None:
-    scheduler = make(blocks=60, max_consecutive_prefills=1)
+def test_no_lookahead_while_a_queued_sequence_waits_for_blocks() -> None:
+    scheduler = make_scheduler(blocks=60, max_consecutive_prefills=1)
     [sequence] = running(scheduler, 4, new=50)
     scheduler.submit(request(236, new=4, first=1))
     assert rows(scheduler.schedule()) == [0]
     assert len(sequence.blocks) == 2
 
 
-def test_unused_blocks_ahead_go_before_any_sequence_does() -> None:
-    scheduler = make(blocks=24)
+def test_unused_lookahead_blocks_are_freed_before_any_preemption() -> None:
+    scheduler = make_scheduler(blocks=24)
     [first] = running(scheduler, 4, new=60)
     scheduler.schedule()
     assert len(first.blocks) == 2 + LOOKAHEAD_BLOCKS
@@ -380,9 +380,9 @@ def test_unused_blocks_ahead_go_before_any_sequence_does() -> None:
     assert scheduler.preemptions == 0
 
 
-def test_a_row_that_drops_blocks_keeps_those_of_its_next_token() -> None:
-    """Else it would take others for them in the same call, and its block table would change unseen."""
-    scheduler = make(blocks=40)
+def test_a_row_that_drops_lookahead_keeps_the_block_of_its_next_token() -> None:
+    """Else it would allocate others in the same call, and its block table would change at equal length."""
+    scheduler = make_scheduler(blocks=40)
     [first] = running(scheduler, 4)
     while first.length < 9:
         scheduler.schedule()
@@ -392,14 +392,14 @@ def test_a_row_that_drops_blocks_keeps_those_of_its_next_token() -> None:
     read(first, second)
     assert (first.length, second.length) == (9, 9)
     scheduler.allocator.allocate(scheduler.allocator.free)
-    before = list(first.blocks)
+    blocks_before = list(first.blocks)
     assert rows(scheduler.schedule()) == [0, 1]
-    assert first.blocks == before[:3] and len(second.blocks) == 3
+    assert first.blocks == blocks_before[:3] and len(second.blocks) == 3
 
 
-def crowded() -> tuple[Scheduler, list[Sequence]]:
-    """Three rows of one full block each and no block left for their next tokens, all tokens read."""
-    scheduler = make(blocks=5, max_rows=3)
+def full_cache() -> tuple[Scheduler, list[Sequence]]:
+    """Three rows with one full block each and too few blocks for their next tokens; all tokens read."""
+    scheduler = make_scheduler(blocks=5, max_rows=3)
     sequences = [request(4, 12, first) for first in range(3)]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -408,16 +408,16 @@ def crowded() -> tuple[Scheduler, list[Sequence]]:
     return scheduler, sequences
 
 
-def test_the_sequence_admitted_last_is_sent_back_when_no_block_is_left() -> None:
-    scheduler, [first, second, third] = crowded()
+def test_the_last_admitted_sequence_is_preempted_when_blocks_run_out() -> None:
+    scheduler, [first, second, third] = full_cache()
     assert rows(scheduler.schedule()) == [0, 1]
     assert (third.blocks, third.num_computed_tokens, third.preemptions, scheduler.preemptions) == ([], 0, 1, 1)
     assert list(scheduler.waiting) == [third]
     assert (first.preemptions, second.preemptions) == (0, 0)
 
 
-def test_admission_decides_who_came_last_not_the_row() -> None:
-    scheduler, [first, second, third] = crowded()
+def test_preemption_follows_the_order_of_admission_not_of_rows() -> None:
+    scheduler, [first, second, third] = full_cache()
     scheduler.abort(first)
     assert scheduler.running == [third, second]
     scheduler.allocator.allocate(2)
@@ -425,8 +425,8 @@ def test_admission_decides_who_came_last_not_the_row() -> None:
     assert list(scheduler.waiting) == [third]
 
 
-def test_who_was_sent_back_comes_before_those_who_wait_and_finds_its_keys() -> None:
-    scheduler, [first, second, third] = crowded()
+def test_a_preempted_sequence_is_first_in_the_queue_and_matches_its_own_prefix() -> None:
+    scheduler, [first, second, third] = full_cache()
     scheduler.submit(request(1, 4, first=3))
     scheduler.schedule()
     assert [sequence.request_id for sequence in scheduler.waiting] == [2, 3]
@@ -436,8 +436,8 @@ def test_who_was_sent_back_comes_before_those_who_wait_and_finds_its_keys() -> N
     assert (third.prefix_hit_tokens, third.num_computed_tokens, third.in_flight) == (4, 5, 1)
 
 
-def test_those_sent_back_together_keep_their_order() -> None:
-    scheduler = make(blocks=8, max_rows=4, max_prefill_sequences=4, prefill_tokens=64)
+def test_sequences_preempted_together_keep_their_order() -> None:
+    scheduler = make_scheduler(blocks=8, max_rows=4, max_prefill_sequences=4, prefill_tokens=64)
     sequences = [request(length, 12, first) for first, length in enumerate((8, 4, 4, 4))]
     for sequence in sequences:
         scheduler.submit(sequence)
@@ -450,8 +450,8 @@ def test_those_sent_back_together_keep_their_order() -> None:
     assert ids == sorted(ids) and len(ids) >= 2
 
 
-def test_who_was_sent_back_returns_only_when_its_tokens_are_read() -> None:
-    scheduler, [first, second, third] = crowded()
+def test_a_preempted_sequence_is_admitted_only_after_its_tokens_are_read() -> None:
+    scheduler, [first, second, third] = full_cache()
     third.in_flight = 1  # as if one more had been sampled
     third.token_ids.pop()
     assert rows(scheduler.schedule()) == [0, 1]
@@ -463,16 +463,16 @@ def test_who_was_sent_back_returns_only_when_its_tokens_are_read() -> None:
     assert chunks(scheduler.schedule()) == [(2, 4, 5)]
 
 
-def test_a_stop_that_is_read_after_a_sequence_was_sent_back_takes_it_from_the_queue() -> None:
-    scheduler, [_, _, third] = crowded()
+def test_finishing_a_preempted_sequence_removes_it_from_the_queue() -> None:
+    scheduler, [_, _, third] = full_cache()
     scheduler.schedule()
     third.finish_reason = "stop"
     scheduler.finish(third)
     assert third not in scheduler.waiting
 
 
-def test_a_half_done_prompt_is_sent_back_before_what_runs() -> None:
-    scheduler = make(blocks=8)
+def test_a_partly_prefilled_prompt_is_preempted_before_running_sequences() -> None:
+    scheduler = make_scheduler(blocks=8)
     running(scheduler, 4, new=20)
     second = request(20, 4, first=1)
     scheduler.submit(second)
@@ -484,15 +484,15 @@ def test_a_half_done_prompt_is_sent_back_before_what_runs() -> None:
     assert (scheduler.prefilling, list(scheduler.waiting), second.num_computed_tokens) == ([], [second], 0)
 
 
-def test_a_request_that_never_fits_is_not_the_schedulers_to_refuse() -> None:
-    scheduler = make(blocks=3)
+def test_submit_asserts_that_the_caller_checked_the_size() -> None:
+    scheduler = make_scheduler(blocks=3)
     with pytest.raises(AssertionError, match="caller"):
         scheduler.submit(request(4, 10))
     scheduler.submit(request(4, 9))
 
 
-def test_the_load_is_counted() -> None:
-    scheduler = make(max_rows=2)
+def test_stats_count_sequences_and_used_blocks() -> None:
+    scheduler = make_scheduler(max_rows=2)
     assert scheduler.stats == SchedulerStats(0, 0, 0, 0, 0)
     submitted(scheduler, 5, 20, 3)
     scheduler.schedule()
@@ -503,12 +503,12 @@ def test_the_load_is_counted() -> None:
 
 
 def next_token(prefix: tuple[int, ...]) -> int:
-    """The fake model: 0 to 4, and a wrong token anywhere before changes it."""
-    return hash(prefix) % 5  # tuples of whole numbers hash alike in every process
+    """The fake model: a token from 0 to 4 that depends on every token before it."""
+    return hash(prefix) % 5  # tuples of ints have the same hash in every process
 
 
 def answer(prompt: list[int], params: SamplingParams) -> list[int]:
-    """What generation without any engine gives."""
+    """The tokens of plain generation, without an engine."""
     tokens = tuple(prompt)
     for _ in range(params.max_new_tokens):
         tokens += (next_token(tokens),)
@@ -519,15 +519,15 @@ def answer(prompt: list[int], params: SamplingParams) -> list[int]:
 
 @dataclass
 class FakeEngine:
-    """Launches at once, reads late, and looks at every slot that a step would read or write."""
+    """Launches at once, reads tokens late, and checks every slot that a step reads or writes."""
 
     scheduler: Scheduler
     keys: dict[int, tuple[int, ...]] = field(default_factory=dict)  # slot -> the prefix whose key it holds
-    sampled: dict[Sequence, list[int]] = field(default_factory=dict)  # the device's tokens, prompt included
+    sampled: dict[Sequence, list[int]] = field(default_factory=dict)  # tokens on the device, prompt included
     progress: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # (preemptions, next position)
-    hits: Counter[Sequence] = field(default_factory=Counter)  # prefix hits of the starts before
+    hits: Counter[Sequence] = field(default_factory=Counter)  # prefix hits of earlier admissions
     unread: deque[list[tuple[Sequence, int]]] = field(default_factory=deque)
-    tables: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # of the decode step before
+    tables: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # of the previous decode step
     prefills_in_a_row: int = 0
 
     def submit(self, sequence: Sequence) -> None:
@@ -535,7 +535,7 @@ class FakeEngine:
         self.scheduler.submit(sequence)
 
     def step(self) -> bool:
-        """Schedule and launch one; False where nothing can run."""
+        """Schedule and launch one step; False if nothing can run."""
         ran_before = {s for s in self.scheduler.running if not s.has_sampled_last_token and not s.finish_reason}
         step = self.scheduler.schedule()
         self.check_owners()
@@ -557,9 +557,9 @@ class FakeEngine:
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= limits.prefill_tokens
         for sequence, start, _ in step.chunks:
             self.check_start(sequence, start)
-            self.check_keys(sequence, start)  # written by steps before this one
+            self.check_keys(sequence, start)  # written by earlier steps
         for sequence, start, stop in step.chunks:
-            assert start < stop <= len(sequence.token_ids), "the host feeds what it knows"
+            assert start < stop <= len(sequence.token_ids), "the host feeds tokens that it has read"
             self.write(sequence, start, stop)
         for sequence, _, stop in step.chunks:
             self.check_keys(sequence, stop)
@@ -572,14 +572,14 @@ class FakeEngine:
         for sequence in step.decode:
             position = sequence.num_computed_tokens - 1
             assert self.progress[sequence] == (sequence.preemptions, position)
-            assert position == sequence.length - 2, "the token sampled last, before this step's"
+            assert position == sequence.length - 2, "the position of the last token of the previous step"
             self.write(sequence, position, position + 1)
         for sequence in step.decode:
             self.check_keys(sequence, sequence.num_computed_tokens)
         return [(sequence, self.sample(sequence, sequence.num_computed_tokens)) for sequence in step.decode]
 
     def check_start(self, sequence: Sequence, start: int) -> None:
-        """Where the chunk before ended; after a (re)start, behind what the prefix cache gave."""
+        """A chunk starts where the last one ended or, after an admission, behind the prefix cache hit."""
         preemptions, position = self.progress.get(sequence, (-1, 0))
         if preemptions != sequence.preemptions:
             position = sequence.prefix_hit_tokens - self.hits[sequence]
@@ -588,9 +588,9 @@ class FakeEngine:
         self.progress[sequence] = (sequence.preemptions, start)
 
     def check_tables(self, decode: tuple[Sequence, ...]) -> None:
-        """Sequence and number of blocks tell whether a row's table is still that of the decode step before."""
-        for (before, table), sequence in zip(self.tables, decode, strict=False):
-            if before is sequence and len(table) == len(sequence.blocks):
+        """A row with the same sequence and number of blocks has the table of the previous decode step."""
+        for (previous, table), sequence in zip(self.tables, decode, strict=False):
+            if previous is sequence and len(table) == len(sequence.blocks):
                 assert table == sequence.blocks
         self.tables = [(sequence, list(sequence.blocks)) for sequence in decode]
 
@@ -598,7 +598,7 @@ class FakeEngine:
         tokens, block_size = self.sampled[sequence], self.scheduler.allocator.block_size
         for position in range(start, stop):
             block = sequence.blocks[position // block_size]
-            assert self.owners()[block] == 1, "nobody writes where another reads"
+            assert self.owners()[block] == 1, "a block with two owners is never written"
             self.keys[block * block_size + position % block_size] = tuple(tokens[: position + 1])
         self.progress[sequence] = (sequence.preemptions, stop)
 
@@ -625,17 +625,17 @@ class FakeEngine:
                 if sequence.finish_reason:
                     self.scheduler.finish(sequence)
 
-    def living(self) -> list[Sequence]:
+    def admitted(self) -> list[Sequence]:
         return self.scheduler.running + self.scheduler.prefilling
 
     def owners(self) -> Counter[int]:
-        return Counter(block for sequence in self.living() for block in sequence.blocks)
+        return Counter(block for sequence in self.admitted() for block in sequence.blocks)
 
     def check_owners(self) -> None:
-        """A block of two owners is the same full block of the same prefix; what nobody owns is not in use."""
+        """Owners of a shared block have the same prefix in it, and only owned blocks are in use."""
         allocator, places = self.scheduler.allocator, {}
         allocator.assert_consistent()
-        for sequence in self.living():
+        for sequence in self.admitted():
             longest = sequence.prompt_length + sequence.params.max_new_tokens
             assert len(sequence.blocks) <= allocator.blocks_for(longest)
             for number, block in enumerate(sequence.blocks):
@@ -644,7 +644,7 @@ class FakeEngine:
         shared = [block for block, owners in self.owners().items() if owners > 1]
         assert all(len(places[block]) % allocator.block_size == 0 for block in shared)
         assert self.scheduler.stats.used_blocks == len(places)
-        assert not any(sequence.blocks for sequence in self.sampled if sequence not in self.living())
+        assert not any(sequence.blocks for sequence in self.sampled if sequence not in self.admitted())
 
 
 @dataclass(frozen=True)
@@ -658,8 +658,10 @@ class Arrival:
 def run(
     engine: FakeEngine, arrivals: list[Arrival], drains: Container[int] = (), resets: Container[int] = (), lag: int = 1
 ) -> list[Sequence]:
-    """All requests from start to end, read `lag` steps late. At the steps in `drains` the host reads everything, and
-    at those in `resets` all prefixes are forgotten."""
+    """Run all requests to their end, reading tokens `lag` steps late.
+
+    The host reads everything at the steps in `drains`, and resets the prefix cache at the steps in `resets`.
+    """
     sequences = [Sequence(i, list(a.prompt), len(a.prompt), a.params) for i, a in enumerate(arrivals)]
     for number in range(10_000):
         for sequence, arrival in zip(sequences, arrivals, strict=True):
@@ -675,7 +677,7 @@ def run(
         if not engine.scheduler.has_work and len(engine.sampled) == len(sequences):
             engine.collect(leave=0)
             return sequences
-    raise AssertionError("it never ends")
+    raise AssertionError("livelock")
 
 
 def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arrival]) -> None:
@@ -693,17 +695,17 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
 
 @st.composite
 def traffic(draw: st.DrawFn) -> list[Arrival]:
-    """Prompts begin alike, and some hold what another's answer will be, as the turns of a chat do."""
-    starts = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=2))
-    stories = [answer(start, SamplingParams(max_new_tokens=24)) for start in starts]
+    """Prompts share prefixes, and some contain the answer of another request, like turns of a chat."""
+    prefixes = draw(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), min_size=1, max_size=2))
+    texts = [answer(prefix, SamplingParams(max_new_tokens=24)) for prefix in prefixes]
     arrivals = []
     for _ in range(draw(st.integers(3, 12))):
-        story = draw(st.sampled_from(stories))
-        prompt = story[: draw(st.integers(1, len(story)))] + draw(st.lists(st.integers(0, 1), max_size=2))
+        text = draw(st.sampled_from(texts))
+        prompt = text[: draw(st.integers(1, len(text)))] + draw(st.lists(st.integers(0, 1), max_size=2))
         stops = draw(st.sampled_from([(), (), (3,)]))
         params = SamplingParams(max_new_tokens=draw(st.integers(1, 25)), stop_token_ids=stops)
-        at = draw(st.integers(0, 15))
-        arrivals.append(Arrival(at, prompt, params, draw(st.none() | st.integers(at, at + 30))))
+        step = draw(st.integers(0, 15))
+        arrivals.append(Arrival(step, prompt, params, draw(st.none() | st.integers(step, step + 30))))
     return arrivals
 
 
@@ -717,7 +719,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     drains=st.sets(st.integers(0, 60)),
     resets=st.sets(st.integers(0, 60), max_size=2),
 )
-def test_random_traffic_reads_only_keys_that_were_written_and_gets_exactly_its_tokens(
+def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
     arrivals: list[Arrival],
     block_size: int,
     spare_blocks: int,
@@ -726,29 +728,29 @@ def test_random_traffic_reads_only_keys_that_were_written_and_gets_exactly_its_t
     drains: set[int],
     resets: set[int],
 ) -> None:
-    most = max(len(arrival.prompt) + arrival.params.max_new_tokens for arrival in arrivals)
-    engine = FakeEngine(Scheduler(limits, BlockAllocator(1 + -(-most // block_size) + spare_blocks, block_size)))
+    longest = max(len(arrival.prompt) + arrival.params.max_new_tokens for arrival in arrivals)
+    engine = FakeEngine(Scheduler(limits, BlockAllocator(1 + -(-longest // block_size) + spare_blocks, block_size)))
     check_end(engine, run(engine, arrivals, drains, resets, lag), arrivals)
 
 
-def test_with_far_too_few_blocks_all_requests_finish_sent_back_many_times() -> None:
-    """Twenty requests, each of which needs all the blocks there are by its end."""
+def test_all_requests_finish_despite_many_preemptions() -> None:
+    """Twenty requests, each of which needs every block of the cache by its end."""
     arrivals = [Arrival(0, [i % 2, i, 7, i, 8, 9], SamplingParams(max_new_tokens=34), None) for i in range(20)]
     engine = FakeEngine(Scheduler(SchedulerConfig(20, 64, 20), BlockAllocator(1 + 10, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
-    assert engine.scheduler.preemptions >= 20, "or this shows nothing"
+    assert engine.scheduler.preemptions >= 20, "the test needs many preemptions"
     assert max(sequence.preemptions for sequence in engine.sampled) >= 2
 
 
-def test_traffic_of_one_long_beginning_is_mostly_found() -> None:
-    beginning = [i % 7 for i in range(64)]
-    arrivals = [Arrival(3 * i, [*beginning, i], SamplingParams(max_new_tokens=5), None) for i in range(10)]
+def test_requests_with_one_long_prefix_are_mostly_cached() -> None:
+    prefix = [i % 7 for i in range(64)]
+    arrivals = [Arrival(3 * i, [*prefix, i], SamplingParams(max_new_tokens=5), None) for i in range(10)]
     engine = FakeEngine(Scheduler(SchedulerConfig(4, 32, 4), BlockAllocator(1 + 60, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
     assert sum(sequence.prefix_hit_tokens for sequence in engine.sampled) >= 8 * 64
 
 
-def test_the_same_traffic_is_scheduled_the_same_way_twice() -> None:
+def test_scheduling_is_deterministic() -> None:
     def steps() -> list[Any]:
         arrivals = [Arrival(i, [i % 3, i, 7, 8, 9], SamplingParams(max_new_tokens=30), None) for i in range(12)]
         engine = FakeEngine(Scheduler(SchedulerConfig(6, 8, 3, 2), BlockAllocator(1 + 12, BLOCK)))

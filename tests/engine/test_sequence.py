@@ -1,4 +1,4 @@
-"""What sampling may be asked for, and when a sequence is finished."""
+"""Validation of sampling parameters, and when a sequence finishes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(
-    ("asked", "words"),
+    ("changes", "message"),
     [
         ({"max_new_tokens": 0}, "max new tokens is 0"),
         ({"max_new_tokens": -1}, "max new tokens is -1"),
@@ -55,9 +55,9 @@ NAN, INF = float("nan"), float("inf")
         ({"stop_token_ids": (2, True)}, "a stop token id is True"),
     ],
 )
-def test_what_cannot_be_sampled_is_a_usage_error_that_names_it(asked: dict[str, Any], words: str) -> None:
-    with pytest.raises(UsageError, match=words) as caught:
-        SamplingParams(**asked)
+def test_a_value_out_of_range_is_a_usage_error_that_names_it(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message) as caught:
+        SamplingParams(**changes)
     assert caught.value.exit_code == 2
     assert "must be" in caught.value.message and caught.value.hint
 
@@ -69,7 +69,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_pena
 
 @pytest.mark.parametrize("name", WHOLE + NUMBERS)
 @pytest.mark.parametrize("value", ["1", b"1", True, [1], numpy.ones(2), 1j, NAN, INF, -INF])
-def test_what_is_no_number_is_a_usage_error(name: str, value: Any) -> None:
+def test_a_value_that_is_not_a_number_is_a_usage_error(name: str, value: Any) -> None:
     with pytest.raises(UsageError, match="must be"):
         SamplingParams(**{name: value})
 
@@ -81,7 +81,7 @@ def test_a_count_is_a_whole_number(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "top_k", *NUMBERS, "stop_token_ids"])
-def test_none_is_a_value_only_of_the_seed_and_of_logprobs(name: str) -> None:
+def test_none_is_valid_only_for_seed_and_logprobs(name: str) -> None:
     with pytest.raises(UsageError, match="None"):
         SamplingParams(**{name: None})
     assert SamplingParams(seed=None, logprobs=None) == SamplingParams()
@@ -92,7 +92,7 @@ def test_every_parameter_is_checked() -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "changes",
     [
         {},
         {"max_new_tokens": 1},
@@ -119,9 +119,9 @@ def test_every_parameter_is_checked() -> None:
         {"stop_token_ids": (0, 2)},
     ],
 )
-def test_what_stands_at_the_limits_can_be_sampled(asked: dict[str, Any]) -> None:
-    params = SamplingParams(**asked)
-    assert {name: getattr(params, name) for name in asked} == asked
+def test_values_at_the_limits_are_valid(changes: dict[str, Any]) -> None:
+    params = SamplingParams(**changes)
+    assert {name: getattr(params, name) for name in changes} == changes
 
 
 def test_sampling_params_are_frozen() -> None:
@@ -130,7 +130,7 @@ def test_sampling_params_are_frozen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "greedy", "filters", "penalties"),
+    ("changes", "greedy", "filters", "penalties"),
     [
         ({}, True, False, False),
         ({"temperature": 0.5}, False, False, False),
@@ -143,49 +143,49 @@ def test_sampling_params_are_frozen() -> None:
         ({"frequency_penalty": -0.1}, True, False, True),
     ],
 )
-def test_params_say_which_parts_of_sampling_are_in_effect(
-    asked: dict[str, Any], greedy: bool, filters: bool, penalties: bool
+def test_params_report_which_features_of_sampling_they_use(
+    changes: dict[str, Any], greedy: bool, filters: bool, penalties: bool
 ) -> None:
-    params = SamplingParams(**asked)
+    params = SamplingParams(**changes)
     assert (params.is_greedy, params.has_filters, params.has_penalties) == (greedy, filters, penalties)
 
 
-def sequence(**asked: Any) -> Sequence:
-    return Sequence(0, [5, 6, 7], 3, SamplingParams(**asked))
+def sequence(**changes: Any) -> Sequence:
+    return Sequence(0, [5, 6, 7], 3, SamplingParams(**changes))
 
 
-def test_a_sequence_counts_what_it_generated_after_its_prompt() -> None:
-    found = sequence()
-    assert (found.num_output_tokens, found.finish_reason) == (0, "")
-    found.append(8)
-    assert (found.token_ids, found.num_output_tokens, found.finish_reason) == ([5, 6, 7, 8], 1, "")
+def test_new_tokens_are_counted_without_the_prompt() -> None:
+    request = sequence()
+    assert (request.num_output_tokens, request.finish_reason) == (0, "")
+    request.append(8)
+    assert (request.token_ids, request.num_output_tokens, request.finish_reason) == ([5, 6, 7, 8], 1, "")
 
 
-def test_a_sequence_ends_at_its_length() -> None:
-    found = sequence(max_new_tokens=2)
-    found.append(8)
-    assert found.finish_reason == ""
-    found.append(9)
-    assert (found.finish_reason, found.num_output_tokens) == ("length", 2)
+def test_a_sequence_ends_at_max_new_tokens() -> None:
+    request = sequence(max_new_tokens=2)
+    request.append(8)
+    assert request.finish_reason == ""
+    request.append(9)
+    assert (request.finish_reason, request.num_output_tokens) == ("length", 2)
 
 
 def test_any_stop_token_ends_a_sequence_and_stays_in_it() -> None:
-    found = sequence(stop_token_ids=(1, 2))
-    found.append(8)
-    found.append(2)
-    assert (found.finish_reason, found.token_ids) == ("stop", [5, 6, 7, 8, 2])
+    request = sequence(stop_token_ids=(1, 2))
+    request.append(8)
+    request.append(2)
+    assert (request.finish_reason, request.token_ids) == ("stop", [5, 6, 7, 8, 2])
 
 
-def test_a_stop_token_in_the_last_place_is_a_stop() -> None:
-    found = sequence(max_new_tokens=1, stop_token_ids=(2,))
-    found.append(2)
-    assert found.finish_reason == "stop"
+def test_a_stop_token_in_the_last_position_gives_reason_stop() -> None:
+    request = sequence(max_new_tokens=1, stop_token_ids=(2,))
+    request.append(2)
+    assert request.finish_reason == "stop"
 
 
 def test_a_stop_token_in_the_prompt_ends_nothing() -> None:
-    found = sequence(stop_token_ids=(7,))
-    found.append(8)
-    assert found.finish_reason == ""
+    request = sequence(stop_token_ids=(7,))
+    request.append(8)
+    assert request.finish_reason == ""
 
 
 def test_sequences_do_not_share_their_blocks() -> None:
@@ -195,31 +195,36 @@ def test_sequences_do_not_share_their_blocks() -> None:
 
 
 def test_tokens_in_flight_count_for_the_length_and_against_the_limit_but_are_not_generated_yet() -> None:
-    found = sequence(max_new_tokens=2)
-    found.in_flight = 1
-    assert (found.length, found.num_output_tokens, found.has_sampled_last_token) == (4, 0, False)
-    found.in_flight = 2
-    assert (found.length, found.num_output_tokens, found.has_sampled_last_token) == (5, 0, True)
+    request = sequence(max_new_tokens=2)
+    request.in_flight = 1
+    assert (request.length, request.num_output_tokens, request.has_sampled_last_token) == (4, 0, False)
+    request.in_flight = 2
+    assert (request.length, request.num_output_tokens, request.has_sampled_last_token) == (5, 0, True)
 
 
-def test_a_received_token_is_in_flight_no_more() -> None:
-    found = sequence(max_new_tokens=2)
-    found.in_flight = 2
-    found.receive(8)
-    assert (found.token_ids, found.in_flight, found.length, found.has_sampled_last_token) == ([5, 6, 7, 8], 1, 5, True)
-    found.receive(9)
-    assert (found.in_flight, found.length, found.finish_reason) == (0, 5, "length")
+def test_a_received_token_is_no_longer_in_flight() -> None:
+    request = sequence(max_new_tokens=2)
+    request.in_flight = 2
+    request.receive(8)
+    assert (request.token_ids, request.in_flight, request.length, request.has_sampled_last_token) == (
+        [5, 6, 7, 8],
+        1,
+        5,
+        True,
+    )
+    request.receive(9)
+    assert (request.in_flight, request.length, request.finish_reason) == (0, 5, "length")
 
 
-def test_nothing_is_received_that_is_not_in_flight() -> None:
+def test_a_token_that_is_not_in_flight_cannot_be_received() -> None:
     with pytest.raises(AssertionError):
         sequence().receive(8)
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "abort"])
-def test_nothing_is_received_after_the_end(reason: str) -> None:
-    found = sequence()
-    found.in_flight, found.finish_reason = 1, reason
+def test_no_token_is_received_after_the_end(reason: str) -> None:
+    request = sequence()
+    request.in_flight, request.finish_reason = 1, reason
     with pytest.raises(AssertionError):
-        found.receive(8)
-    assert found.token_ids == [5, 6, 7]
+        request.receive(8)
+    assert request.token_ids == [5, 6, 7]

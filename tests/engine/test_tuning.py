@@ -1,5 +1,4 @@
-"""Mode auto: each bucket keeps the candidate that measured fastest, the figures stay in the manifest, and a warm start
-times nothing again."""
+"""Mode auto: each bucket serves with its fastest correct variant, and a warm start repeats no trial."""
 
 from __future__ import annotations
 
@@ -15,9 +14,10 @@ from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.compiler import jit
 from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
-from tcdeploy.engine import warmup
+from tcdeploy.engine import parity_check, tuning
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.warmup import _CompiledVariant, _fastest, _total_compilation
+from tcdeploy.engine.tuning import CompiledVariant, fastest, total_compilation
+from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.errors import SpaceError
 from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
@@ -26,196 +26,196 @@ from tests.conftest import TINY, reset_programs
 
 
 @pytest.fixture
-def auto(tmp_path: Path) -> Any:
-    """Prepare with mode auto in a folder of its own; in the end torch forgets where its cache was."""
+def prepare_auto(tmp_path: Path) -> Any:
+    """Prepares the tiny model with mode auto, always in the same cache folder of this test."""
 
-    def run(tune_seconds: float = 300.0) -> Any:
+    def prepare_tiny(tune_seconds: float = 300.0) -> Any:
         flags = {"model": TINY, "buckets": (32,), "batch_sizes": (2,), "mode": "auto", "tune_seconds": tune_seconds}
         return prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
 
     reset_programs()
-    yield run
+    yield prepare_tiny
     reset_programs()
 
 
-def test_each_bucket_keeps_the_fastest_and_a_warm_start_times_nothing_again(auto: Any) -> None:
-    first = auto()
-    for record in first.records:
-        [bucket] = [bucket for bucket in first.plan.buckets if bucket.name == record.bucket]
-        names = [variant.name for variant in first.plan.variants(bucket)]
+def test_each_bucket_serves_with_its_fastest_variant_and_a_warm_start_times_nothing(prepare_auto: Any) -> None:
+    cold = prepare_auto()
+    for record in cold.records:
+        [bucket] = [bucket for bucket in cold.plan.buckets if bucket.name == record.bucket]
+        names = [variant.name for variant in cold.plan.variants(bucket)]
         assert [trial.variant for trial in record.trials] == names
-        timed = {trial.variant: trial.step_ms for trial in record.trials}
-        assert None not in timed.values()
-        assert record.variant == min(timed, key=lambda name: timed[name])
+        step_ms = {trial.variant: trial.step_ms for trial in record.trials}
+        assert None not in step_ms.values()
+        assert record.variant == min(step_ms, key=lambda name: step_ms[name])
         assert record.parity.passed
-    manifest = read_manifest(manifest_path(first.plan.cache_dir, first.plan.key))
-    assert manifest is not None and manifest.trials() == {one.bucket: one.trials for one in first.records}
+    manifest = read_manifest(manifest_path(cold.plan.cache_dir, cold.plan.key))
+    assert manifest is not None and manifest.trials() == {record.bucket: record.trials for record in cold.records}
 
     reset_programs()
     with measure_compiles() as warm_start:
-        second = auto()
-    assert [record.trials for record in second.records] == [record.trials for record in first.records]
-    assert [record.variant for record in second.records] == [record.variant for record in first.records]
-    assert [record.outcome for record in second.records] == ["hit", "hit"]
-    kinds = {"last-token-rows": 2}  # the last layer is a program of its own
-    programs = [kinds.get(record.variant, 1) for record in second.records]
-    assert [record.programs for record in second.records] == programs
-    assert warm_start.counts.programs == sum(programs), "the losers are not even loaded"
+        warm = prepare_auto()
+    assert [record.trials for record in warm.records] == [record.trials for record in cold.records]
+    assert [record.variant for record in warm.records] == [record.variant for record in cold.records]
+    assert [record.outcome for record in warm.records] == ["hit", "hit"]
+    programs_per_variant = {"last-token-rows": 2}  # the last layer is a program of its own
+    expected = [programs_per_variant.get(record.variant, 1) for record in warm.records]
+    assert [record.programs for record in warm.records] == expected
+    assert warm_start.counts.programs == sum(expected), "variants that were not selected are not loaded"
 
 
-def test_no_time_to_try_leaves_the_first_candidate(auto: Any) -> None:
-    deployment = auto(tune_seconds=0.0)
+def test_without_tuning_time_the_first_variant_serves(prepare_auto: Any) -> None:
+    deployment = prepare_auto(tune_seconds=0.0)
     for record in deployment.records:
         assert [trial.variant for trial in record.trials] == [record.variant]
     assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
 
 
-def test_time_is_for_what_is_tried_beyond_the_one_candidate_there_must_be(
-    auto: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The largest bucket goes first, and its first candidate is slow to make: that leaves its share untouched."""
-    make, shares = warmup._BucketWarmer._compile_and_capture, {}
-    try_ = warmup._BucketWarmer._time_variants
+def test_the_first_variant_does_not_count_as_tuning_time(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest bucket goes first. Its first variant takes 0.5 s to compile, and its share of 0.2 s is untouched."""
+    compile_variant, time_variants = tuning.compile_variant, tuning.time_variants
+    shares: dict[str, float] = {}
+    compiled: dict[str, list[str]] = {}
 
-    def slow(self: Any, variant: Variant, sequences: Any) -> Any:
-        if not shares[self.bucket.name][1]:
+    def compile_slowly(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
+        if not compiled[batch.bucket.name]:
             time.sleep(0.5)
-        shares[self.bucket.name][1].append(variant.name)
-        return make(self, variant, sequences)
+        compiled[batch.bucket.name].append(variant.name)
+        return compile_variant(batch, variant)
 
-    def noted(self: Any, variants: Any, sequences: Any, seconds: float, must_succeed: bool) -> Any:
-        shares[self.bucket.name] = (seconds, [])
-        return try_(self, variants, sequences, seconds, must_succeed)
+    def note_share(batch: WarmupBatch, variants: Any, seconds: float, must_succeed: bool) -> Any:
+        shares[batch.bucket.name], compiled[batch.bucket.name] = seconds, []
+        return time_variants(batch, variants, seconds, must_succeed)
 
-    monkeypatch.setattr(warmup._BucketWarmer, "_compile_and_capture", slow)
-    monkeypatch.setattr(warmup._BucketWarmer, "_time_variants", noted)
-    records = {record.bucket: record for record in auto(tune_seconds=0.4).records}
-    assert shares["prefill:32"][0] == 0.2, "an equal share each"
+    monkeypatch.setattr(tuning, "compile_variant", compile_slowly)
+    monkeypatch.setattr(tuning, "time_variants", note_share)
+    records = {record.bucket: record for record in prepare_auto(tune_seconds=0.4).records}
+    assert shares["prefill:32"] == 0.2, "an equal share for each bucket"
     assert len(records["prefill:32"].trials) > 1
     spent = sum(trial.seconds for trial in records["prefill:32"].trials[1:])
-    assert shares["decode:2"][0] == pytest.approx(0.4 - spent)
+    assert shares["decode:2"] == pytest.approx(0.4 - spent)
 
 
-def test_each_bucket_runs_the_program_of_its_own_candidate(auto: Any) -> None:
-    """Going back to a candidate compiles nothing; going to one that was never tried does."""
-    deployment = auto(tune_seconds=0.0)
+def test_each_bucket_runs_the_program_of_its_variant(prepare_auto: Any) -> None:
+    """Returning to a variant compiles nothing; a variant that was never tried compiles."""
+    deployment = prepare_auto(tune_seconds=0.0)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
     tried, untried = deployment.plan.variants(bucket)[:2]
     counts = []
     for variant in (tried, untried, tried, untried):
         runner.set_variant(bucket, variant)
-        with measure_compiles() as found:
+        with measure_compiles() as compilation:
             runner.rerun(bucket)
-        counts.append(found.counts.programs)
+        counts.append(compilation.counts.programs)
     assert counts == [0, 1, 0, 0]
 
 
-def test_a_fused_step_gives_the_same_tokens(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole model by the pass that GPUs' candidates ask for: attention turns queries and keys by itself."""
-    fused, calls = Variant("fused", fused_epilogues=True), []
-    decode = backends.DECODE["reference"]
+def test_a_fused_step_gives_the_same_tokens(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole model through the pass of the GPU's fused variants, where decode attention applies RoPE."""
+    fused, rope_in_attention = Variant("fused", fused_epilogues=True), []
+    decode = backends.DECODE_BACKENDS["reference"]
 
-    def noted(*args: Any) -> Any:
-        calls.append(args[-1] is not None)
+    def noted_decode(*args: Any) -> Any:
+        rope_in_attention.append(args[-1] is not None)
         return decode(*args)
 
-    deployment = auto(tune_seconds=0.0)
+    deployment = prepare_auto(tune_seconds=0.0)
     prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_new_tokens=12)
     plain = deployment.engine.generate(prompts, params)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
     runner.set_variant(bucket, fused)
     runner.rerun(bucket)
-    monkeypatch.setitem(backends.DECODE, "reference", noted)
+    monkeypatch.setitem(backends.DECODE_BACKENDS, "reference", noted_decode)
     assert deployment.engine.generate(prompts, params) == plain
-    assert calls and all(calls)
+    assert rope_in_attention and all(rope_in_attention)
 
 
-def test_a_candidate_that_failed_is_never_the_fastest() -> None:
+def test_a_variant_that_failed_is_never_the_fastest() -> None:
     trials = (Trial("a", None, 1.0, "it does not compile"), Trial("b", 3.0, 1.0), Trial("c", 2.0, 1.0))
-    assert _fastest(trials, {name: Variant(name) for name in "abc"}).variant == "c"
+    assert fastest(trials, {name: Variant(name) for name in "abc"}).variant == "c"
 
 
-def test_what_an_earlier_candidate_left_counts_for_the_winner() -> None:
-    def made(programs: int) -> _CompiledVariant:
-        return _CompiledVariant(
-            CompileStats(float(programs), CompileCounts(programs=programs, cache_misses=programs)), 0.0, None
-        )
+def test_compilation_of_a_variant_includes_the_programs_it_shares_with_an_earlier_one() -> None:
+    def compiled_variant(programs: int) -> CompiledVariant:
+        counts = CompileCounts(programs=programs, cache_misses=programs)
+        return CompiledVariant(CompileStats(float(programs), counts), 0.0, None)
 
-    again = CompileStats(0.1, CompileCounts())
-    default, early, other = DEFAULT, LAST_TOKEN_ROWS, attention_variant("flash-attn-4")
-    found = {default: made(1), early: made(2), other: made(4)}
-    assert [_total_compilation(one, again, found).counts.programs for one in found] == [1, 3, 4]
-    timed_before = _total_compilation(default, again, {early: made(2)})
-    assert timed_before.counts.outcome == "miss", "this run compiled, though the winner was timed in an earlier one"
+    last = CompileStats(0.1, CompileCounts())
+    other = attention_variant("flash-attn-4")
+    compiled = {DEFAULT: compiled_variant(1), LAST_TOKEN_ROWS: compiled_variant(2), other: compiled_variant(4)}
+    assert [total_compilation(variant, last, compiled).counts.programs for variant in compiled] == [1, 3, 4]
+    timed_before = total_compilation(DEFAULT, last, {LAST_TOKEN_ROWS: compiled_variant(2)})
+    assert timed_before.counts.outcome == "miss", "this run compiled, though the variant was timed in an earlier one"
 
 
-def test_a_candidate_that_costs_every_start_must_bring_more_than_it_gives_away() -> None:
+def test_a_variant_that_slows_every_start_must_bring_its_required_speedup() -> None:
     variants = {"a": Variant("a"), "flash-attn-4": attention_variant("flash-attn-4")}
-    for step_ms, chosen in ((9.6, "a"), (9.4, "flash-attn-4")):
+    for step_ms, selected in ((9.6, "a"), (9.4, "flash-attn-4")):
         trials = (Trial("a", 10.0, 1.0), Trial("flash-attn-4", step_ms, 1.0))
-        assert _fastest(trials, variants).variant == chosen
+        assert fastest(trials, variants).variant == selected
 
 
-def test_what_an_earlier_run_left_out_is_tried_when_there_is_more_time(auto: Any) -> None:
-    assert [len(record.trials) for record in auto(tune_seconds=0.0).records] == [1, 1]
+def test_variants_an_earlier_run_had_no_time_for_are_tried_when_the_time_grows(prepare_auto: Any) -> None:
+    assert [len(record.trials) for record in prepare_auto(tune_seconds=0.0).records] == [1, 1]
     reset_programs()
-    later = auto(tune_seconds=300.0)
-    assert [len(record.trials) for record in later.records] == [3, 2]
+    assert [len(record.trials) for record in prepare_auto(tune_seconds=300.0).records] == [3, 2]
     reset_programs()
-    assert [len(record.trials) for record in auto(tune_seconds=10.0).records] == [3, 2], "less time forgets nothing"
+    records = prepare_auto(tune_seconds=10.0).records
+    assert [len(record.trials) for record in records] == [3, 2], "less time drops no trial"
 
 
-def test_a_candidate_that_breaks_is_passed_over_and_shown(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's own errors share no class with torch's."""
-    options = jit.inductor_options
+def test_a_variant_that_does_not_compile_is_skipped_and_recorded(
+    prepare_auto: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's own errors share no base class with torch's."""
+    inductor_options = jit.inductor_options
 
     class OutOfResources(Exception):
         pass
 
-    def breaking(variant: Any, graphs: str) -> Any:
+    def failing_options(variant: Any, graphs: str) -> Any:
         if variant.name == "default":
             raise OutOfResources("shared memory, required: 262144")
-        return options(variant, graphs)
+        return inductor_options(variant, graphs)
 
-    monkeypatch.setattr(jit, "inductor_options", breaking)
-    for record in auto().records:
+    monkeypatch.setattr(jit, "inductor_options", failing_options)
+    for record in prepare_auto().records:
         assert record.variant != "default"
         errors = {trial.variant: trial.error for trial in record.trials}
         assert errors.pop("default") == "shared memory, required: 262144"
         assert errors and not any(errors.values())
 
 
-def test_a_fast_candidate_that_is_not_the_model_is_passed_over_and_shown(
-    auto: Any, monkeypatch: pytest.MonkeyPatch
+def test_a_fast_variant_that_fails_its_parity_check_is_skipped_and_recorded(
+    prepare_auto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    judged: list[Parity] = []
+    check_parity = parity_check.check_parity
+    results: list[Parity] = []
 
-    def suspicious(ours: torch.Tensor, reference: torch.Tensor, dtype: str) -> Parity:
-        found = warmup_compare(ours, reference, dtype)
-        judged.append(found if judged else replace(found, passed=False, kl=0.5))
-        return judged[-1]
+    def fail_first_check(ours: torch.Tensor, reference: torch.Tensor, dtype: str) -> Parity:
+        parity = check_parity(ours, reference, dtype)
+        results.append(parity if results else replace(parity, passed=False, kl=0.5))
+        return results[-1]
 
-    warmup_compare = warmup.check_parity
-    monkeypatch.setattr(warmup, "compare", suspicious)
-    first, second = auto().records[0], auto().records[0]
-    refuted = [trial for trial in first.trials if trial.error]
-    assert [(trial.step_ms, trial.error) for trial in refuted] == [(None, "not the eager model: KL 0.5")]
-    assert first.variant != refuted[0].variant and first.parity.passed
-    assert second.variant == first.variant, "a warm start does not try it again"
-    assert second.trials == first.trials
+    monkeypatch.setattr(parity_check, "check_parity", fail_first_check)
+    cold, warm = prepare_auto().records[0], prepare_auto().records[0]
+    failed = [trial for trial in cold.trials if trial.error]
+    assert [(trial.step_ms, trial.error) for trial in failed] == [(None, "failed the parity check: KL 0.5")]
+    assert cold.variant != failed[0].variant and cold.parity.passed
+    assert warm.variant == cold.variant, "a warm start does not try it again"
+    assert warm.trials == cold.trials
 
 
-def test_where_every_candidate_breaks_the_error_is_its_own(auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def breaking(variant: Any, graphs: str) -> Any:
+def test_if_no_variant_compiles_the_last_error_is_raised(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_options(variant: Any, graphs: str) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(jit, "inductor_options", breaking)
+    monkeypatch.setattr(jit, "inductor_options", failing_options)
     with pytest.raises(SpaceError, match="out of memory during warm-up"):
-        auto()
+        prepare_auto()
 
 
-def test_timing_does_not_disturb_what_is_checked(tmp_path: Path) -> None:
-    """KV so tight that the timed sequences share blocks with those of the check."""
+def test_timing_does_not_disturb_the_parity_check(tmp_path: Path) -> None:
+    """With so few KV blocks that the timing batch shares blocks with the check batch."""
     reset_programs()
     flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "mode": "auto", "kv_blocks": 9}
     deployment = prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))

@@ -1,4 +1,4 @@
-"""What only a GPU can show: whole-step graphs, Triton and FlashAttention inside real programs, and no compile after."""
+"""Tests that need a GPU: whole-step CUDA graphs, Triton and FlashAttention in compiled programs, and no recompiles."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ PROMPTS = [
 
 
 def deploy(model: str, cache_dir: str, **flags: Any) -> Deployment:
-    """With few blocks, so that several of these tests may run at once on one GPU (`pytest -n 4`)."""
+    """Prepare with few KV blocks, so that several tests fit on one GPU (`pytest -n 4`)."""
     reset_programs()
-    asked = {
+    settings = {
         "model": model,
         "buckets": (32, 128),
         "batch_sizes": (1, 4),
@@ -48,20 +48,20 @@ def deploy(model: str, cache_dir: str, **flags: Any) -> Deployment:
         "cache_dir": cache_dir,
         **flags,
     }
-    return prepare(build_recipe(asked, environ={}))
+    return prepare(build_recipe(settings, environ={}))
 
 
 @pytest.mark.parametrize("graphs", ["step", "none"])
 def test_float32_tokens_on_the_gpu_equal_transformers_generate(
     cache_dir: str, reference_tiny: Any, graphs: str
 ) -> None:
-    """The same arithmetic as on the CPU: Triton prefill and decode, replayed from graphs."""
+    """Triton prefill and decode, replayed from graphs, give the tokens of transformers on a CPU."""
     deployment = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs)
     assert [record.captured for record in deployment.records] == [graphs == "step"] * 4
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+        answers = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     assert serving.counts.compiles == 0
-    for prompt, answer in zip(PROMPTS, ours, strict=True):
+    for prompt, answer in zip(PROMPTS, answers, strict=True):
         ids = torch.tensor([prompt])
         out = reference_tiny.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=30, do_sample=False, eos_token_id=None
@@ -70,64 +70,64 @@ def test_float32_tokens_on_the_gpu_equal_transformers_generate(
 
 
 @pytest.mark.parametrize("graphs", ["step", "none"])
-def test_a_constrained_answer_is_the_most_likely_that_obeys_beside_free_ones(
+def test_a_constrained_answer_equals_masked_transformers_beside_unconstrained_ones(
     cache_dir: str, reference_tiny: Any, graphs: str
 ) -> None:
-    """Its mask hangs on the token of the step before, which is read while the graph of the next one runs."""
+    """The mask depends on the previous token, which is read while the graph of the next step runs."""
     engine, length = deploy("builtin:tiny", cache_dir, dtype="float32", graphs=graphs).engine, 24
-    free = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
-    chain, found = SumConstraint(length, 2000), {}
+    unconstrained = engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    constraint, answers_by_id = SumConstraint(length, 2000), {}
     with measure_compiles() as serving, fail_on_recompile():
         for prompt in PROMPTS:
-            for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=chain)):
-                found[engine.submit(prompt, params)] = []
+            for params in (SamplingParams(max_new_tokens=30), SamplingParams(max_new_tokens=30, constraint=constraint)):
+                answers_by_id[engine.submit(prompt, params)] = []
         while engine.has_work:
             for token in engine.step():
-                found[token.request_id].append(token.token_id)
+                answers_by_id[token.request_id].append(token.token_id)
     assert serving.counts.compiles == 0
-    answers = list(found.values())
-    assert answers[::2] == free
+    answers = list(answers_by_id.values())
+    assert answers[::2] == unconstrained
     for prompt, answer in zip(PROMPTS, answers[1::2], strict=True):
         tokens: list[int] = []
         for _ in range(length):
             with torch.no_grad():
                 scores = reference_tiny(torch.tensor([prompt + tokens]), use_cache=False).logits[0, -1]
-            allowed = torch.tensor([chain.allows(tokens, token_id) for token_id in range(len(scores))])
+            allowed = torch.tensor([constraint.allows(tokens, token_id) for token_id in range(len(scores))])
             tokens.append(int(scores.where(allowed, -torch.inf).argmax()))
         assert answer == tokens
 
 
 def sequences_for(deployment: Deployment, count: int) -> list[Sequence]:
-    """Of unequal lengths, with blocks of their own; what their keys are is whatever the cache holds."""
+    """Sequences of unequal lengths with separate blocks, whose keys and values are whatever the cache holds."""
     allocator = BlockAllocator(deployment.plan.kv_blocks, deployment.plan.block_size)
-    made = [Sequence(row, [7] * (20 + row), 20 + row, SamplingParams()) for row in range(count)]
-    for sequence in made:
+    sequences = [Sequence(row, [7] * (20 + row), 20 + row, SamplingParams()) for row in range(count)]
+    for sequence in sequences:
         sequence.blocks = allocator.allocate(3)
-    return made
+    return sequences
 
 
-def test_a_replayed_graph_gives_what_the_programs_give_and_moves_the_rows_on(cache_dir: str) -> None:
+def test_a_replayed_graph_equals_its_programs_and_advances_the_rows(cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir)
     runner = deployment.engine.runner
     for bucket in deployment.plan.decode_buckets:
         sequences = sequences_for(deployment, bucket.size)
-        found = []
+        outputs = []
         for run in (runner.rerun, runner.rerun_uncaptured):
             runner.row_assignment.assign_prefilled(sequences)
             output = run(bucket)
-            found.append((output.logits.clone(), output.tokens.clone()))
-            wanted = [len(sequence.token_ids) + 1 for sequence in sequences]
-            assert runner.state.seq_lens[: bucket.size].tolist() == wanted
+            outputs.append((output.logits.clone(), output.tokens.clone()))
+            expected = [len(sequence.token_ids) + 1 for sequence in sequences]
+            assert runner.state.seq_lens[: bucket.size].tolist() == expected
             assert torch.equal(runner.state.token_ids[: bucket.size], output.tokens)
-        assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+        assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
     for bucket in deployment.plan.prefill_buckets:
         chunks = [Chunk(sequences[0], 0, 20), Chunk(sequences[1], 5, 11)]
-        recorded = runner.prefill(chunks, bucket=bucket).logits[:2].clone()
-        assert torch.equal(recorded, runner.rerun_uncaptured(bucket).logits[:2])
+        replayed = runner.prefill(chunks, bucket=bucket).logits[:2].clone()
+        assert torch.equal(replayed, runner.rerun_uncaptured(bucket).logits[:2])
 
 
-def test_tokens_on_the_gpu_survive_pre_emption_prefix_reuse_and_neighbours(cache_dir: str) -> None:
-    """float32, where all buckets round alike enough for greedy tokens to be equal."""
+def test_batching_preemption_and_prefix_reuse_change_no_token_on_the_gpu(cache_dir: str) -> None:
+    """In float32, where rounding differs too little between buckets to change a greedy token."""
     params = SamplingParams(max_new_tokens=40)
     plain = deploy("builtin:tiny", cache_dir, dtype="float32").engine
     alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
@@ -142,8 +142,8 @@ def test_tokens_on_the_gpu_survive_pre_emption_prefix_reuse_and_neighbours(cache
     scarce.allocator.assert_consistent()
 
 
-def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, tmp_path: Path) -> None:
-    """Large enough that products are streamed: 1,024 columns and more."""
+def test_every_variant_gives_the_same_logits_within_rounding(cache_dir: str, tmp_path: Path) -> None:
+    """Large enough for the skinny GEMM kernels: 1,024 columns and more."""
     sizes = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 2}
     folder = save_config("llama", tmp_path, head_dim=128, **sizes)
     deployment = deploy(folder, cache_dir, load_format="dummy", dtype="bfloat16")
@@ -162,12 +162,12 @@ def test_every_candidate_gives_the_same_logits_within_rounding(cache_dir: str, t
             runner.capture(bucket)
             runner.row_assignment.assign_prefilled(sequences)
             torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[variant.name])
-        for name, found in logits.items():
-            difference = (found - logits["default"]).norm() / logits["default"].norm()
+        for name, variant_logits in logits.items():
+            difference = (variant_logits - logits["default"]).norm() / logits["default"].norm()
             assert difference < 0.02, name
 
 
-def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(cache_dir: str) -> None:
+def test_a_prefill_bucket_may_use_another_attention_backend_and_last_token_rows(cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir, dtype="bfloat16")
     runner, bucket = deployment.engine.runner, deployment.plan.prefill_buckets[-1]
     chunks = [Chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences_for(deployment, 3)]
@@ -179,12 +179,12 @@ def test_a_prefill_bucket_may_attend_by_another_backend_and_choose_rows_early(ca
         if deployment.plan.uses_cuda_graph(bucket, variant):
             runner.capture(bucket)
             torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[variant.name])
-    for name, found in logits.items():
-        assert (found - logits["default"]).norm() / logits["default"].norm() < 0.02, name
+    for name, variant_logits in logits.items():
+        assert (variant_logits - logits["default"]).norm() / logits["default"].norm() < 0.02, name
 
 
 @pytest.mark.parametrize("family", list(SUPPORTED))
-def test_every_family_is_right_in_bfloat16(family: str, cache_dir: str, tmp_path: Path) -> None:
+def test_every_family_passes_its_parity_check_in_bfloat16(family: str, cache_dir: str, tmp_path: Path) -> None:
     deployment = deploy(save_config(family, tmp_path), cache_dir, load_format="dummy")
     kinds = LAYER_KINDS.get(family, 1)
     assert [record.programs for record in deployment.records] == [kinds] * 4
@@ -195,12 +195,12 @@ def test_every_family_is_right_in_bfloat16(family: str, cache_dir: str, tmp_path
 
 
 @pytest.mark.parametrize(("region", "graphs"), [("blocks", "region"), ("layer", "region"), ("blocks", "step")])
-def test_per_region_graphs_are_right_too(region: str, graphs: str, cache_dir: str) -> None:
+def test_graphs_per_region_give_the_same_tokens(region: str, graphs: str, cache_dir: str) -> None:
     deployment = deploy("builtin:tiny", cache_dir, region=region, graphs=graphs)
     assert all(record.parity.passed for record in deployment.records)
     params = SamplingParams(max_new_tokens=8)
-    ours = deployment.engine.generate(PROMPTS[:2], params)
-    assert ours == deploy("builtin:tiny", cache_dir).engine.generate(PROMPTS[:2], params)
+    answers = deployment.engine.generate(PROMPTS[:2], params)
+    assert answers == deploy("builtin:tiny", cache_dir).engine.generate(PROMPTS[:2], params)
 
 
 def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
@@ -212,10 +212,8 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"])
-def test_each_flash_attention_that_is_installed_serves_a_whole_model(
-    backend: str, cache_dir: str, tmp_path: Path
-) -> None:
-    """Prompts of one token, of several chunks, and of a chunk with one token left."""
+def test_each_installed_flash_attention_serves_a_whole_model(backend: str, cache_dir: str, tmp_path: Path) -> None:
+    """Prompts of one token, of several chunks, and of one chunk plus one token."""
     from tcdeploy.planning.environment import installed_flash_packages
 
     if backend != "torch-flash" and backend not in dict(installed_flash_packages()):
@@ -226,28 +224,29 @@ def test_each_flash_attention_that_is_installed_serves_a_whole_model(
     deployment.engine.generate([*PROMPTS, [5] * 129], SamplingParams(max_new_tokens=4))
 
 
-def test_a_warm_start_keeps_the_kernels_that_were_tuned(run_cli: Any, tmp_path: Path) -> None:
-    """Each start in a process of its own, the last where the folder has moved and nothing may be written at its old
-    place. max-autotune descends by coordinates as well, over some hundred variants.
+def test_a_warm_start_times_and_compiles_no_kernel_again(run_cli: Any, tmp_path: Path) -> None:
+    """Each start is a new process. The last one uses the folder after a move, and must not write to its old path.
+
+    max-autotune includes coordinate descent over about a hundred kernel configurations.
     """
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = ("--load-format", "dummy", "--mode", "max-autotune", "--buckets", "32", "--batch-sizes", "1")
     flags += ("--context", "512", "--kv-blocks", "256")
     here, there, timed = tmp_path / "here", tmp_path / "there", []
-    for outcome, assign_prefilled in (("miss", here), ("hit", here), ("hit", there)):
-        if assign_prefilled == there:
+    for outcome, folder_used in (("miss", here), ("hit", here), ("hit", there)):
+        if folder_used == there:
             here.rename(there)
-        result = run_cli("warm", folder, *flags, "--cache-dir", str(assign_prefilled), "--json")
+        result = run_cli("warm", folder, *flags, "--cache-dir", str(folder_used), "--json")
         records = json.loads(result.stdout)["buckets"]
-        made = [(record["outcome"], record["kernels_timed"], record["kernels_compiled"]) for record in records]
-        assert [record["outcome"] for record in records] == [outcome] * 2, made
+        counts = [(record["outcome"], record["kernels_timed"], record["kernels_compiled"]) for record in records]
+        assert [record["outcome"] for record in records] == [outcome] * 2, counts
         timed.append(sum(record["kernels_timed"] for record in records))
     assert timed[0] > 100 and timed[1:] == [0, 0], timed
     assert not here.exists()
 
 
-def test_a_folder_that_was_moved_is_still_full(run_cli: Any, tmp_path: Path) -> None:
-    """Triton's kernels too, ours among them, which Inductor's own hits say nothing of; and every binary is named."""
+def test_a_moved_cache_folder_is_complete(run_cli: Any, tmp_path: Path) -> None:
+    """Including Triton kernels, which Inductor's cache hits do not cover. The manifest lists every binary."""
     folder = save_config("llama", tmp_path, hidden_size=1024, intermediate_size=2048)
     flags = (
         "--load-format",
@@ -272,12 +271,12 @@ def test_a_folder_that_was_moved_is_still_full(run_cli: Any, tmp_path: Path) -> 
     assert [record["kernels_compiled"] for record in json.loads(warm.stdout)["buckets"]] == [0, 0]
     assert {path: (path.stat().st_ino, path.stat().st_mtime_ns) for path in moved.glob("triton/*/*")} == before
     (manifest,) = (json.loads(path.read_text()) for path in moved.glob("manifests/*.json"))
-    named = {file["path"] for file in manifest["files"]}
+    listed = {file["path"] for file in manifest["files"]}
     loaded = [*moved.glob("triton/*/*.cubin"), *moved.glob("triton/*/*.so")]
-    assert named >= {path.relative_to(moved).as_posix() for path in loaded}
+    assert listed >= {path.relative_to(moved).as_posix() for path in loaded}
 
 
-def test_a_model_too_large_for_the_gpu_is_told_before_loading(run_cli: Any, tmp_path: Path) -> None:
+def test_a_model_too_large_for_the_gpu_is_refused_before_loading(run_cli: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 126, "num_attention_heads": 128, "intermediate_size": 53248}
     folder = save_config("llama", tmp_path, **sizes)
     result = run_cli("warm", folder, "--load-format", "dummy")

@@ -1,4 +1,4 @@
-"""What requests ask of a step beside its program: on the GPU a server says what it says on the CPU, in float32."""
+"""Sampling features of requests: in float32, a server on the GPU gives the responses of one on the CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tests.server.test_structured_output import PERSON, QUESTION, json_schema_fo
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler for the CPU's server"),
+    pytest.mark.skipif(shutil.which("g++") is None, reason="the server on the CPU needs a C++ compiler"),
 ]
 PROMPT = "This module provides"
-LONG = [10 + 7 * place % 900 for place in range(300)]  # of several chunks
+LONG = [10 + 7 * position % 900 for position in range(300)]  # several chunks
 REQUESTS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "long": {"prompt": LONG},
@@ -29,13 +29,13 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "filters": {"temperature": 1.3, "seed": 8, "top_p": 0.9, "top_k": 40, "min_p": 0.02},
     "penalties": {"frequency_penalty": 1.5, "presence_penalty": 0.5, "repetition_penalty": 1.2},
     "biases": {"logit_bias": {"300": 100, "301": 100}, "frequency_penalty": 2},
-    "least length": {"min_tokens": 30, "max_tokens": 60},
+    "minimum length": {"min_tokens": 30, "max_tokens": 60},
     "stop": {"stop": [" the", "\n"], "max_tokens": 100},
     "choices": {"n": 3, "temperature": 1, "seed": 3},
     "prompts": {"prompt": [PROMPT, "A list is", "To be "]},
     "logprobs": {"logprobs": 3},
     "echo": {"echo": True, "logprobs": 2, "max_tokens": 5},
-    "ids to stop at": {"stop_token_ids": list(range(0, 2000, 16)), "max_tokens": 100},
+    "stop token ids": {"stop_token_ids": list(range(0, 2000, 16)), "max_tokens": 100},
     "chat": {"messages": QUESTION, "logprobs": True, "top_logprobs": 3},
     "chat, any object": {"messages": QUESTION, "response_format": {"type": "json_object"}, "max_tokens": 200},
     "echo of a long prompt": {"prompt": LONG, "echo": True, "logprobs": 0, "max_tokens": 1},
@@ -63,42 +63,44 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuAndGpu]:
         yield CpuAndGpu(cpu, gpu)
 
 
-def answers(server: ServerProcess, **asked: Any) -> list[dict[str, Any]]:
-    is_chat = "messages" in asked
+def complete(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:
+    """The choices of one completion or chat request."""
+    is_chat = "messages" in fields
     url = f"{server.address}/v1/{'chat/' if is_chat else ''}completions"
-    body = {"model": TINY, "max_tokens": 40, "temperature": 0, **({} if is_chat else {"prompt": PROMPT}), **asked}
+    body = {"model": TINY, "max_tokens": 40, "temperature": 0, **({} if is_chat else {"prompt": PROMPT}), **fields}
     if body.get("stream"):
-        return streamed(url, body)
-    made = httpx.post(url, json=body, timeout=120)
-    assert made.status_code == 200, made.text
+        return stream_choices(url, body)
+    response = httpx.post(url, json=body, timeout=120)
+    assert response.status_code == 200, response.text
     return [
-        {**choice, "text": choice["message"]["content"]} if is_chat else choice for choice in made.json()["choices"]
+        {**choice, "text": choice["message"]["content"]} if is_chat else choice for choice in response.json()["choices"]
     ]
 
 
-def streamed(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
-    found: dict[int, dict[str, Any]] = {}
-    with httpx.stream("POST", url, json=body, timeout=120) as made:
-        for line in made.iter_lines():
+def stream_choices(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    choices: dict[int, dict[str, Any]] = {}
+    with httpx.stream("POST", url, json=body, timeout=120) as response:
+        for line in response.iter_lines():
             if line.startswith("data: {"):
                 for choice in json.loads(line[6:])["choices"]:
-                    whole = found.setdefault(choice["index"], {"text": ""})
-                    whole["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
-                    whole["finish_reason"] = choice["finish_reason"]
-    return [found[index] for index in sorted(found)]
+                    joined = choices.setdefault(choice["index"], {"text": ""})
+                    joined["text"] += choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+                    joined["finish_reason"] = choice["finish_reason"]
+    return [choices[index] for index in sorted(choices)]
 
 
 def logprobs_of(choice: dict[str, Any]) -> list[tuple[str, float, dict[str, float]]]:
-    """Each token with its log-probability and those of the likeliest; a prompt's first has none."""
-    found = choice["logprobs"]
-    if found is None:
+    """Each token with its log-probability and those of the most likely tokens. A prompt's first token has none."""
+    logprobs = choice["logprobs"]
+    if logprobs is None:
         return []
-    if "content" in found:
+    if "content" in logprobs:
         return [
-            (one["token"], one["logprob"], {other["token"]: other["logprob"] for other in one["top_logprobs"]})
-            for one in found["content"]
+            (entry["token"], entry["logprob"], {top["token"]: top["logprob"] for top in entry["top_logprobs"]})
+            for entry in logprobs["content"]
         ]
-    rows = zip(found["tokens"], found["token_logprobs"], found["top_logprobs"] or itertools.repeat({}), strict=False)
+    tops = logprobs["top_logprobs"] or itertools.repeat({})
+    rows = zip(logprobs["tokens"], logprobs["token_logprobs"], tops, strict=False)
     return [(token, value, top) for token, value, top in rows if value is not None]
 
 
@@ -106,24 +108,24 @@ def texts_of(choices: list[dict[str, Any]]) -> list[tuple[str, str]]:
     return [(choice["text"], choice["finish_reason"]) for choice in choices]
 
 
-@pytest.mark.parametrize("asked", REQUESTS.values(), ids=REQUESTS)
-def test_the_gpu_says_what_the_cpu_says(servers: CpuAndGpu, asked: dict[str, Any]) -> None:
-    here, there = answers(servers.cpu, **asked), answers(servers.gpu, **asked)
-    assert texts_of(there) == texts_of(here)
-    for known, found in zip(map(logprobs_of, here), map(logprobs_of, there), strict=True):
-        assert [token for token, _, _ in found] == [token for token, _, _ in known]
-        assert [value for _, value, _ in found] == pytest.approx([value for _, value, _ in known], abs=1e-3)
+@pytest.mark.parametrize("fields", REQUESTS.values(), ids=REQUESTS)
+def test_the_gpu_gives_the_responses_of_the_cpu(servers: CpuAndGpu, fields: dict[str, Any]) -> None:
+    cpu_choices, gpu_choices = complete(servers.cpu, **fields), complete(servers.gpu, **fields)
+    assert texts_of(gpu_choices) == texts_of(cpu_choices)
+    for expected, entries in zip(map(logprobs_of, cpu_choices), map(logprobs_of, gpu_choices), strict=True):
+        assert [token for token, _, _ in entries] == [token for token, _, _ in expected]
+        assert [value for _, value, _ in entries] == pytest.approx([value for _, value, _ in expected], abs=1e-3)
         assert all(
-            top == pytest.approx(other, abs=1e-3) for (_, _, top), (_, _, other) in zip(found, known, strict=True)
+            top == pytest.approx(other, abs=1e-3) for (_, _, top), (_, _, other) in zip(entries, expected, strict=True)
         )
-        assert (len(found) > 4) == ("logprobs" in asked)
-    assert texts_of(answers(servers.gpu, **asked, stream=True)) == texts_of(there)
+        assert (len(entries) > 4) == ("logprobs" in fields)
+    assert texts_of(complete(servers.gpu, **fields, stream=True)) == texts_of(gpu_choices)
 
 
-def test_all_at_once_get_what_each_gets_alone(servers: CpuAndGpu) -> None:
-    alone = [texts_of(answers(servers.gpu, **asked)) for asked in REQUESTS.values()]
+def test_concurrent_requests_get_the_responses_they_get_alone(servers: CpuAndGpu) -> None:
+    alone = [texts_of(complete(servers.gpu, **fields)) for fields in REQUESTS.values()]
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
-        together = list(pool.map(lambda asked: texts_of(answers(servers.gpu, **asked)), REQUESTS.values()))
+        together = list(pool.map(lambda fields: texts_of(complete(servers.gpu, **fields)), REQUESTS.values()))
     assert together == alone
     assert servers.gpu.wait_until_idle(10) < 10
     assert servers.gpu.metric("recompiles_total") == 0
