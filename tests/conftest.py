@@ -67,7 +67,7 @@ def precompiled_headers() -> None:
     """A warm start in this process has told Inductor that there is no header to prepare: what is compiled by a test
     that starts nothing would take twice as long."""
     if "torch._inductor.codecache" in sys.modules:
-        from tcdeploy.cache.toolchain import use_precompiled_headers
+        from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 
         use_precompiled_headers(True)
 

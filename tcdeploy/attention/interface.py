@@ -20,6 +20,7 @@ from tcdeploy.attention.kv_cache import LayerKV
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import DEFAULT, Variant
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
 ATTN_IMPLEMENTATION = "tcdeploy"
 UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # tokens: programs do not depend on how long sequences may get
@@ -70,7 +71,7 @@ def empty_attention_metadata(plan: Plan, architecture: Architecture) -> Attentio
 
     kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
     split_counters = zeros(plan.decode_buckets[-1].size + 1, kv_heads)
-    torch._dynamo.mark_dynamic(split_counters, 0)  # programs do not depend on the largest batch
+    mark_dynamic(split_counters, 0)  # programs do not depend on the largest batch
     return AttentionMetadata(
         is_prefill=True,
         slot_mapping=zeros(1, dtype=torch.int64),

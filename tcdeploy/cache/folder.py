@@ -36,7 +36,6 @@ from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
 MEBIBYTE = 1 << 20
 LEASES_DIR, LOCK_FILE = "leases", ".lock"
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # what stays of an unpacked bundle: its header and signatures
-TRITON_CACHE_MANAGER = "tcdeploy.torch_compat.triton_cache:RelocatableCacheManager"
 KEYED_DIRS = ("fxgraph/", "aotautograd/")  # of torch's: a folder per key, an entry per set of guards
 LOCK_TIMEOUT_S = 600.0  # that a process waits for another one's unpacking or clearing
 _leases: dict[Path, IO[bytes]] = {}
@@ -57,7 +56,9 @@ def activate(root: str, plan_key: str, buckets: int) -> str:
         folder = _private_copy(root)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.realpath(folder)
     os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.realpath(folder), "triton")
-    os.environ["TRITON_CACHE_MANAGER"] = TRITON_CACHE_MANAGER
+    from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
+
+    use_relocatable_cache()
     _pin_ptxas()
     return folder
 

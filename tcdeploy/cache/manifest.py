@@ -68,7 +68,7 @@ class BucketRecord:
     """What warming one bucket took and gave. Times in seconds or ms as named; a None was not measured."""
 
     bucket: str
-    outcome: str  # hit, miss or reused
+    outcome: str  # hit, miss, reused or unknown
     compile_seconds: float
     capture_seconds: float
     check_seconds: float
@@ -126,7 +126,7 @@ class Manifest:
 
         A process that had started something before may have found programs in its memory, and opened no file.
         """
-        return self.is_first_start and all(record.outcome != "miss" for record in self.buckets)
+        return self.is_first_start and all(record.outcome in ("hit", "reused") for record in self.buckets)
 
     def cold_seconds(self) -> dict[str, float]:
         """Per bucket, the compile seconds of the run that missed: what the cache saves."""

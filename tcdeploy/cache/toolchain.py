@@ -4,12 +4,7 @@ A warm start compiles nothing, and still Inductor asks the compiler who it is: t
 it made, and without one it gives up. So what the compiler answers is kept beside the programs, and where no compiler
 is found, a script of its name gives those answers. Asked to compile, it fails and says why.
 
-Precompiled headers are the other thing in the way: Inductor makes them in a folder of its own outside the cache, at
-every start that loads a C++ program, hit or miss (0.4 s, and 12 s more on a machine that has none yet). They halve a
-cold start and do nothing for a warm one, so a warm one is told that there is no header to prepare. Inductor's own
-switch cannot do that: it is in torch's cache key and in the names of programs, so it would have to be off in a cold
-start too. torch 2.11 to 2.13 ask `codecache._get_cpp_prefix_header`; tests/cache/test_toolchain.py fails when that
-moves.
+torch_compat/compiler_queries.py lists what Inductor asks.
 """
 
 from __future__ import annotations
@@ -22,17 +17,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+
+from tcdeploy.torch_compat.compiler_queries import COMPILER_QUERIES
 
 COMPILER = "g++"  # Inductor's own choice, unless CXX names another
 TOOLCHAIN_DIR = "toolchain"
 NO_COMPILER_MESSAGE = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
-COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
-
-
-_original_get_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
 
 
 class CompilerOutput(NamedTuple):
@@ -111,16 +103,3 @@ def _stub_script(toolchain: Toolchain) -> str:
     return "\n".join(
         ["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"]
     )
-
-
-def use_precompiled_headers(enabled: bool) -> None:
-    """Whether Inductor may prepare headers from here on; without, what must be compiled takes twice as long."""
-    from torch._inductor import codecache
-
-    global _original_get_prefix_header
-    _original_get_prefix_header = _original_get_prefix_header or codecache._get_cpp_prefix_header
-    codecache._get_cpp_prefix_header = _original_get_prefix_header if enabled else _no_header  # type: ignore[assignment]
-
-
-def _no_header(device: str) -> str | None:
-    return None

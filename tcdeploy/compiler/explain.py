@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import nn
+
+from tcdeploy.torch_compat.dynamo_explain import break_reasons
 
 
 class GraphBreak(NamedTuple):
@@ -46,9 +47,8 @@ def explain_regions(regions: list[nn.Module], run_once: Callable[[], object]) ->
 
 @torch.no_grad()
 def _explain(region: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[GraphBreak]:
-    torch._dynamo.reset()
-    explained = torch._dynamo.explain(region.forward)(*args, **kwargs)
-    return [_to_graph_break(type(region).__name__, reason) for reason in explained.break_reasons]
+    torch.compiler.reset()
+    return [_to_graph_break(type(region).__name__, reason) for reason in break_reasons(region.forward, args, kwargs)]
 
 
 def _to_graph_break(region: str, reason: Any) -> GraphBreak:

@@ -19,9 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx  # 3 s that belong to importing, not to the first bucket
-import torch._inductor.config
 from torch import Tensor, nn
 
 from tcdeploy.attention.interface import AttentionMetadata
@@ -30,6 +27,14 @@ from tcdeploy.errors import CompileError, RecompileError, SpaceError
 from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.compile_errors import is_compile_error, is_graph_break
+from tcdeploy.torch_compat.compile_stack import import_compile_stack
+from tcdeploy.torch_compat.compiled_call import get_compiled_call, run_uncompiled, set_compiled_call
+from tcdeploy.torch_compat.custom_graph_pass import pass_options
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic, tensors_in
+from tcdeploy.torch_compat.recompile_limits import raise_recompile_limits
+
+import_compile_stack()
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by identity
 PROGRAMS_PER_BUCKET_LIMIT = 12  # kinds of layers and edges we allow for; torch stops at 8 in all by default
@@ -46,10 +51,7 @@ def compile_regions(
     """
     tried = sum(len(plan.variants(bucket)) for bucket in plan.buckets)
     limit = PROGRAMS_PER_BUCKET_LIMIT * (tried + 1)
-    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
-    torch._dynamo.config.accumulated_recompile_limit = max(
-        limit * len(regions), torch._dynamo.config.accumulated_recompile_limit
-    )
+    raise_recompile_limits(limit, limit * len(regions))
     for region in regions:
         _compile_in_place(region, plan, step, is_last=region is regions[-1])
         for bucket in plan.buckets:
@@ -72,7 +74,7 @@ def _compile_in_place(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if is_head and (step.is_prefill or not step.variant.compile_head):
-            return region._call_impl(*args, **kwargs)
+            return run_uncompiled(region, *args, **kwargs)
         program = compiled.get(step.variant)
         if program is None:
             options = inductor_options(step.variant, plan.graphs)
@@ -80,7 +82,7 @@ def _compile_in_place(
             compiled[step.variant] = program
         return program(region, step.last_token_rows if is_last else None, *args, **kwargs)
 
-    region._compiled_call_impl = call  # type: ignore[assignment]
+    set_compiled_call(region, call)
 
 
 def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +90,7 @@ def _run_region(region: nn.Module, rows: Tensor | None, *args: Any, **kwargs: An
 
     A function of ours, because torch runs the frames of its own modules (a head is a plain nn.Linear) uncompiled.
     """
-    out = region._call_impl(*args, **kwargs)
+    out = run_uncompiled(region, *args, **kwargs)
     return out if rows is None else out[:, rows]
 
 
@@ -96,7 +98,7 @@ def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """A candidate's settings of Inductor, with our pass; all are in the key of torch's cache, our ops' sources too."""
     rewrite = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
-    return {"post_grad_custom_pre_pass": rewrite, **own_graphs, **dict(variant.inductor_config)}
+    return {**pass_options(rewrite), **own_graphs, **dict(variant.inductor_config)}
 
 
 def _mark_token_dims_dynamic(region: nn.Module, step: AttentionMetadata, bucket: Bucket) -> None:
@@ -106,22 +108,23 @@ def _mark_token_dims_dynamic(region: nn.Module, step: AttentionMetadata, bucket:
     the slot that `module.compile()` fills: torch.nn.Module has no public hook that runs outside the program. Covered
     by test_programs.py::test_a_dynamic_range_is_one_program.
     """
-    compiled: Callable[..., Any] = region._compiled_call_impl  # type: ignore[assignment]
+    compiled = get_compiled_call(region)
+    assert compiled is not None
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
         if step.is_prefill:
             for tensor, dim in _token_dims(step, args, kwargs):
-                torch._dynamo.mark_dynamic(tensor, dim, min=bucket.min_size, max=bucket.size)
+                mark_dynamic(tensor, dim, min=bucket.min_size, max=bucket.size)
         return compiled(*args, **kwargs)
 
-    region._compiled_call_impl = call  # type: ignore[assignment]
+    set_compiled_call(region, call)
 
 
 def _token_dims(step: AttentionMetadata, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
     """(tensor, dim) of everything sized by tokens that enters a region: what is [1, tokens, ...], and the slots."""
-    for item in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1:
+    for item in tensors_in((args, kwargs)):
+        if item.ndim >= 2 and item.shape[0] == 1:
             yield item, 1
     yield step.slot_mapping, 0
 
@@ -148,18 +151,6 @@ def fail_on_recompile() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_compile_workers() -> Iterator[None]:
-    """Read programs back in this process, without Inductor's compile workers.
-
-    A kernel that comes from a worker was pickled, and triton.Config forgets by that what Inductor notes in it: that
-    coordinate descent has found it. It would descend again at every start (triton 3.6 and 3.7;
-    tests/torch_compat/test_triton_cache.py fails when it forgets no more).
-    """
-    with torch._inductor.config.patch(compile_threads=1):
-        yield
-
-
-@contextlib.contextmanager
 def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
     """Translate what torch raises while it compiles: graph breaks, a full disk, too little GPU memory."""
     try:
@@ -169,10 +160,8 @@ def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
             f"the GPU ran out of memory while warming: {str(error).splitlines()[0]}",
             "lower --memory-fraction, or leave out the largest bucket",
         ) from error
-    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
-        raise _translate_error(error, plan, cache_dir) from error
-    except RuntimeError as error:
-        if "torch._inductor" in type(error).__module__ or _is_disk_full(error, cache_dir):
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, OSError) or is_compile_error(error) or _is_disk_full(error, cache_dir):
             raise _translate_error(error, plan, cache_dir) from error
         raise
 
@@ -185,7 +174,7 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
             "what was cached is intact: free some room, or name another --cache-dir, and run again",
         )
     text = str(error).strip()
-    if isinstance(error, torch._dynamo.exc.Unsupported):
+    if is_graph_break(error):
         hint = "--explain-breaks shows the line"
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy
 import torch
-import torch._dynamo
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from tcdeploy.attention.kv_cache import PADDING_SLOT
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk
 from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
 ALIGNMENT = 16  # elements: every part of a packed upload begins at a multiple of 128 bytes
 
@@ -80,7 +80,7 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, step: AttentionMetadata) -
     """The first rows of the decode state: views, so that all decode buckets share it. `step` brings the arrivals."""
     size, device = bucket.size, state.token_ids.device
     block_table = state.block_table[:size]
-    torch._dynamo.mark_dynamic(block_table, 1)  # its width follows the context: a symbol, so programs do not
+    mark_dynamic(block_table, 1)  # its width follows the context: a symbol, so programs do not
     unused = torch.zeros(2, dtype=torch.int64, device=device)
     inputs = AttentionMetadata(
         is_prefill=False,
@@ -118,7 +118,7 @@ class PrefillBuffers:
         longs = self._int64_layout.views(self._packed)
         ints = self._int32_layout.views(self._packed[self._int64_layout.size :].view(torch.int32))
         block_table = ints["tables"].view(sequences, width)
-        torch._dynamo.mark_dynamic(block_table, 1)
+        mark_dynamic(block_table, 1)
         inputs = AttentionMetadata(
             is_prefill=True,
             slot_mapping=longs["slots"],

@@ -7,10 +7,8 @@ the device, with the greedy choice and the advance of the decode rows; any other
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
@@ -27,6 +25,7 @@ from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.body_forward import reuse_body_output
 
 PROMPT_LOGPROBS_CHUNK = 512  # of 128,256 tokens: 130 MB of logits, and twice that in float32
 
@@ -109,7 +108,7 @@ class ModelRunner:
         prefill = self._prefill_for(smallest_bucket(self.plan.prefill_buckets, stop - start), stop - start)
         prefill.fill([chunk], [None])
         found: list[tuple[int, sampling.Logprobs]] = []
-        with _reuse_body_output(self.model):
+        with reuse_body_output(self.model):
             for begin in range(start, last, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, last)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
@@ -197,32 +196,6 @@ class ModelRunner:
         finally:
             self.step.last_token_rows = None  # the reference runs the same layers
         return logits if head_rows is None or keep else logits[head_rows]
-
-
-@contextlib.contextmanager
-def _reuse_body_output(model: PreTrainedModel) -> Iterator[None]:
-    """Within, the model without its head runs at the first call alone, and every call gets what that gave.
-
-    The head stays in the model's own forward, with whatever a family does around it. Where the body is one program
-    (region model) each call runs it.
-    """
-    body = model.base_model
-    if body is model or body._compiled_call_impl is not None or "forward" in vars(body):
-        yield
-        return
-    forward: Any = body.forward
-    outputs: list[Any] = []
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not outputs:
-            outputs.append(forward(*args, **kwargs))
-        return outputs[0]
-
-    body.forward = once
-    try:
-        yield
-    finally:
-        del body.forward
 
 
 def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:

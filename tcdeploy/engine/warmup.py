@@ -19,11 +19,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch._dynamo
 
 from tcdeploy.cache.manifest import BucketRecord, GreedyTokens, Parity, Trial
 from tcdeploy.compiler.ledger import CompileStats, measure_compiles, read_counts
-from tcdeploy.compiler.programs import force_eager, translate_compile_errors, without_compile_workers
+from tcdeploy.compiler.programs import force_eager, translate_compile_errors
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.parity import check_parity, greedy_tokens, reference_attn_implementation, reference_logits
@@ -34,6 +33,7 @@ from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.variants import Variant
 from tcdeploy.progress import Progress
+from tcdeploy.torch_compat.compile_threads import without_compile_workers
 
 RUNS_BEFORE_CAPTURE = 2
 MAX_CHECKED_ROWS = 4  # the first, the last and two between: each costs a whole eager pass

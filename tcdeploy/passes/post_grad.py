@@ -26,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers tcdeploy::linear
@@ -37,6 +36,7 @@ from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residua
 from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
+from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass, hash_files
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
@@ -44,6 +44,7 @@ DECOMPOSED_MM_OPS = {aten.mul.Tensor, SUM, CONVERT_ELEMENT_TYPE}
 CSE_OPS = {aten.mm.default, aten.addmm.default, *VIEWS, *DECOMPOSED_MM_OPS}
 
 HASHED_FOLDERS = ("attention", "linear", "passes")
+HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "pdl")
 
 
 class PostGradPass(CustomGraphPass):
@@ -71,7 +72,7 @@ class PostGradPass(CustomGraphPass):
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return get_hash_for_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
+        return hash_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
 
 
 @functools.cache
@@ -85,7 +86,8 @@ def sources() -> tuple[str, ...]:
     """The files that decide what a program with our ops in it does, and its key, beside those that torch hashes."""
     package = Path(__file__).parent.parent
     files = [path for folder in HASHED_FOLDERS for path in sorted((package / folder).glob("*.py"))]
-    return (*map(str, files), str(package / "torch_compat" / "graph_cache_keys.py"))
+    compat = [package / "torch_compat" / f"{name}.py" for name in HASHED_COMPAT_FILES]
+    return tuple(map(str, [*files, *compat]))
 
 
 def _eliminate_common_subexpressions(graph: Graph) -> None:

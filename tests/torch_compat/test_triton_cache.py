@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from tcdeploy.cache.folder import TRITON_CACHE_MANAGER
+from tcdeploy.torch_compat.triton_cache import RELOCATABLE_MANAGER
 from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
@@ -46,7 +46,7 @@ print(json.dumps([is_hit, len(made.kernel), sorted(files.values()), manager.kern
 
 BUILD = """
 import sys
-from tcdeploy.torch_compat.triton_cache import patch_platform_key
+from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 from triton.runtime.build import compile_module_from_src
 
 if "by machine" in sys.argv:
@@ -64,13 +64,15 @@ import json
 from torch._inductor import async_compile
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch._inductor.runtime import compile_tasks
-from tcdeploy.torch_compat.triton_cache import patch_platform_key
+from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
+from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 from triton.runtime import build
 
 from kernel import Loaded
 
 if __name__ == "__main__":
     patch_platform_key()
+    patch_compile_workers()
     pool, keys = SubprocPool(1), [build.platform_key()]
     for function in (compile_tasks._worker_compile_triton, async_compile._worker_compile_triton):
         kernel, _ = pool.submit(function, Loaded, {}, {}).result()
@@ -102,12 +104,12 @@ def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.C
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
-def compile_in(folder: Path, manager: str = TRITON_CACHE_MANAGER) -> tuple[bool, int, list[str]]:
+def compile_in(folder: Path, manager: str = RELOCATABLE_MANAGER) -> tuple[bool, int, list[str]]:
     """Whether Triton found it, the bytes of the kernel, its files. What our manager counts is what Triton says."""
     done = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
     assert done.returncode == 0, done.stderr
     was_hit, size, files, counted = json.loads(done.stdout)
-    assert counted == (None if manager != TRITON_CACHE_MANAGER else int(not was_hit))
+    assert counted == (None if manager != RELOCATABLE_MANAGER else int(not was_hit))
     return was_hit, size, files
 
 
