@@ -259,8 +259,8 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
     _check_fields(document, BucketRecord)
     made: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
-        "eager_greedy_tokens": _read_greedy_tokens(document["oracle"]),
-        "greedy_tokens": _read_greedy_tokens(document["answers"]),
+        "eager_greedy_tokens": _read_greedy_tokens(document["eager_greedy_tokens"]),
+        "greedy_tokens": _read_greedy_tokens(document["greedy_tokens"]),
         "trials": tuple(Trial(**trial) for trial in document["trials"]),
     }
     return BucketRecord(**{**document, **made})

@@ -36,7 +36,7 @@ from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residua
 from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
-from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass, hash_files
+from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass
 
 aten = torch.ops.aten
 # A product of one row may stand there as what it is made of (Inductor does that under coordinate descent).
@@ -72,7 +72,8 @@ class PostGradPass(CustomGraphPass):
             fuse_inplace_residual_add(graph)
 
     def uuid(self) -> bytes:
-        return hash_files(sources(), f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}")
+        flags = f"{self.skinny_gemm} {self.inplace_residual} {self.fused_epilogues}"
+        return f"{sources_digest()} {flags}".encode()
 
 
 @functools.cache

@@ -24,7 +24,6 @@ else:
 def supported() -> bool:
     return (
         isinstance(find(f"{MODULE}:CustomGraphPass"), type)
-        and callable(find(f"{MODULE}:get_hash_for_files"))
         and hasattr(find("torch._inductor.config"), OPTION)
     )
 
@@ -41,9 +40,3 @@ INTERNAL = Internal(
 def pass_options(graph_pass: Callable[..., Any]) -> dict[str, Any]:
     """The options of torch.compile that make Inductor run `graph_pass`; none where it cannot."""
     return {OPTION: graph_pass} if supported() else {}
-
-
-def hash_files(paths: tuple[str, ...], extra: str) -> bytes:
-    """What a pass returns as its uuid: a hash of source files and settings."""
-    digest: bytes = find(f"{MODULE}:get_hash_for_files")(paths, extra)
-    return digest
