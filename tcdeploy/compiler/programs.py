@@ -32,7 +32,6 @@ from tcdeploy.torch_compat.compile_stack import import_compile_stack
 from tcdeploy.torch_compat.compiled_call import get_compiled_call, run_uncompiled, set_compiled_call
 from tcdeploy.torch_compat.custom_graph_pass import pass_options
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic, tensors_in
-from tcdeploy.torch_compat.recompile_limits import raise_recompile_limits
 
 import_compile_stack()
 
@@ -51,7 +50,9 @@ def compile_regions(
     """
     tried = sum(len(plan.variants(bucket)) for bucket in plan.buckets)
     limit = PROGRAMS_PER_BUCKET_LIMIT * (tried + 1)
-    raise_recompile_limits(limit, limit * len(regions))
+    config = torch.compiler.config
+    config.recompile_limit = max(limit, config.recompile_limit)
+    config.accumulated_recompile_limit = max(limit * len(regions), config.accumulated_recompile_limit)
     for region in regions:
         _compile_in_place(region, plan, step, is_last=region is regions[-1])
         for bucket in plan.buckets:
