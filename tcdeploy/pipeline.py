@@ -56,8 +56,13 @@ from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
+from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import torch_settings
+from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
+from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
+from tcdeploy.torch_compat.registry import missing_internals
+from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
 _prepare_calls = 0  # of this process
@@ -110,15 +115,13 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     with stages.stage("load"):
         cache_dir = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets))
         pickle_memory_formats_by_name()
-        if plan.device == "cuda" and planned.environment.triton:
-            from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
-            from tcdeploy.torch_compat.triton_cache import patch_platform_key  # Triton, which a CPU may lack
-
+        if plan.device == "cuda":
             patch_platform_key()
+            patch_compile_workers()
             relocate_autotune_cache()
         acquire_lease(cache_dir, plan.key)
         earlier = read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
-        toolchain.use_precompiled_headers(earlier is None)
+        use_precompiled_headers(earlier is None)
         if planned.toolchain:
             toolchain.install_compiler_stub(planned.toolchain)
         runner = _load(planned)
@@ -173,7 +176,7 @@ def _is_first_prepare() -> bool:
 
 def release_memory() -> None:
     """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():
@@ -195,7 +198,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
     progress = progress or NullProgress()
     stages = stages or _StageTimer(progress)
     with stages.stage("decide"):
-        environment = detect_environment()
+        environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
         planned = PlannedDeployment(

@@ -72,7 +72,7 @@ def precompiled_headers() -> None:
     Without them, kernels of a test that starts no deployment would take twice as long to compile.
     """
     if "torch._inductor.codecache" in sys.modules:
-        from tcdeploy.cache.toolchain import use_precompiled_headers
+        from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 
         use_precompiled_headers(True)
 

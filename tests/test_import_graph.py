@@ -37,14 +37,27 @@ LAYERS = (  # from the ground up; packages of one layer do not import each other
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
     "errors", "gc_policy", "planning.recipe", "planning.environment", "planning.architecture", "planning.variants",
-    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "progress", "cache.contents", "cache.manifest", "cache.toolchain", "cache.folder", "cache.leases", "cache.integrity", "engine.sequence",
-    "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol", "server.validation", "server.admission",
+    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions", "progress",
+    "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
+    "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol",
+    "server.validation", "server.admission",
     "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
 HELP_SECONDS = 0.4
+PRIVATE_ROOM = "torch_compat"
+PRIVATE_OWNERS = ("torch", "triton", "transformers", "uvicorn", "starlette")
+# Names with an underscore that other packages document. No module of PRIVATE_OWNERS is allowed.
+DOCUMENTED_NAMES = {
+    "_replace": "typing.NamedTuple",
+    "_asdict": "typing.NamedTuple",
+    "_fields": "typing.NamedTuple",
+    "_exit": "os",
+    "_strip_protocol": "fsspec.AbstractFileSystem, which fsspec's guide for developers names",
+}
+ATTRIBUTE_FUNCTIONS = ("getattr", "setattr", "hasattr", "delattr")
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "base", "misc"}
 
 
@@ -177,6 +190,78 @@ def without_docstring(root: Path) -> list[str]:
     return [name for name, tree in modules_of(root).items() if not ast.get_docstring(tree)]
 
 
+def private_names(root: Path) -> list[str]:
+    """Uses of private names of other packages outside torch_compat: imports, attributes, getattr and dotted strings.
+
+    An attribute counts as ours if some module of the package defines a name like it, unless it is reached from an
+    imported module of PRIVATE_OWNERS.
+    """
+    modules = modules_of(root)
+    ours = {name for tree in modules.values() for name in defined_private_names(tree)} | set(DOCUMENTED_NAMES)
+    offences = []
+    for module, tree in modules.items():
+        if top_level_name(module) == PRIVATE_ROOM:
+            continue
+        foreign = foreign_names(tree)
+        for node in ast.walk(tree):
+            line = getattr(node, "lineno", 0)
+            offences += [f"{module}:{line} {name}" for name in private_names_of(node, foreign, ours)]
+    return sorted(set(offences))
+
+
+def private_names_of(node: ast.AST, foreign: set[str], ours: set[str]) -> Iterator[str]:
+    match node:
+        case ast.Import(names=aliases):
+            yield from (alias.name for alias in aliases if has_private_part(alias.name))
+        case ast.ImportFrom(module=str(source), names=aliases, level=0):
+            yield from (name for alias in aliases if has_private_part(name := f"{source}.{alias.name}"))
+        case ast.Attribute(attr=name) if is_private(name):
+            if name not in ours or ast.unparse(node).partition(".")[0] in foreign:
+                yield ast.unparse(node)
+        case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=str(name)), *_]):
+            if function in ATTRIBUTE_FUNCTIONS and is_private(name) and name not in ours:
+                yield name
+        case ast.Constant(value=str(text)) if re.fullmatch(r"[a-z]+(\.\w+)+", text) and has_private_part(text):
+            yield repr(text)
+
+
+def has_private_part(dotted: str) -> bool:
+    owner, *parts = dotted.split(".")
+    return owner in PRIVATE_OWNERS and any(map(is_private, parts))
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.endswith("__") and name != "_"
+
+
+def foreign_names(tree: ast.Module) -> set[str]:
+    """What a module calls the things that it imports from PRIVATE_OWNERS."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            aliases = [alias for alias in node.names if top_level_name(alias.name) in PRIVATE_OWNERS]
+            names |= {alias.asname or alias.name for alias in aliases}
+        elif isinstance(node, ast.ImportFrom) and top_level_name(node.module or "") in PRIVATE_OWNERS:
+            names |= {alias.asname or alias.name for alias in node.names}
+    return {name.partition(".")[0] for name in names}
+
+
+def defined_private_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes, assigned names and attributes of `self` and `cls` that begin with an underscore."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                defined = name
+            case ast.Name(id=name, ctx=ast.Store()):
+                defined = name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                defined = name
+            case _:
+                continue
+        if is_private(defined):
+            yield defined
+
+
 # The rules, on our house
 
 
@@ -228,6 +313,24 @@ def test_every_module_says_what_it_is_for() -> None:
 
 def test_no_except_is_bare() -> None:
     assert bare_excepts(ROOT) == []
+
+
+def test_private_names_of_other_packages_stand_in_torch_compat_only() -> None:
+    assert private_names(ROOT) == []
+
+
+def test_every_file_of_torch_compat_that_holds_a_private_name_is_in_the_registry() -> None:
+    """A file is exempt that only helps others: it defines no `supported`."""
+    modules = {name: tree for name, tree in modules_of(ROOT).items() if top_level_name(name) == PRIVATE_ROOM}
+    holders = {
+        name.rpartition(".")[2]
+        for name, tree in modules.items()
+        if any(isinstance(node, ast.FunctionDef) and node.name == "supported" for node in tree.body)
+    }
+    registry = modules[f"{PRIVATE_ROOM}.registry"]
+    registered = {alias.name for node in registry.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    assert holders - registered == set()
+    assert len(holders) > 20
 
 
 def test_no_file_is_named_after_nothing() -> None:
@@ -380,3 +483,42 @@ def test_other_offences_are_found(tmp_path: Path) -> None:
     assert modules_that_print(package) == ["pipeline:3", "pipeline:5"]
     assert bare_excepts(package) == ["pipeline:4"]
     assert without_docstring(package) == ["cli.warm", "pipeline"]
+
+
+@pytest.mark.parametrize(
+    ("source", "offence"),
+    [
+        ("import torch._dynamo", "torch._dynamo"),
+        ("import torch._inductor.config as inductor", "torch._inductor.config"),
+        ("def f():\n    from torch._inductor import codecache", "torch._inductor.codecache"),
+        ("from torch.nn.modules import _functions", "torch.nn.modules._functions"),
+        ("import torch\ntorch._dynamo.reset()", "torch._dynamo"),
+        ("import torch as t\nt.ops.aten._flash_attention_forward()", "t.ops.aten._flash_attention_forward"),
+        ("from transformers import AttentionInterface\nAttentionInterface._global_mapping.clear()",
+         "AttentionInterface._global_mapping"),
+        ("def f(region):\n    region._compiled_call_impl = print", "region._compiled_call_impl"),
+        ("def f(region):\n    return getattr(region, '_compiled_call_impl', None)", "_compiled_call_impl"),
+        ("import logging\nlogging.getLogger('torch._subclasses.fake_tensor')", "'torch._subclasses.fake_tensor'"),
+        ("import torch\ntorch._mine()\ndef _mine(): pass", "torch._mine"),
+    ],
+)  # fmt: skip
+def test_a_private_name_is_found_however_it_is_reached(source: str, offence: str, tmp_path: Path) -> None:
+    package = build(tmp_path, {"engine/runner.py": source, "torch_compat/slot.py": source})
+    [found] = private_names(package)
+    assert found.startswith("engine.runner:") and found.endswith(f" {offence}")
+
+
+def test_private_names_of_the_package_and_of_other_packages_are_no_offence(tmp_path: Path) -> None:
+    source = """
+import os
+from typing import NamedTuple
+class Point(NamedTuple):
+    x: int
+class Runner:
+    def __init__(self): self._rows = 1
+    def _step(self): return self._rows
+def f(runner):
+    os._exit(Point(1)._replace(x=runner._rows).x + runner._step())
+    return type(runner).__name__, "torch.compile", "see torch._dynamo for more"
+"""
+    assert private_names(build(tmp_path, {"engine/runner.py": source})) == []

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.attention import reference
+from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # Told that no sequence has more than one query, FlashAttention-2 folds the heads of a group into queries and reads as
 # many tokens as there are sequences; ours may be padding without any.
@@ -87,9 +88,7 @@ VarlenAttention = Callable[[Tensor, Tensor, Tensor, VarlenSeqlens, AttentionPara
 def _torch_flash(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
     """FlashAttention-2 as torch ships it (aten::_flash_attention_forward); it has no soft-capping."""
     options = dict(zip(("window_size_left", "window_size_right"), params.window_sizes or (), strict=False))
-    out, log_sum_exp, *_ = torch.ops.aten._flash_attention_forward(
-        q, k, v, *seqlens, 0.0, True, False, scale=params.scale, **options
-    )
+    out, log_sum_exp, *_ = flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, scale=params.scale, **options)
     return VarlenResult(out, log_sum_exp)
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Plan
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
 PADDING_SLOT = 0
 
@@ -45,5 +45,5 @@ def _zeros(plan: Plan, heads: int, dim: int) -> Tensor:
     cache = torch.zeros(
         plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.dtype), device=plan.device
     )
-    torch._dynamo.mark_dynamic(cache, 0)
+    mark_dynamic(cache, 0)
     return cache

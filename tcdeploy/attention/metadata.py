@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-import torch._dynamo
 from torch import Tensor
 
 from tcdeploy.attention import ops
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
 UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
 
@@ -89,7 +89,7 @@ def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
     """Zeroed counters [max batch + 1, kv_heads] int32, shared by all layers and decode buckets."""
     kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
     counters = torch.zeros(plan.decode_buckets[-1].size + 1, kv_heads, dtype=torch.int32, device=plan.device)
-    torch._dynamo.mark_dynamic(counters, 0)  # programs must not depend on the largest batch
+    mark_dynamic(counters, 0)  # programs must not depend on the largest batch
     return counters
 
 

@@ -32,7 +32,6 @@ from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
-TRITON_CACHE_MANAGER = "tcdeploy.torch_compat.triton_cache:RelocatableCacheManager"
 
 
 def activate(root: str, plan_key: str, buckets: int) -> str:
@@ -50,7 +49,9 @@ def activate(root: str, plan_key: str, buckets: int) -> str:
         folder = _private_copy(root)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.realpath(folder)
     os.environ["TRITON_CACHE_DIR"] = os.path.join(os.path.realpath(folder), TRITON_DIR)
-    os.environ["TRITON_CACHE_MANAGER"] = TRITON_CACHE_MANAGER
+    from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
+
+    use_relocatable_cache()
     _pin_ptxas()
     return folder
 

@@ -67,7 +67,7 @@ class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
-    outcome: str  # hit, miss, or reused: this process had compiled the programs before
+    outcome: str  # hit, miss, reused (compiled by this process before) or unknown (torch's counters are missing)
     compile_seconds: float
     capture_seconds: float
     check_seconds: float
@@ -125,7 +125,7 @@ class Manifest:
 
         False for a later start of a process: it may have found programs in memory and opened no file.
         """
-        return self.is_first_start and all(record.outcome != "miss" for record in self.buckets)
+        return self.is_first_start and all(record.outcome in ("hit", "reused") for record in self.buckets)
 
     def cold_seconds(self) -> dict[str, float]:
         """Compile seconds of the run that missed, by bucket: the time that the cache saves."""

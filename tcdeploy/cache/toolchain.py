@@ -5,12 +5,7 @@ without a compiler Inductor gives up. The compiler's output for these queries is
 a machine without a compiler, a script of the same name on PATH replays it. Any other command of the stub fails with
 NO_COMPILER_MESSAGE.
 
-Precompiled headers are the other thing in the way: Inductor makes them in a folder of its own outside the cache, at
-every start that loads a C++ program, hit or miss (0.4 s, and 12 s more on a machine that has none yet). They halve a
-cold start and do nothing for a warm one, so a warm one is told that there is no header to prepare. Inductor's own
-switch cannot do that: it is in torch's cache key and in the names of programs, so it would have to be off in a cold
-start too. torch 2.11 to 2.13 ask `codecache._get_cpp_prefix_header`; tests/cache/test_toolchain.py fails when that
-moves.
+torch_compat/compiler_queries.py lists what Inductor asks.
 """
 
 from __future__ import annotations
@@ -23,18 +18,14 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from tcdeploy.cache.contents import TOOLCHAIN_DIR
+from tcdeploy.torch_compat.compiler_queries import COMPILER_QUERIES
 
 COMPILER = "g++"  # Inductor's default without CXX
 NO_COMPILER_MESSAGE = "tcdeploy: no C++ compiler is installed here, and this program is not in the cache"
-COMPILER_QUERIES = ("--version", "-v", "-dumpfullversion -dumpversion")
-
-
-_original_get_prefix_header: Callable[[str], str | None] | None = None  # Inductor's own
 
 
 class CompilerOutput(NamedTuple):
@@ -112,16 +103,3 @@ def _stub_script(toolchain: Toolchain) -> str:
     return "\n".join(
         ["#!/bin/sh", 'case "$*" in', *cases, f"*) echo {shlex.quote(NO_COMPILER_MESSAGE)} >&2; exit 1 ;;", "esac\n"]
     )
-
-
-def use_precompiled_headers(enabled: bool) -> None:
-    """Whether Inductor may prepare headers from here on; without, what must be compiled takes twice as long."""
-    from torch._inductor import codecache
-
-    global _original_get_prefix_header
-    _original_get_prefix_header = _original_get_prefix_header or codecache._get_cpp_prefix_header
-    codecache._get_cpp_prefix_header = _original_get_prefix_header if enabled else _no_header  # type: ignore[assignment]
-
-
-def _no_header(device: str) -> str | None:
-    return None

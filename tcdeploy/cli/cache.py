@@ -160,7 +160,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[Any]:
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(build_recipe(flags, defaults=_origin_recipe(packed)), progress)
-    missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    missed = [record.bucket for record in deployment.records if record.outcome not in ("hit", "reused")]
     if missed:
         raise ThresholdError(f"here {', '.join(missed)} had to compile", "tcdeploy cache why tells what differs")
     return compare_top_tokens(packed, deployment.records)

@@ -79,6 +79,12 @@ def _enforce_hits(deployment: Deployment) -> None:
         for record in deployment.records
         if record.outcome == "miss"
     ]
+    unknown = [record.bucket for record in deployment.records if record.outcome == "unknown"]
+    if unknown:
+        raise ThresholdError(
+            f"cache hits cannot be counted with this version of torch, so {', '.join(unknown)} may have compiled",
+            "the warnings above name what is missing; install a tested version of torch",
+        )
     if compiled:
         raise ThresholdError(
             f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",

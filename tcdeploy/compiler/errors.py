@@ -8,11 +8,11 @@ import shutil
 from collections.abc import Iterator
 
 import torch
-import torch._dynamo
 
 from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Plan
+from tcdeploy.torch_compat.compile_errors import is_compile_error, is_graph_break
 
 NEARLY_FULL_BYTES = 1 << 20
 
@@ -27,10 +27,8 @@ def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
             f"the GPU ran out of memory during warm-up: {str(error).splitlines()[0]}",
             "lower --memory-fraction, or leave out the largest bucket",
         ) from error
-    except (torch._dynamo.exc.TorchDynamoException, OSError) as error:
-        raise _translate_error(error, plan, cache_dir) from error
-    except RuntimeError as error:
-        if "torch._inductor" in type(error).__module__ or _is_disk_full(error, cache_dir):
+    except (RuntimeError, OSError) as error:
+        if isinstance(error, OSError) or is_compile_error(error) or _is_disk_full(error, cache_dir):
             raise _translate_error(error, plan, cache_dir) from error
         raise
 
@@ -43,7 +41,7 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
             "cached programs are intact: free some space, or pass another --cache-dir, and run again",
         )
     text = str(error).strip()
-    if isinstance(error, torch._dynamo.exc.Unsupported):
+    if is_graph_break(error):
         hint = "tcdeploy compile MODEL --explain-breaks shows the line"
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
@@ -66,7 +64,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
-    """Whether an error in the chain says so, or the disk is full: compiler processes report it as text or not at all."""
+    """Whether an error in the chain says so, or the disk is full. Compiler processes may report it as text or not."""
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             return True

@@ -1,7 +1,7 @@
 """Reports where and why tracing breaks: one line per graph break, with the line of source that caused it.
 
 Each kind of region is called once, uncompiled, to record its real arguments (transformers passes None to some layers
-and a tensor to others). torch._dynamo.explain then traces the region with these arguments and lists the graph breaks.
+and a tensor to others). Dynamo then traces the region with these arguments and lists the graph breaks.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch._dynamo
 from torch import nn
 
 from tcdeploy.attention.metadata import Step, StepSlot
 from tcdeploy.compiler.regions import Region
+from tcdeploy.torch_compat.dynamo_explain import break_reasons
 
 
 class GraphBreak(NamedTuple):
@@ -58,11 +58,11 @@ def explain_regions(regions: list[Region], slot: StepSlot, run_once: Callable[[]
 
 @torch.no_grad()
 def _explain(module: nn.Module, call: _Call, slot: StepSlot) -> list[GraphBreak]:
-    torch._dynamo.reset()
+    torch.compiler.reset()
     slot.step = call.step
-    explanation = torch._dynamo.explain(module.forward)(*call.args, **call.kwargs)
+    reasons = break_reasons(module.forward, call.args, call.kwargs)
     slot.step = None
-    return [_to_graph_break(type(module).__name__, reason) for reason in explanation.break_reasons]
+    return [_to_graph_break(type(module).__name__, reason) for reason in reasons]
 
 
 def _to_graph_break(region: str, reason: Any) -> GraphBreak:

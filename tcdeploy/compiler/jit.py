@@ -10,14 +10,15 @@ import functools
 from typing import Any
 
 import torch
-import torch._dynamo
-import torch._inductor.compile_fx  # 3 s of imports that would otherwise count as compiling the first bucket
-import torch._inductor.config
 
 from tcdeploy.compiler.programs import Program, ProgramKey, run_region
 from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.compile_stack import import_compile_stack
+from tcdeploy.torch_compat.custom_graph_pass import pass_options
+
+import_compile_stack()  # 3 s of imports that would otherwise count as compiling the first bucket
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by value, and a pass by identity
 PROGRAMS_PER_BUCKET_LIMIT = 12  # region kinds that a bucket and variant may have; torch allows 8 programs in all
@@ -39,12 +40,12 @@ def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """The Inductor options of a variant, with our pass. All of them enter torch's cache key."""
     graph_pass = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
     own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
-    return {"post_grad_custom_pre_pass": graph_pass, **own_graphs, **dict(variant.inductor_config)}
+    return {**pass_options(graph_pass), **own_graphs, **dict(variant.inductor_config)}
 
 
 def _raise_recompile_limits(variants: int, regions: int) -> None:
     """All programs belong to one function, so torch's limits must allow for every bucket, variant and region kind."""
     limit = PROGRAMS_PER_BUCKET_LIMIT * (variants + 1)
-    config = torch._dynamo.config
+    config = torch.compiler.config
     config.recompile_limit = max(limit, config.recompile_limit)
     config.accumulated_recompile_limit = max(limit * regions, config.accumulated_recompile_limit)

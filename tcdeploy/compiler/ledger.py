@@ -1,54 +1,23 @@
-"""Count what torch really did: programs, compiles, cache hits, graph breaks, and the seconds beside them.
+"""Counts of what torch compiled: programs, compilations, cache hits, graph breaks, and the seconds beside them.
 
-The counters are torch's own; this is the one file that knows their names. Kernels that are timed we count ourselves: a
-hit adds to torch's counter what was timed when the program was made. A bucket is a *hit* when it compiled
-something and every program came from the cache, a *miss* when anything had to be generated, and *reused* when the
-process held its programs already. Seconds stand beside the counts because a hit can still be slow.
+A bucket is a *hit* when it compiled something and every program came from the cache, a *miss* when any code was
+generated, and *reused* when the process already had its programs. Where the installed torch or Triton does not let us
+count (torch_compat), the outcome is *unknown*, never a hit. Seconds stand beside the counts because a hit can still be
+slow.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch._dynamo.callback
-import torch._dynamo.utils
-from torch._inductor.runtime.benchmarking import benchmarker
+import torch
 
 from tcdeploy.cache import contents
-
-_compile_starts = 0
-_kernels_timed = 0
-
-
-def _count_compile_start(args: object) -> None:
-    global _compile_starts
-    _compile_starts += 1
-
-
-def _install_hooks() -> None:
-    """Be called at every Dynamo compile, hit or miss. torch._dynamo.reset() forgets its listeners, so ask each time."""
-    if _count_compile_start not in torch._dynamo.callback.callback_handler.start_callbacks:
-        torch._dynamo.callback.on_compile_start(_count_compile_start)
-    for name in ("benchmark_cpu", "benchmark_gpu"):  # what torch 2.11 to 2.13 time in this process
-        if name not in vars(benchmarker):
-            setattr(benchmarker, name, _with_count(getattr(benchmarker, name)))
-
-
-def _with_count(benchmark: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(benchmark)
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        global _kernels_timed
-        _kernels_timed += 1
-        return benchmark(*args, **kwargs)
-
-    return counted
+from tcdeploy.torch_compat import benchmarker, compile_callback, compile_counters, triton_cache
 
 
 @dataclass(frozen=True)
@@ -62,52 +31,57 @@ class CompileCounts:
     cache_bypasses: int = 0
     cache_write_errors: int = 0
     graph_breaks: int = 0
-    cudagraph_skips: int = 0  # regions that torch's own CUDA graphs (graphs region) passed over
-    kernels_timed: int = 0  # variants of kernels that torch timed to choose one; a warm start should need none
-    kernels_compiled: int = 0  # beside programs that were found, too
+    cudagraph_skips: int = 0  # regions that torch's own CUDA graphs (--graphs region) did not capture
+    kernels_timed: int = 0  # kernel variants that torch timed to choose one; a warm start should need none
+    kernels_compiled: int = 0  # also those of programs that were cache hits
+    is_complete: bool = True  # False where hits or compiled kernels could not be counted
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(earlier)
-        return CompileCounts(*(a - b for a, b in zip(mine, theirs, strict=True)))
+        return self._combine(earlier, -1)
 
     def __add__(self, other: CompileCounts) -> CompileCounts:
-        mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
-        return CompileCounts(*(a + b for a, b in zip(mine, theirs, strict=True)))
+        return self._combine(other, 1)
+
+    def _combine(self, other: CompileCounts, sign: int) -> CompileCounts:
+        names = [item.name for item in dataclasses.fields(self) if item.name != "is_complete"]
+        sums = {name: getattr(self, name) + sign * getattr(other, name) for name in names}
+        return CompileCounts(**sums, is_complete=self.is_complete and other.is_complete)
 
     @property
     def outcome(self) -> str:
+        """hit, miss, reused or unknown."""
         if self.cache_misses or self.cache_bypasses or self.kernels_compiled > 0 or self.cache_hits < self.programs:
             return "miss"
+        if not self.is_complete:
+            return "unknown"
         return "hit" if self.cache_hits else "reused"
 
 
 def read_counts() -> CompileCounts:
-    """What has happened so far; compiles and timings are counted from the first reading on."""
-    _install_hooks()
-    counters = torch._dynamo.utils.counters
-    inductor = counters["inductor"]
+    """Totals of this process; compilations and timings count from the first call on."""
+    compile_callback.listen()
+    benchmarker.count_kernel_timings()
     return CompileCounts(
-        compiles=_compile_starts,
-        programs=counters["stats"]["unique_graphs"],
-        cache_hits=inductor["fxgraph_cache_hit"],
-        cache_misses=inductor["fxgraph_cache_miss"],
-        cache_bypasses=inductor["fxgraph_cache_bypass"],
-        cache_write_errors=inductor["fxgraph_cache_write_error"],
-        cudagraph_skips=inductor["cudagraph_skips"],
-        graph_breaks=sum(counters["graph_break"].values()),
-        kernels_timed=_kernels_timed,
+        compiles=compile_callback.compile_starts,
+        kernels_timed=benchmarker.kernels_timed,
         kernels_compiled=_count_compiled_kernels(),
+        is_complete=_can_count(),
+        **compile_counters.read_counters()._asdict(),
     )
 
 
 def _count_compiled_kernels() -> int:
-    """That Triton or a C++ compiler made for this process, Triton's launchers too; Inductor's workers aside.
+    """Kernels and libraries that Triton or a C++ compiler built for this process, without Inductor's workers.
 
-    Inductor's entry of a program may be found while a kernel that it names is not: that is compiled beside the hit.
-    Where programs are read back there are no workers (`programs.reading`).
+    Inductor may find a program in its cache while a kernel of that program is missing, and then compiles the kernel
+    beside the hit. Cached programs are loaded without workers (torch_compat/compile_threads.py).
     """
-    triton = sys.modules.get("tcdeploy.torch_compat.triton_cache")  # Triton imports it, where there is one
-    return contents.libraries_compiled + (triton.kernels_compiled if triton else 0)
+    return contents.libraries_compiled + triton_cache.kernels_compiled
+
+
+def _can_count() -> bool:
+    can_count_kernels = triton_cache.supported() or not torch.cuda.is_available()
+    return compile_counters.supported() and can_count_kernels
 
 
 @dataclass
@@ -124,9 +98,9 @@ class CompileStats:
 @contextmanager
 def measure_compiles() -> Iterator[CompileStats]:
     """Wall seconds and counts of a block; the caller synchronises the device inside it."""
-    found, before, start = CompileStats(), read_counts(), time.perf_counter()
+    stats, before, start = CompileStats(), read_counts(), time.perf_counter()
     try:
-        yield found
+        yield stats
     finally:
-        found.seconds = time.perf_counter() - start
-        found.counts = read_counts() - before
+        stats.seconds = time.perf_counter() - start
+        stats.counts = read_counts() - before

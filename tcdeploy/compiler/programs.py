@@ -12,14 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-import torch
-import torch._dynamo
 from torch import Tensor, nn
 
 from tcdeploy.attention.metadata import Step, StepSlot
 from tcdeploy.compiler.regions import Region
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.compiled_call import run_uncompiled, set_compiled_call
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic, tensors_in
 
 # program(module, rows, *args, **kwargs): the module's output, reduced to `rows` [outputs] int64 if they are not None.
 Program: TypeAlias = Callable[..., Any]
@@ -70,14 +70,14 @@ def _compile_in_place(region: Region, table: ProgramTable, slot: StepSlot) -> No
     def call(*args: Any, **kwargs: Any) -> Any:
         step = slot.step
         if step is None or not _is_compiled(region, step):
-            return module._call_impl(*args, **kwargs)
+            return run_uncompiled(module, *args, **kwargs)
         rows = step.last_token_rows if region.is_last else None
         kind = region.kind if rows is None else region.kind + LAST_ROWS
         if step.bucket.min_size:
             _mark_token_dims_dynamic(step, args, kwargs)
         return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
 
-    module._compiled_call_impl = call  # type: ignore[assignment]
+    set_compiled_call(module, call)
 
 
 def _is_compiled(region: Region, step: Step) -> bool:
@@ -91,13 +91,13 @@ def _mark_token_dims_dynamic(step: Step, args: tuple[Any, ...], kwargs: dict[str
     The tensors are made by uncompiled code before the region, so the region's call is the first place that sees them.
     """
     for tensor, dim in _token_dims(step, args, kwargs):
-        torch._dynamo.mark_dynamic(tensor, dim, min=step.bucket.min_size, max=step.bucket.size)
+        mark_dynamic(tensor, dim, min=step.bucket.min_size, max=step.bucket.size)
 
 
 def _token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
-    """(tensor, dim) of every input of a region that is sized by tokens: shapes [1, tokens, ...], and the slot mapping."""
-    for item in torch.utils._pytree.tree_leaves((args, kwargs)):
-        if isinstance(item, Tensor) and item.ndim >= 2 and item.shape[0] == 1:
+    """(tensor, dim) of each region input that is sized by tokens: shape [1, tokens, ...], and the slot mapping."""
+    for item in tensors_in((args, kwargs)):
+        if item.ndim >= 2 and item.shape[0] == 1:
             yield item, 1
     if step.metadata.prefill is not None:
         yield step.metadata.prefill.slot_mapping, 0
@@ -109,5 +109,5 @@ def run_region(module: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any
     It has to be a function of this package: torch does not compile the frames of its own modules, and the LM head is a
     plain nn.Linear.
     """
-    output = module._call_impl(*args, **kwargs)
+    output = run_uncompiled(module, *args, **kwargs)
     return output if rows is None else output[:, rows]

@@ -1,4 +1,4 @@
-"""What may be compiled when: context managers around torch.compiler.set_stance and Inductor's workers."""
+"""What may be compiled when: context managers around torch.compiler.set_stance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch._inductor.config
 
 from tcdeploy.errors import RecompileError
 
@@ -32,14 +31,3 @@ def fail_on_recompile() -> Iterator[None]:
             ) from error
         raise
 
-
-@contextlib.contextmanager
-def without_compile_workers() -> Iterator[None]:
-    """Load cached programs in this process, without Inductor's compile workers.
-
-    A kernel that a worker returns has been pickled, and a pickled triton.Config loses Inductor's note that coordinate
-    descent has tuned it. Every start would tune it again (Triton 3.6 and 3.7; tests/torch_compat/test_triton_cache.py
-    fails when the note survives).
-    """
-    with torch._inductor.config.patch(compile_threads=1):
-        yield

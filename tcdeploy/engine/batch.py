@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import numpy
 import torch
-import torch._dynamo
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +25,7 @@ from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata, Prefi
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk
 from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
 ALIGNMENT = 16  # elements: each part of a packed upload starts at a multiple of 128 bytes
 
@@ -81,7 +81,7 @@ def decode_buffers(bucket: Bucket, state: DecodeRows, split_counters: Tensor) ->
     """Views of the first rows of the decode state, which all decode buckets share."""
     size = bucket.size
     block_table = state.block_table[:size]
-    torch._dynamo.mark_dynamic(block_table, 1)  # the width follows the context, which is not part of a program
+    mark_dynamic(block_table, 1)  # the width follows the context, which is not part of a program
     decode = DecodeMetadata(block_table, state.seq_lens[:size], split_counters)
     rows = torch.arange(size, device=state.token_ids.device)
     input_ids, position_ids = state.token_ids[None, :size], state.positions[None, :size]
@@ -108,7 +108,7 @@ class PrefillBuffers:
         int64_views = self._int64_layout.views(self._packed)
         int32_views = self._int32_layout.views(self._packed[self._int64_layout.size :].view(torch.int32))
         block_table = int32_views["tables"].view(sequences, width)
-        torch._dynamo.mark_dynamic(block_table, 1)
+        mark_dynamic(block_table, 1)
         prefill = PrefillMetadata(
             slot_mapping=int64_views["slots"],
             block_table=block_table,

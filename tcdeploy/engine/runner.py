@@ -7,10 +7,8 @@ device with the greedy tokens and the advance of the decode rows; other sampling
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
@@ -28,6 +26,7 @@ from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.body_forward import reuse_body_output
 
 PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
 
@@ -115,7 +114,7 @@ class ModelRunner:
         prefill = self._prefill_for(smallest_bucket(self.plan.prefill_buckets, stop - start), stop - start)
         prefill.fill([chunk], [None])
         pieces: list[tuple[int, sampling.Logprobs]] = []
-        with _reuse_body_output(self.model):
+        with reuse_body_output(self.model):
             for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
@@ -215,31 +214,6 @@ class ModelRunner:
             return self.model(input_ids=input_ids, use_cache=False, **last_row).logits[0, -1].float()
         finally:
             self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
-
-
-@contextlib.contextmanager
-def _reuse_body_output(model: PreTrainedModel) -> Iterator[None]:
-    """Run the model's body (all but the head) once within this context; later calls get the first call's output.
-
-    The head runs in the model's own forward each time. If the body is compiled as one region, it runs each time too.
-    """
-    body = model.base_model
-    if body is model or body._compiled_call_impl is not None or "forward" in vars(body):
-        yield
-        return
-    forward: Any = body.forward
-    outputs: list[Any] = []
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        if not outputs:
-            outputs.append(forward(*args, **kwargs))
-        return outputs[0]
-
-    body.forward = once
-    try:
-        yield
-    finally:
-        del body.forward
 
 
 def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:

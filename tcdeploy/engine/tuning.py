@@ -21,12 +21,12 @@ import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
 from tcdeploy.compiler.ledger import CompileStats, measure_compiles
-from tcdeploy.compiler.stances import without_compile_workers
 from tcdeploy.engine.parity_check import ParityCheck, check_bucket
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.variants import Variant
+from tcdeploy.torch_compat.compile_threads import without_compile_workers
 
 RUNS_BEFORE_CAPTURE = 2
 MAX_ERROR_CHARS = 200

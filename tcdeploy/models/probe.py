@@ -11,19 +11,19 @@ calls the interface at all, or passes a sink or a bias, stands in no config.
 from __future__ import annotations
 
 import copy
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
+from tcdeploy.torch_compat.attention_registry import unregister_attention
+from tcdeploy.torch_compat.fake_tensors import fake_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_TOKENS = 8
@@ -78,7 +78,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
     try:
         model = _run_on_fake_tensors(config, name, trust_remote_code, linear_inputs)
     finally:
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE_ATTN_IMPLEMENTATION, None)
+        unregister_attention(PROBE_ATTN_IMPLEMENTATION)
     attention_layers = _read_calls(model, recorder, name)
     _check_all_layers_attend(model, attention_layers, name)
     text_config = config.get_text_config()
@@ -169,11 +169,8 @@ def _run_on_fake_tensors(
     config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook
 ) -> nn.Module:
     """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
-    fake_logger = logging.getLogger("torch._subclasses.fake_tensor")
-    level = fake_logger.level
-    fake_logger.setLevel(logging.CRITICAL)
     try:
-        with quiet_transformers(), FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        with quiet_transformers(), fake_tensors(), torch.no_grad():
             model = AutoModelForCausalLM.from_config(  # a copy: transformers writes the attention's name into it
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,
@@ -194,8 +191,6 @@ def _run_on_fake_tensors(
         raise UnsupportedModelError(
             f"{name} cannot be run on fake tensors, so it cannot be traced: {reason}", HINT
         ) from error
-    finally:
-        fake_logger.setLevel(level)
     return model
 
 

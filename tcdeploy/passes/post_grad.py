@@ -19,7 +19,6 @@ import functools
 import importlib.util
 from pathlib import Path
 
-from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
 from tcdeploy.passes.cse import eliminate_common_subexpressions
@@ -31,8 +30,10 @@ from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
 from tcdeploy.passes.skinny_gemm import replace_with_skinny_gemm
 from tcdeploy.planning.keys import combined_digest, source_digests
+from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass
 
 HASHED_FOLDERS = ("attention", "linear", "passes")
+HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "pdl")
 
 
 class PostGradPass(CustomGraphPass):
@@ -72,4 +73,5 @@ def op_source_digests() -> dict[str, str]:
     """
     package = Path(__file__).parent.parent
     files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
-    return source_digests(package, [*files, package / "torch_compat" / "graph_cache_keys.py"])
+    compat = [package / "torch_compat" / f"{name}.py" for name in HASHED_COMPAT_FILES]
+    return source_digests(package, [*files, *compat])

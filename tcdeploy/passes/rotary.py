@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 import tcdeploy.attention.ops  # noqa: F401 - registers the op
 from tcdeploy.passes.nodes import erase_if_unused, insert_call, strip_aliases, target_of
+from tcdeploy.torch_compat import eager_input_vals
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 AUTO_FUNCTIONALIZED = torch.ops.higher_order.auto_functionalized_v2  # wraps ops that mutate arguments
@@ -31,6 +32,8 @@ class RotaryMatch(NamedTuple):
 
 def fuse_rope_into_attention(graph: Graph) -> None:
     """Pass cos, sin and the unrotated q and k to each `tcdeploy::decode_attention` whose q and k share cos and sin."""
+    if not eager_input_vals.supported():
+        return
     for node in list(graph.nodes):
         if target_of(node) is not AUTO_FUNCTIONALIZED or node.args[0] is not tcdeploy_ops.decode_attention.default:
             continue
@@ -43,18 +46,9 @@ def fuse_rope_into_attention(graph: Graph) -> None:
         with graph.inserting_before(node):
             cos, sin = (insert_call(graph, aten.reshape.default, factor, shape) for factor in (q.cos, q.sin))
             inputs = {"q": _apply_views(graph, q), "k": _apply_views(graph, k), "cos": cos, "sin": sin}
-        _replace_inputs(node, inputs)
+        eager_input_vals.replace_inputs(node, inputs)
         for arg in rotated:
             erase_if_unused(graph, arg)
-
-
-def _replace_inputs(node: Node, inputs: dict[str, Node]) -> None:
-    """Inductor lays an opaque op's arguments out as those that were traced, so the new ones' values go there too."""
-    node.kwargs = {**node.kwargs, **inputs}
-    traced = node.meta.get("eager_input_vals")
-    if traced is not None:
-        values = {name: one.meta["val"] for name, one in inputs.items()}
-        node.meta["eager_input_vals"] = (traced[0], {**traced[1], **values})
 
 
 def _same_layout(cos: Node, sin: Node) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.environment import FLASH_PACKAGES, Environment
+from tcdeploy.planning.environment import FLASH_PACKAGES, TORCH_FLASH, Environment
 from tcdeploy.planning.recipe import Attention
 
 
@@ -62,6 +62,8 @@ def _unsupported_reasons(
         yield f"{FLASH_PACKAGES[backend][1]} is not installed"
     if environment.gpu_capability[0] not in FLASH_CAPABILITIES[backend]:
         yield f"its kernels are not built for compute capability {environment.gpu_capability}"
+    if backend == "torch-flash" and TORCH_FLASH in dict(environment.missing_internals):
+        yield dict(environment.missing_internals)[TORCH_FLASH]
     if dtype == "float32":
         yield "it computes in bfloat16 and float16 only"
     yield from _head_dim_reasons(backend, architecture)

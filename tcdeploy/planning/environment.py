@@ -48,6 +48,7 @@ class Environment:
     install_paths: str = ""  # of Python's headers and of torch: they stand in the names of a CPU's programs
     inductor_cache_dir: str = ""  # an already set TORCHINDUCTOR_CACHE_DIR
     user_cache_dir: str = ""
+    missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence), of torch_compat's registry
 
     def cache_factors(self) -> dict[str, object]:
         """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory.
@@ -61,7 +62,10 @@ class Environment:
 
 
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
-IGNORED_FACTORS = {"inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes"}
+DYNAMIC_SIZES, TORCH_FLASH = "dynamic sizes", "torch-flash attention"  # missing internals that the Plan decides by
+IGNORED_FACTORS = {
+    "inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes", "missing_internals",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.capability import Supported, Unsupported, check_backend
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand, KVSize, gib, predict_workspace, size_kv_cache
 from tcdeploy.planning.recipe import Attention, Recipe
+from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, variants
 
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
@@ -150,6 +151,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
             f"a prefill burst of {recipe.max_consecutive_prefills} steps would never prefill",
             "--max-consecutive-prefills 4",
         )
+    decisions += [*_untested_versions(environment), *_missing_internals(environment)]
     device = _decide_device(recipe, environment, decisions)
     dtype = _decide_dtype(recipe, architecture, device, decisions)
     prefill_attention = _decide_prefill_attention(recipe, environment, architecture, device, dtype, decisions)
@@ -157,7 +159,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
     graphs = _decide_graphs(recipe, device, decode_attention, decisions)
     context = _decide_context(recipe, architecture, decisions)
     batch_sizes = _decide_batch_sizes(recipe, device, decisions)
-    prefill = _decide_prefill_buckets(recipe, context, decisions)
+    prefill = _decide_prefill_buckets(recipe, environment, context, decisions)
     block_size = _decide_block_size(recipe, decisions)
     demand = CacheDemand(context, batch_sizes, prefill[-1].size, len(prefill), block_size)
     workspace_bytes, memory = _decide_memory(recipe, environment, architecture, device, dtype, demand, decisions)
@@ -202,6 +204,24 @@ def _plan_key(fields: dict[str, object], environment: Environment, architecture:
     plain = [CACHE_EPOCH, program_fields, remote_code, environment.cache_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
+
+
+def _untested_versions(environment: Environment) -> list[Decision]:
+    """One warning for all packages whose version is outside the tested range."""
+    versions = {"torch": environment.torch, "triton": environment.triton, "transformers": environment.transformers}
+    untested = untested_packages(versions)
+    if not untested:
+        return []
+    reason = f"tested with {describe_ranges(untested)}"
+    return [Decision("versions", describe_versions(untested, versions), reason, is_fallback=True)]
+
+
+def _missing_internals(environment: Environment) -> list[Decision]:
+    """A warning for each private name of torch, Triton, transformers or uvicorn that these versions lack."""
+    return [
+        Decision(name, "not available", consequence, is_fallback=True)
+        for name, consequence in environment.missing_internals
+    ]
 
 
 def _decide_device(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> str:
@@ -370,7 +390,9 @@ def _decide_batch_sizes(recipe: Recipe, device: str, decisions: list[Decision]) 
     return recipe.batch_sizes
 
 
-def _decide_prefill_buckets(recipe: Recipe, context: int, decisions: list[Decision]) -> tuple[Bucket, ...]:
+def _decide_prefill_buckets(
+    recipe: Recipe, environment: Environment, context: int, decisions: list[Decision]
+) -> tuple[Bucket, ...]:
     if recipe.buckets is None:
         lengths = tuple(length for length in DEFAULT_PREFILL_BUCKETS if length <= context) or (context,)
         reason = f"the default, up to the context of {context}"
@@ -382,7 +404,11 @@ def _decide_prefill_buckets(recipe: Recipe, context: int, decisions: list[Decisi
                 f"bucket {lengths[-1]} is above the context of {context} tokens",
                 "longer prompts are taken in chunks: leave that bucket out",
             )
-    if recipe.shapes == "dynamic":
+    if recipe.shapes == "dynamic" and DYNAMIC_SIZES in dict(environment.missing_internals):
+        decisions.append(
+            Decision("shapes", "static", "torch cannot mark dynamic sizes; see dynamic sizes", is_fallback=True)
+        )
+    elif recipe.shapes == "dynamic":
         if lengths[-1] <= DYNAMIC_MIN_TOKENS:
             raise UsageError(f"a dynamic range cannot end at {lengths[-1]} tokens", "--buckets 512 --shapes dynamic")
         bucket = Bucket("prefill", lengths[-1], DYNAMIC_MIN_TOKENS)

@@ -27,7 +27,7 @@ except ImportError:  # it is not made for every system
 from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
-from tcdeploy.server.http import BoundedProtocol
+from tcdeploy.server.http import http_protocol
 from tcdeploy.server.service import Service
 from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
@@ -89,7 +89,7 @@ class _Server:
 
     async def run(self) -> int:
         config = uvicorn.Config(
-            make_app(self.service), interface="asgi3", http=BoundedProtocol, ws="none", lifespan="off",
+            make_app(self.service), interface="asgi3", http=http_protocol(), ws="none", lifespan="off",
             log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
             timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
         )  # fmt: skip

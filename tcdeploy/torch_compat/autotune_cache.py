@@ -1,12 +1,13 @@
-"""Autotune winners without their own place: where the cache folder has moved, they are still found.
+"""Find Inductor's autotune results in a cache folder that has moved.
 
-Of the variants of a kernel torch times each and keeps the name of the fastest in a file beside the kernel's source. A
-kernel that is read back with its program (Inductor's static launcher) brings the path of that source along, as it was
-where the program was made: there it looks, and there it would write. Where the folder was moved, copied or came out of
-a bundle, every start timed all variants again, chose anew, and made folders by the names of another machine.
+torch times the variants of a kernel and stores the name of the fastest beside the kernel's source. A kernel that is
+loaded together with its program (Inductor's static launcher) carries the absolute path of that source from the
+process that compiled it. After the folder is moved, copied or unpacked from a bundle, torch looks under the old path:
+every start times all variants again, may choose another, and creates folders named as on the first machine.
 
-Sources stand two levels below the folder that Inductor uses, by the hash of their text, so the last two names of a path
-are enough. torch 2.11 to 2.13; tests/torch_compat/test_autotune_cache.py fails when torch does without it.
+Sources are stored two levels below the cache folder, by the hash of their text, so the last two parts of a path
+identify the file. Without the patch, kernels are timed again in a moved folder. tests/torch_compat/
+test_autotune_cache.py fails when torch no longer needs the patch.
 """
 
 from __future__ import annotations
@@ -16,30 +17,51 @@ import os
 from pathlib import Path
 from typing import Any
 
-from torch._inductor.runtime.autotune_cache import AutotuneCache
-from torch._inductor.runtime.cache_dir_utils import cache_dir
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters, mentions
+
+AUTOTUNE_CACHE = "torch._inductor.runtime.autotune_cache:AutotuneCache"
+CACHE_DIR = "torch._inductor.runtime.cache_dir_utils:cache_dir"
+
+
+def supported() -> bool:
+    """Whether entries are created and restored with a path, in the form that the patch rewrites."""
+    create, restore = find(f"{AUTOTUNE_CACHE}.create"), vars(find(AUTOTUNE_CACHE) or object).get("__setstate__")
+    return (
+        callable(find(CACHE_DIR))
+        and callable(restore)
+        and has_parameters(create, "inductor_meta", "filename", "configs_hash")
+        and mentions(create, "local_cache")
+    )
+
+
+INTERNAL = Internal(
+    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again where the cache folder moved", supported
+)
 
 
 @functools.cache
 def relocate_autotune_cache() -> None:
-    """For this process, before it reads its first program: every winner is in the folder that Inductor uses now.
+    """Look up every result in the folder that Inductor uses now; call it before the process loads a program.
 
-    Inductor's workers read no programs, and the paths that they are given are this process's.
+    Inductor's compile workers need no patch: they load no programs, and receive this process's paths.
     """
-    create, restore = AutotuneCache.create, AutotuneCache.__setstate__
+    if not supported():
+        return
+    cache_class = find(AUTOTUNE_CACHE)
+    create, restore = cache_class.create, cache_class.__setstate__
 
-    def create_relocated(inductor_meta: dict[str, object], filename: str, configs_hash: str) -> AutotuneCache | None:
+    def create_relocated(inductor_meta: dict[str, object], filename: str, configs_hash: str) -> Any:
         return create(inductor_meta, _relocate(filename), configs_hash)
 
-    def restore_relocated(entry: AutotuneCache, state: dict[str, Any]) -> None:
+    def restore_relocated(entry: Any, state: dict[str, Any]) -> None:
         restore(entry, state)
         if entry.local_cache is not None:
             cache, path = entry.local_cache
             entry.local_cache = cache, _relocate(path)
 
-    AutotuneCache.create = staticmethod(create_relocated)  # type: ignore[method-assign]
-    AutotuneCache.__setstate__ = restore_relocated  # type: ignore[assignment,method-assign]
+    cache_class.create = staticmethod(create_relocated)
+    cache_class.__setstate__ = restore_relocated
 
 
 def _relocate(path: str) -> str:
-    return os.path.join(cache_dir(), *Path(path).parts[-2:])
+    return os.path.join(find(CACHE_DIR)(), *Path(path).parts[-2:])

@@ -1,11 +1,12 @@
-"""Keys of torch's cache that do not depend on what else a process has imported.
+"""Keys of Inductor's graph cache that do not depend on which other modules a process has imported.
 
-torch pickles what a program is made from and hashes the bytes. A memory format is pickled by the name of the first
-module in `sys.modules` that has an attribute `torch`: mostly torch._utils, and sometimes another. Then every tensor has
-another key, and every program is a miss. Where Cython is installed, `tcdeploy serve` did not find what `tcdeploy warm`
-had made: Cython's stand-ins for C modules have every attribute.
+Inductor pickles the inputs of a compilation and hashes the bytes. torch pickles a memory format by the name of the
+first module in `sys.modules` that has an attribute `torch`: usually torch._utils, sometimes another. A different name
+changes the key of every tensor, so every program is a miss. With Cython installed, `tcdeploy serve` missed all that
+`tcdeploy warm` had compiled, because Cython's stand-ins for C modules have every attribute.
 
-torch 2.11 to 2.13; tests/torch_compat/test_graph_cache_keys.py fails when torch does without it.
+Without the patch: such misses return; results do not change. tests/torch_compat/test_graph_cache_keys.py fails when
+torch no longer needs the patch.
 """
 
 from __future__ import annotations
@@ -14,19 +15,39 @@ import functools
 from typing import Any
 
 import torch
-from torch._inductor.codecache import FxGraphCachePickler
+
+from tcdeploy.torch_compat.internal import Internal, find, mentions
+
+PICKLER = "torch._inductor.codecache:FxGraphCachePickler"
+
+
+def supported() -> bool:
+    """Whether the pickler still builds its own dispatch table when it is created."""
+    return mentions(find(f"{PICKLER}.__init__"), "dispatch_table")
+
+
+INTERNAL = Internal(
+    "graph cache keys",
+    "torch",
+    "FxGraphCachePickler.dispatch_table",
+    "a program may compile again in a process that has imported other modules",
+    supported,
+)
 
 
 @functools.cache
 def pickle_memory_formats_by_name() -> None:
-    """For this process, before its first compile. What is pickled for a key is never unpickled."""
-    original_init = FxGraphCachePickler.__init__
+    """Patch the pickler, once per process; call it before the first compilation. A key is never unpickled."""
+    if not supported():
+        return
+    pickler_class = find(PICKLER)
+    original_init = pickler_class.__init__
 
-    def init_with_formats(pickler: FxGraphCachePickler, *args: Any, **kwargs: Any) -> None:
+    def init_with_formats(pickler: Any, *args: Any, **kwargs: Any) -> None:
         original_init(pickler, *args, **kwargs)
-        pickler.dispatch_table[torch.memory_format] = _reduce_memory_format  # type: ignore[index]
+        pickler.dispatch_table[torch.memory_format] = _reduce_memory_format
 
-    FxGraphCachePickler.__init__ = init_with_formats  # type: ignore[assignment,method-assign]
+    pickler_class.__init__ = init_with_formats
 
 
 def _reduce_memory_format(memory_format: torch.memory_format) -> tuple[type[str], tuple[str]]:

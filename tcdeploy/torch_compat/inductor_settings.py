@@ -1,29 +1,54 @@
-"""The switches of torch that decide what Inductor makes, as text: they are part of torch's cache key.
+"""The torch settings that are part of Inductor's cache key, as text.
 
-Most are of torch._inductor.config, which environment variables reach too; a variable that is set where a cache is made
-and not where it serves makes every start a miss, and torch names no reason. What torch's own key leaves out is left out
-(`_cache_config_ignore_prefix`, the one internal here; torch 2.11 to 2.13).
+Most are in torch._inductor.config, which environment variables set too. A variable that is set where a cache is filled
+and not where it serves makes every start a miss, and torch names no reason; manifests record the settings so that
+`cache why` can. Settings that torch leaves out of its key (`_cache_config_ignore_prefix`) are left out here.
+
+Without that list, `cache why` may name settings that do not matter.
 """
 
 from __future__ import annotations
 
 import torch
-import torch._inductor.config as inductor
 
+from tcdeploy.torch_compat.internal import Internal, find
+
+CONFIG = "torch._inductor.config"
 MATMUL_SETTINGS = ("fp32_precision", "allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
-CACHE_SETTINGS = ("fx_graph_cache", "force_disable_caches")  # torch's key leaves them out, and nothing is found without
+CACHE_SETTINGS = ("fx_graph_cache", "force_disable_caches")  # not in torch's key, but nothing is found without them
+
+
+def supported() -> bool:
+    return isinstance(find(f"{CONFIG}:_cache_config_ignore_prefix"), list | tuple) and callable(
+        find(f"{CONFIG}:save_config_portable")
+    )
+
+
+INTERNAL = Internal(
+    "cache settings",
+    "torch",
+    "torch._inductor.config._cache_config_ignore_prefix",
+    "`cache why` may name settings that do not affect the cache, or miss one that does",
+    supported,
+)
 
 
 def torch_settings() -> dict[str, str]:
     """Name -> value. Equal for two processes whose programs of the same graph have the same key."""
-    left_out = tuple(inductor._cache_config_ignore_prefix)
-    portable = inductor.save_config_portable(ignore_private_configs=False)
-    found = {name: repr(value) for name, value in portable.items() if not name.startswith(left_out)}
-    found |= {name: repr(getattr(inductor, name)) for name in CACHE_SETTINGS}
     matmul = torch.backends.cuda.matmul
-    return found | {
+    return _inductor_settings() | {
         "cache_key_tag": repr(torch.compiler.config.cache_key_tag),
         "deterministic": repr(torch.are_deterministic_algorithms_enabled()),
         "default_dtype": repr(torch.get_default_dtype()),
-        "matmul": repr(tuple(getattr(matmul, name) for name in MATMUL_SETTINGS)),
+        "matmul": repr(tuple(getattr(matmul, name, None) for name in MATMUL_SETTINGS)),
     }
+
+
+def _inductor_settings() -> dict[str, str]:
+    config, save = find(CONFIG), find(f"{CONFIG}:save_config_portable")
+    if config is None or save is None:
+        return {}
+    ignored = tuple(getattr(config, "_cache_config_ignore_prefix", ()))
+    portable = save(ignore_private_configs=False)
+    settings = {name: repr(value) for name, value in portable.items() if not name.startswith(ignored)}
+    return settings | {name: repr(getattr(config, name, None)) for name in CACHE_SETTINGS}

@@ -8,6 +8,8 @@ exited. Its `gdc_wait` returns when all writes of the predecessor are visible. T
   cross the end of a step, because a step's last kernels are launched without PDL.
 - They let their successor launch only after their own wait, as Inductor's kernels do (`triton.enable_pdl`). When a
   kernel starts, everything before its predecessor is complete.
+
+Without the launch option or the device functions, kernels are launched in the ordinary way.
 """
 
 from __future__ import annotations
@@ -16,8 +18,31 @@ import functools
 
 import torch
 
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_installed
+
+GDC_FUNCTIONS = ("gdc_wait", "gdc_launch_dependents")
+
+
+def supported() -> bool:
+    """True also where Triton is not installed: nothing is lost there."""
+    if not is_installed("triton"):
+        return True
+    cuda = find("triton.language:extra.cuda")
+    return all(hasattr(cuda, name) for name in GDC_FUNCTIONS) and has_parameters(
+        find("triton.backends.nvidia.compiler:CUDAOptions"), "launch_pdl"
+    )
+
+
+INTERNAL = Internal(
+    "dependent launch",
+    "triton",
+    "CUDAOptions.launch_pdl",
+    "kernels do not overlap with the previous one on Hopper, so small decode steps are slower",
+    supported,
+)
+
 
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
-    """Whether the GPU supports PDL (compute capability 9.0, Hopper, and later). False on CPU."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+    """Whether to launch with PDL: Hopper and later. False on a CPU, where tests run Triton's interpreter."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and supported()

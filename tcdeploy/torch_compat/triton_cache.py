@@ -1,72 +1,76 @@
-"""Triton's cache without its own place in it: a folder that was moved is still full.
+"""A Triton cache manager whose entries stay valid when the cache folder moves.
 
-Triton keeps a kernel's files in a folder named by the kernel's key, and in a list of them their absolute paths. Where
-the folder has moved, was copied or came out of a bundle it finds none of them, says nothing, and compiles again, beside
-a hit that Inductor reports. Here the list holds names, and they are looked for where the list stands.
+Triton stores a kernel's files in a folder named by the kernel's key, and lists them there by absolute path. In a
+folder that was moved, copied or unpacked from a bundle it finds none of them and compiles again, without a message and
+beside a hit that Inductor reports. This manager stores file names and resolves them next to the list.
 
-Beside kernels Triton keeps libraries that it builds with a C compiler: one that talks to the driver and, in 3.6, one
-per signature that launches. In their key stands what the `file` command says of Python, so an image without that
-command found none of them, and had no compiler either. /sbin/ldconfig must be there: Triton asks it for the driver.
-
-Triton imports the class by the variable TRITON_CACHE_MANAGER, in Inductor's compile workers too. This is imported where
-Triton is sure to be there. triton 3.6 and 3.7, torch 2.11 to 2.13; tests/torch_compat/test_triton_cache.py fails when they
-do without it.
+Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too. Without it, kernels
+compile again in a moved folder, and kernels that compile are not counted, so a bucket's outcome on a GPU is "unknown".
+tests/torch_compat/test_triton_cache.py fails when Triton no longer needs it.
 """
 
 from __future__ import annotations
 
 import json
-import platform
-from collections.abc import Callable
+import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from triton.runtime import build
-from triton.runtime.cache import FileCacheManager
+from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
 
+CACHE_MANAGER = "triton.runtime.cache:FileCacheManager"
+ENVIRONMENT_VARIABLE = "TRITON_CACHE_MANAGER"
+RELOCATABLE_MANAGER = "tcdeploy.torch_compat.triton_cache:RelocatableCacheManager"
 
-def patch_platform_key() -> None:
-    """For this process and Inductor's workers: the keys of what Triton builds hold architecture and system, and no
-    answer of `file`.
-
-    A worker asks for the library that talks to the driver as soon as it loads a kernel's source. By another name it
-    would build one more, which nobody uses.
-    """
-    from torch._inductor import async_compile
-
-    build.platform_key = _platform_key
-    async_compile._worker_compile_triton = compile_in_worker  # type: ignore[attr-defined]
+if TYPE_CHECKING:
+    FileCacheManager: Any
+else:
+    FileCacheManager = find(CACHE_MANAGER) or object
 
 
-def _platform_key() -> str:
-    return f"{platform.machine()},{platform.system()}"
+def supported() -> bool:
+    """True also where Triton is not installed: nothing is lost there."""
+    if not is_installed("triton"):
+        return True
+    manager = find(CACHE_MANAGER)
+    return (
+        all(callable(getattr(manager, name, None)) for name in ("put", "put_group", "get_file", "get_group"))
+        and mentions(manager, "child_paths", "__grp__")
+        and mentions(find("triton.runtime.cache:get_cache_manager"), "manager_class")
+    )
 
 
-def compile_in_worker(load_kernel: Callable[[], Any], extra_env: dict[str, str], extra_config: dict[str, Any]) -> Any:
-    """What Inductor's own function of this place does, in a worker that has been told nothing yet."""
-    from torch._inductor.runtime.compile_tasks import _worker_compile_triton
+INTERNAL = Internal(
+    "Triton's cache",
+    "triton",
+    "triton.runtime.cache.FileCacheManager",
+    "Triton kernels compile again where the cache folder moved, and are not counted",
+    supported,
+)
 
-    build.platform_key = _platform_key
-    return _worker_compile_triton(load_kernel, extra_env, extra_config)
+kernels_compiled = 0  # by this process, and C libraries that it built
 
 
-kernels_compiled = 0  # in this process, and libraries that it built
+def use_relocatable_cache() -> None:
+    """Make Triton import the manager, in this process and in those that it starts."""
+    if is_installed("triton") and supported():
+        os.environ[ENVIRONMENT_VARIABLE] = RELOCATABLE_MANAGER
 
 
 class RelocatableCacheManager(FileCacheManager):
-    """One kernel's folder. A list that Triton's own manager wrote is read too."""
+    """The folder of one kernel. Reads lists that Triton's own manager wrote as well."""
 
     def put(self, data: str | bytes, filename: str, binary: bool = True) -> str:
         global kernels_compiled
-        if filename.startswith("__grp__") or filename.endswith(".so"):  # the last of a kernel's files; a library
+        if filename.startswith("__grp__") or filename.endswith(".so"):  # the last file of a kernel; a library
             kernels_compiled += 1
-        return super().put(data, filename, binary)
+        return str(super().put(data, filename, binary))
 
     def put_group(self, filename: str, group: dict[str, str]) -> str:
-        return super().put_group(filename, {name: name for name in group})
+        return str(super().put_group(filename, {name: name for name in group}))
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Name -> path of the kernel's files; None where no list is, none that can be read, or a file is gone."""
+        """Name -> path of the kernel's files; None where the list is missing or unreadable, or a file is gone."""
         path = self.get_file(f"__grp__{filename}")
         if path is None:
             return None
@@ -74,5 +78,5 @@ class RelocatableCacheManager(FileCacheManager):
             names = list(json.loads(Path(path).read_text())["child_paths"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        found = {name: file for name in names if (file := self.get_file(name)) is not None}
-        return found if len(found) == len(names) else None
+        paths = {name: file for name in names if (file := self.get_file(name)) is not None}
+        return paths if len(paths) == len(names) else None

@@ -178,13 +178,15 @@ def test_inductor_s_own_headers_are_back_after_a_warm_start() -> None:
     """The name in torch that is replaced: it must be the one that Inductor asks, and come back unharmed."""
     from torch._inductor import codecache
 
-    toolchain.use_precompiled_headers(True)
+    from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
+
+    use_precompiled_headers(True)
     own = codecache._get_cpp_prefix_header
     assert own("cpu") == "torch/csrc/inductor/cpp_prefix.h"
-    toolchain.use_precompiled_headers(False)
-    toolchain.use_precompiled_headers(False)
+    use_precompiled_headers(False)
+    use_precompiled_headers(False)
     assert codecache._get_cpp_prefix_header("cpu") is None
-    toolchain.use_precompiled_headers(True)
+    use_precompiled_headers(True)
     assert codecache._get_cpp_prefix_header is own
 
 

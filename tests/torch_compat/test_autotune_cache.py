@@ -1,4 +1,4 @@
-"""The variant of a kernel that torch chose is found where the cache folder has moved, and nothing is written back."""
+"""Autotune results are found after the cache folder has moved, and nothing is written under its old name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.conftest import cli_environment
 
 pytest.importorskip("triton")
 
-MOVE = """
+MOVE_FOLDER = """
 import json, os, pickle, shutil, sys
 from pathlib import Path
 from torch._inductor.runtime.autotune_cache import AutotuneCache
@@ -21,43 +21,44 @@ from torch._inductor.runtime.triton_heuristics import check_autotune_cache, hash
 from triton import Config
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 
-here, there = map(Path, sys.argv[1:])
+old, new = map(Path, sys.argv[1:])
 variants = [Config({"XBLOCK": size}, num_warps=4) for size in (1, 2, 4)]
-source, asked = str(here / "ab" / "cabcd.py"), {"autotune_local_cache": True}
+source, inductor_meta = str(old / "ab" / "cabcd.py"), {"autotune_local_cache": True}
 
-def chosen():
-    configs, _, _ = check_autotune_cache(variants, source, asked)
+def candidates():
+    "The variants that Inductor would time; one where it found a result."
+    configs, _, _ = check_autotune_cache(variants, source, inductor_meta)
     return [config.kwargs["XBLOCK"] for config in configs]
 
-def write():
-    "What a kernel that came with its program does when it has timed its variants."
-    pickle.loads(with_program).save(variants[2], 7)
-    return here.exists(), len(list(there.rglob("*.best_config")))
+def save_result():
+    "What a kernel that was loaded with its program does once it has timed its variants."
+    pickle.loads(pickled_entry).save(variants[2], 7)
+    return old.exists(), len(list(new.rglob("*.best_config")))
 
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(here)
-winner = AutotuneCache.create(asked, source, hash_configs(variants))
-with_program = pickle.dumps(winner)
-winner.save(variants[1], 7)
-found = [chosen()]
-here.rename(there)
-os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(there)
-found += [chosen(), write()]
-shutil.rmtree(here)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(old)
+entry = AutotuneCache.create(inductor_meta, source, hash_configs(variants))
+pickled_entry = pickle.dumps(entry)
+entry.save(variants[1], 7)
+results = [candidates()]
+old.rename(new)
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(new)
+results += [candidates(), save_result()]
+shutil.rmtree(old)
 relocate_autotune_cache()
-found += [chosen(), write(), chosen()]
-print(json.dumps(found))
+results += [candidates(), save_result(), candidates()]
+print(json.dumps(results))
 """
 
 
-def test_a_winner_is_found_where_the_folder_has_moved(tmp_path: Path) -> None:
-    """Where `torch_finds` or `torch_writes` fails, tcdeploy/torch_compat/autotune_cache.py is needed no more."""
-    command = [sys.executable, "-c", MOVE, str(tmp_path / "here"), str(tmp_path / "there")]
-    done = subprocess.run(command, env=cli_environment(tmp_path), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    in_place, torch_finds, torch_writes, ours_finds, ours_writes, ours_finds_then = json.loads(done.stdout)
+def test_an_autotune_result_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
+    """If `torch_finds` or `torch_writes` fails, torch no longer needs tcdeploy/torch_compat/autotune_cache.py."""
+    command = [sys.executable, "-c", MOVE_FOLDER, str(tmp_path / "old"), str(tmp_path / "new")]
+    result = subprocess.run(command, env=cli_environment(tmp_path), capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    in_place, torch_finds, torch_writes, patched_finds, patched_writes, patched_rereads = json.loads(result.stdout)
     assert in_place == [2]
     assert torch_finds == [1, 2, 4]  # all variants, to be timed again
-    assert torch_writes == [True, 1]  # into a folder by the old name
-    assert ours_finds == [2]
-    assert ours_writes == [False, 1]
-    assert ours_finds_then == [4]
+    assert torch_writes == [True, 1]  # into a new folder of the old name
+    assert patched_finds == [2]
+    assert patched_writes == [False, 1]
+    assert patched_rereads == [4]

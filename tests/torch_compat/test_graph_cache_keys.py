@@ -1,4 +1,4 @@
-"""A program's key is the same, whatever else was imported."""
+"""A program's cache key does not depend on the other modules of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT, TINY, cli_environment
 
-KEYS = """
+PRINT_KEYS = """
 import hashlib
 import torch
 from torch._inductor.codecache import FxGraphCachePickler
@@ -17,38 +17,40 @@ def key():
     graph = torch.fx.symbolic_trace(torch.nn.ReLU())
     return hashlib.sha256(FxGraphCachePickler(graph).dumps(torch.contiguous_format)).hexdigest()
 
-torchs = key()
+torch_key = key()
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 pickle_memory_formats_by_name()
-print(torchs, key())
+print(torch_key, key())
 """
-LATE = """
+OTHER_MODULE = """
 def load():
     global torch
     import torch
-"""  # a module that stands before torch in sys.modules, and has it
-LOAD = "import somebodys_server; somebodys_server.load()\n"
-COMMAND = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1")
+"""  # precedes torch in sys.modules, and has an attribute `torch`
+IMPORT_OTHER_MODULE = "import other_server; other_server.load()\n"
+WARM = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1")
 
 
-def run(folder: Path, program: str, *words: str) -> str:
-    """What the program prints; modules in the folder can be imported."""
+def run(folder: Path, program: str, *arguments: str) -> str:
+    """The program's stdout. It can import the modules in `folder`."""
     environ = cli_environment(folder, PYTHONPATH=f"{ROOT}:{folder}")
-    done = subprocess.run([sys.executable, "-c", program, *words], env=environ, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    result = subprocess.run([sys.executable, "-c", program, *arguments], env=environ, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
 
 
-def test_torchs_own_key_of_a_tensor_depends_on_who_imported_torch_and_ours_does_not(tmp_path: Path) -> None:
-    """Where the first half fails, tcdeploy/torch_compat/graph_cache_keys.py is needed no more."""
-    (tmp_path / "somebodys_server.py").write_text(LATE)
-    (torchs, ours), (other_torchs, other_ours) = (run(tmp_path, program).split() for program in (KEYS, LOAD + KEYS))
-    assert torchs != other_torchs
-    assert ours == other_ours
+def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_not(tmp_path: Path) -> None:
+    """If the first assertion fails, torch no longer needs tcdeploy/torch_compat/graph_cache_keys.py."""
+    (tmp_path / "other_server.py").write_text(OTHER_MODULE)
+    (torch_key, patched_key), (other_torch_key, other_patched_key) = (
+        run(tmp_path, program).split() for program in (PRINT_KEYS, IMPORT_OTHER_MODULE + PRINT_KEYS)
+    )
+    assert torch_key != other_torch_key
+    assert patched_key == other_patched_key
 
 
-def test_what_one_program_warmed_another_finds_that_imported_torch_elsewhere(tmp_path: Path) -> None:
-    (tmp_path / "somebodys_server.py").write_text(LATE)
-    main, asked = "from tcdeploy.cli.app import main; main()", (*COMMAND, "--cache-dir", str(tmp_path / "cache"))
-    run(tmp_path, main, *asked)
-    run(tmp_path, LOAD + main, *asked, "--require-hit")
+def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "other_server.py").write_text(OTHER_MODULE)
+    main, arguments = "from tcdeploy.cli.app import main; main()", (*WARM, "--cache-dir", str(tmp_path / "cache"))
+    run(tmp_path, main, *arguments)
+    run(tmp_path, IMPORT_OTHER_MODULE + main, *arguments, "--require-hit")

@@ -1,4 +1,4 @@
-"""Triton's own compiler, for a GPU that is not here: does it find again what it made, where the folder has moved?"""
+"""Triton finds compiled kernels and libraries in a moved cache folder. Compiles for a GPU that need not be present."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from torch._inductor.async_compile import AsyncCompile
 
-from tcdeploy.cache.folder import TRITON_CACHE_MANAGER
+from tcdeploy.torch_compat.triton_cache import RELOCATABLE_MANAGER
 from tests.conftest import PACKAGES
 
 triton = pytest.importorskip("triton")
@@ -34,22 +34,22 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from kernel import double
 
-found = []
-triton.knobs.compilation.listener = lambda **named: found.append((named["cache_hit"], named["metadata_group"]))
+events = []
+triton.knobs.compilation.listener = lambda **event: events.append((event["cache_hit"], event["metadata_group"]))
 signature = {"source": "*fp32", "target": "*fp32", "count": "i32", "block": "constexpr"}
-made = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
-[(is_hit, files)] = found
+compiled = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
+[(is_hit, files)] = events
 manager = sys.modules.get("tcdeploy.torch_compat.triton_cache")
-print(json.dumps([is_hit, len(made.kernel), sorted(files.values()), manager.kernels_compiled if manager else None]))
+print(json.dumps([is_hit, len(compiled.kernel), sorted(files.values()), manager.kernels_compiled if manager else None]))
 """
 
 
 BUILD = """
 import sys
-from tcdeploy.torch_compat.triton_cache import patch_platform_key
+from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 from triton.runtime.build import compile_module_from_src
 
-if "by machine" in sys.argv:
+if "patched" in sys.argv:
     patch_platform_key()
 source = '#include <Python.h>\\n'
 source += 'static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "launcher", 0, -1, 0};\\n'
@@ -64,22 +64,24 @@ import json
 from torch._inductor import async_compile
 from torch._inductor.compile_worker.subproc_pool import SubprocPool
 from torch._inductor.runtime import compile_tasks
-from tcdeploy.torch_compat.triton_cache import patch_platform_key
+from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
+from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 from triton.runtime import build
 
-from kernel import Loaded
+from kernel import WorkerKernel
 
 if __name__ == "__main__":
     patch_platform_key()
+    patch_compile_workers()
     pool, keys = SubprocPool(1), [build.platform_key()]
     for function in (compile_tasks._worker_compile_triton, async_compile._worker_compile_triton):
-        kernel, _ = pool.submit(function, Loaded, {}, {}).result()
+        kernel, _ = pool.submit(function, WorkerKernel, {}, {}).result()
         keys.append(kernel.platform_key)
     pool.shutdown()
     print(json.dumps(keys))
 """
-LOADED = """
-class Loaded:  # as a kernel of Inductor's
+WORKER_KERNEL = """
+class WorkerKernel:  # has the interface of Inductor's kernels
     def __init__(self):
         from triton.runtime import build
         self.platform_key = build.platform_key()
@@ -90,45 +92,45 @@ class Loaded:  # as a kernel of Inductor's
 """
 
 
-def run(folder: Path, program: str, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, with Triton's cache in the folder."""
-    place = folder.parent / "source"
-    place.mkdir(exist_ok=True)
-    (place / "kernel.py").write_text(KERNEL + LOADED)
-    (place / "main.py").write_text(program)
-    known = {name: value for name, value in os.environ.items() if name != "CC"}
-    environ = {**known, "PYTHONPATH": PACKAGES, "TRITON_CACHE_DIR": str(folder), **changed}
-    command = [sys.executable, str(place / "main.py"), *words]
+def run(folder: Path, program: str, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in a new process, with Triton's cache in the folder."""
+    source_dir = folder.parent / "source"
+    source_dir.mkdir(exist_ok=True)
+    (source_dir / "kernel.py").write_text(KERNEL + WORKER_KERNEL)
+    (source_dir / "main.py").write_text(program)
+    inherited = {name: value for name, value in os.environ.items() if name != "CC"}
+    environ = {**inherited, "PYTHONPATH": PACKAGES, "TRITON_CACHE_DIR": str(folder), **variables}
+    command = [sys.executable, str(source_dir / "main.py"), *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
-def compile_in(folder: Path, manager: str = TRITON_CACHE_MANAGER) -> tuple[bool, int, list[str]]:
-    """Whether Triton found it, the bytes of the kernel, its files. What our manager counts is what Triton says."""
-    done = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
-    assert done.returncode == 0, done.stderr
-    was_hit, size, files, counted = json.loads(done.stdout)
-    assert counted == (None if manager != TRITON_CACHE_MANAGER else int(not was_hit))
+def compile_in(folder: Path, manager: str = RELOCATABLE_MANAGER) -> tuple[bool, int, list[str]]:
+    """(cache hit, bytes of the kernel, its files). Our manager's count must agree with Triton's event."""
+    result = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
+    assert result.returncode == 0, result.stderr
+    was_hit, size, files, counted = json.loads(result.stdout)
+    assert counted == (None if manager != RELOCATABLE_MANAGER else int(not was_hit))
     return was_hit, size, files
 
 
-def test_a_kernel_is_found_where_the_folder_has_moved(tmp_path: Path) -> None:
+def test_a_kernel_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
     was_hit, size, files = compile_in(tmp_path / "here")
     assert not was_hit and size > 500
     assert compile_in(tmp_path / "here") == (True, size, files)
     (tmp_path / "here").rename(tmp_path / "there")
-    moved = [path.replace(f"{tmp_path}/here/", f"{tmp_path}/there/") for path in files]
-    assert compile_in(tmp_path / "there") == (True, size, moved)
+    moved_files = [path.replace(f"{tmp_path}/here/", f"{tmp_path}/there/") for path in files]
+    assert compile_in(tmp_path / "there") == (True, size, moved_files)
 
 
-def test_a_pickled_configuration_forgets_that_a_descent_found_it() -> None:
-    """When this fails, programs can be read back through Inductor's workers, and `programs.reading` can go."""
+def test_pickling_a_config_loses_that_coordinate_descent_found_it() -> None:
+    """If this fails, Inductor's workers can load cached programs, and torch_compat/compile_threads.py can go."""
     config = triton.Config({"XBLOCK": 4})
     config.found_by_coordesc = True
     assert not hasattr(pickle.loads(pickle.dumps(config)), "found_by_coordesc")
 
 
-def test_triton_s_own_manager_needs_ours(tmp_path: Path) -> None:
-    """When this fails, Triton finds what was moved by itself, and kernel_cache.py can go."""
+def test_triton_s_own_manager_misses_in_a_moved_folder(tmp_path: Path) -> None:
+    """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can go."""
     stock = "triton.runtime.cache:FileCacheManager"
     compile_in(tmp_path / "here", stock)
     assert compile_in(tmp_path / "here", stock)[0]
@@ -136,14 +138,14 @@ def test_triton_s_own_manager_needs_ours(tmp_path: Path) -> None:
     assert not compile_in(tmp_path / "there", stock)[0]
 
 
-def test_a_list_of_triton_s_own_is_read_too(tmp_path: Path) -> None:
+def test_a_list_that_triton_s_own_manager_wrote_is_read(tmp_path: Path) -> None:
     compile_in(tmp_path / "here", "triton.runtime.cache:FileCacheManager")
     (tmp_path / "here").rename(tmp_path / "there")
     assert compile_in(tmp_path / "there")[0]
 
 
-def test_no_file_of_a_kernel_tells_where_it_was_compiled(tmp_path: Path) -> None:
-    """The binary alone is not the same bytes each time: ptxas writes a random name of its own into it."""
+def test_no_file_of_a_kernel_contains_the_folder_s_path(tmp_path: Path) -> None:
+    """Only the binary differs between two compilations: ptxas writes a random name into it."""
     for name in ("here", "there"):
         compile_in(tmp_path / name)
     here, there = (
@@ -155,18 +157,18 @@ def test_no_file_of_a_kernel_tells_where_it_was_compiled(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("broken", ["", "[]", "{}", '{"child_paths": 3}', '{"child_paths": {"gone.cubin": "x"}}'])
-def test_a_list_that_cannot_be_read_is_a_miss_and_is_written_anew(tmp_path: Path, broken: str) -> None:
+def test_an_unreadable_list_is_a_miss_and_is_rewritten(tmp_path: Path, broken: str) -> None:
     first = compile_in(tmp_path / "here")
-    (listed,) = (tmp_path / "here").rglob("__grp__*.json")
-    whole = listed.read_text()
-    listed.write_text(broken)
+    (list_file,) = (tmp_path / "here").rglob("__grp__*.json")
+    original = list_file.read_text()
+    list_file.write_text(broken)
     assert not compile_in(tmp_path / "here")[0]
-    assert listed.read_text() == whole and compile_in(tmp_path / "here") == (True, *first[1:])
+    assert list_file.read_text() == original and compile_in(tmp_path / "here") == (True, *first[1:])
 
 
 @pytest.mark.parametrize("kind", ["cubin", "json", "ptx", "ttir", "source"])
-def test_a_kernel_without_one_of_its_files_is_compiled_again(tmp_path: Path, kind: str) -> None:
-    """Triton asks for the metadata alone, and breaks where the binary is gone."""
+def test_a_kernel_with_a_missing_file_is_compiled_again(tmp_path: Path, kind: str) -> None:
+    """Triton checks the metadata only, and fails if the binary is missing."""
     first = compile_in(tmp_path / "here")
     (file,) = (tmp_path / "here").rglob(f"double.{kind}")
     file.unlink()
@@ -176,7 +178,7 @@ def test_a_kernel_without_one_of_its_files_is_compiled_again(tmp_path: Path, kin
 
 @pytest.fixture
 def with_file(tmp_path: Path) -> str:
-    """A PATH on which there is a `file` command."""
+    """A PATH that has a `file` command."""
     command = tmp_path / "bin" / "file"
     command.parent.mkdir()
     command.write_text("#!/bin/sh\necho ELF 64-bit LSB executable\n")
@@ -185,24 +187,24 @@ def with_file(tmp_path: Path) -> str:
 
 
 def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_path: Path, with_file: str) -> None:
-    built = run(tmp_path / "here", BUILD, "by machine", PATH=with_file)
+    built = run(tmp_path / "here", BUILD, "patched", PATH=with_file)
     assert built.returncode == 0, built.stderr
     (tmp_path / "here").rename(tmp_path / "there")
-    found = run(tmp_path / "there", BUILD, "by machine", PATH=str(tmp_path))
+    found = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
     assert found.stdout == built.stdout.replace("/here/", "/there/"), found.stderr
 
 
-def test_inductor_s_workers_name_libraries_alike(tmp_path: Path, with_file: str) -> None:
-    done = run(tmp_path / "here", POOL, PATH=with_file)
-    assert done.returncode == 0, done.stderr
-    here, alone, ours = json.loads(done.stdout)
-    assert here == ours == f"{platform.machine()},{platform.system()}"
-    assert "ELF" in alone, "torch's own function names them as we do: `compile_in_worker` can go"
+def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file: str) -> None:
+    result = run(tmp_path / "here", POOL, PATH=with_file)
+    assert result.returncode == 0, result.stderr
+    process_key, unpatched_worker_key, patched_worker_key = json.loads(result.stdout)
+    assert process_key == patched_worker_key == f"{platform.machine()},{platform.system()}"
+    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: torch_compat/inductor_workers.py can go"
     assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls it by another name"
 
 
-def test_triton_alone_does_not_find_it(tmp_path: Path, with_file: str) -> None:
-    """When this fails, `patch_platform_key` can go."""
+def test_without_the_patch_triton_does_not_find_a_library(tmp_path: Path, with_file: str) -> None:
+    """If this fails, torch_compat/triton_platform_key.py can go."""
     assert run(tmp_path / "here", BUILD, PATH=with_file).returncode == 0
-    alone = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
-    assert alone.returncode == 1 and "C compiler" in alone.stderr
+    result = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
+    assert result.returncode == 1 and "C compiler" in result.stderr

@@ -1,0 +1,42 @@
+"""Run our FX passes inside Inductor, with the graph cache still on.
+
+Inductor takes a pass as an option, post_grad_custom_pre_pass, and caches programs that went through it if the pass is
+a CustomGraphPass with a uuid. Without them no pass runs: sibling projections are computed once each instead of once
+together, and the fused kernels of linear/ and attention/ are not used. Results do not change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from tcdeploy.torch_compat.internal import Internal, find
+
+MODULE = "torch._inductor.custom_graph_pass"
+OPTION = "post_grad_custom_pre_pass"
+
+if TYPE_CHECKING:
+    from torch._inductor.custom_graph_pass import CustomGraphPass as CustomGraphPass
+else:
+    CustomGraphPass = find(f"{MODULE}:CustomGraphPass") or object
+
+
+def supported() -> bool:
+    return (
+        isinstance(find(f"{MODULE}:CustomGraphPass"), type)
+        and hasattr(find("torch._inductor.config"), OPTION)
+    )
+
+
+INTERNAL = Internal(
+    "graph passes",
+    "torch",
+    "torch._inductor.custom_graph_pass.CustomGraphPass",
+    "no graph pass runs: projections are not merged and no fused kernel is used, so steps are slower",
+    supported,
+)
+
+
+def pass_options(graph_pass: Callable[..., Any]) -> dict[str, Any]:
+    """The options of torch.compile that make Inductor run `graph_pass`; none where it cannot."""
+    return {OPTION: graph_pass} if supported() else {}

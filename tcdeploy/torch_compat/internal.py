@@ -1,0 +1,81 @@
+"""What a private name of another package is called, how to look for it, and what is lost without it.
+
+The checks look at names, signatures and the constants in a function's code. They run nothing of the other package
+beyond importing the module that should hold the name, and treat every failure of that import as "not supported".
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+from tcdeploy.planning.tested_versions import tested_range
+
+
+@dataclass(frozen=True)
+class Internal:
+    """A private name that this package depends on."""
+
+    name: str  # what it is for; names the Plan's decision
+    package: str  # distribution that owns it, a key of TESTED_VERSIONS
+    symbol: str  # where it stands, as users can search for it in that package
+    consequence: str  # what is lost without it: a clause that reads on with ": torch 2.16 moved ..."
+    supported: Callable[[], bool]
+
+    @property
+    def tried_with(self) -> str:
+        return f"{self.package} {tested_range(self.package)}"
+
+
+def find(path: str) -> Any:
+    """The object at "module:attribute.attribute", or None where it is missing or its module cannot be imported."""
+    module, _, attributes = path.partition(":")
+    try:
+        value: Any = importlib.import_module(module)
+        for attribute in filter(None, attributes.split(".")):
+            value = getattr(value, attribute)
+    except Exception:  # an import may raise anything, and all of it means that the name cannot be used
+        return None
+    return value
+
+
+def is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+def mentions(owner: object, *words: str) -> bool:
+    """Whether the code of a function, or of a class's functions, uses all `words` as names or string constants."""
+    seen = {word for function in _functions(owner) for word in _words(function.__code__)}
+    return seen.issuperset(words)
+
+
+def has_parameters(function: object, *names: str) -> bool:
+    """Whether a callable takes parameters of these names."""
+    try:
+        return set(names) <= set(inspect.signature(function).parameters)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return False
+
+
+def _functions(owner: object) -> Iterator[Any]:
+    members: list[Any] = list(vars(owner).values()) if inspect.isclass(owner) else [owner]
+    for member in members:
+        function = inspect.unwrap(getattr(member, "__func__", member))
+        if hasattr(function, "__code__"):
+            yield function
+
+
+def _words(code: CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _words(constant)
+        elif isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):
+            yield from (item for item in constant if isinstance(item, str))

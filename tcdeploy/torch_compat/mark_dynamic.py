@@ -1,0 +1,45 @@
+"""Mark a tensor dimension as a symbol, so that programs do not depend on its size.
+
+`torch._dynamo.mark_dynamic` is documented, but stands in a private module and has no public twin up to torch 2.13.
+Without it, programs hold the sizes of the KV cache and of block tables: they are correct for this plan, and another
+context or amount of GPU memory compiles again. A dynamic prefill range becomes one static bucket (planning/plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from tcdeploy.planning.environment import DYNAMIC_SIZES
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+
+MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
+
+
+def supported() -> bool:
+    return has_parameters(find(MARK_DYNAMIC), "min", "max")
+
+
+INTERNAL = Internal(
+    DYNAMIC_SIZES,
+    "torch",
+    "torch._dynamo.mark_dynamic",
+    "programs depend on the context and on the number of KV blocks",
+    supported,
+)
+
+
+def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | None = None) -> None:
+    """Sizes of `dim` between `min` and `max` share a program."""
+    if supported():
+        find(MARK_DYNAMIC)(tensor, dim, min=min, max=max)
+
+
+def tensors_in(value: object) -> Iterator[Tensor]:
+    """All tensors in nested tuples, lists and dictionaries, such as a module's arguments."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(item)

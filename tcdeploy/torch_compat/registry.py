@@ -1,0 +1,71 @@
+"""All private names that this package depends on, and which of them the installed versions lack.
+
+Adding one: write its file, add the module to the tuple, and a way to take the name away to
+tests/torch_compat/test_missing_internals.py, which starts a model without it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import NamedTuple
+
+from tcdeploy.torch_compat import (
+    attention_registry,
+    autotune_cache,
+    benchmarker,
+    body_forward,
+    compile_callback,
+    compile_counters,
+    compile_errors,
+    compile_stack,
+    compile_threads,
+    compiled_call,
+    compiler_queries,
+    custom_graph_pass,
+    dynamo_explain,
+    eager_input_vals,
+    fake_tensors,
+    graph_cache_keys,
+    inductor_settings,
+    inductor_workers,
+    mark_dynamic,
+    pdl,
+    precompiled_headers,
+    torch_flash,
+    triton_cache,
+    triton_platform_key,
+    uvicorn_protocol,
+)
+from tcdeploy.torch_compat.internal import Internal
+
+INTERNALS: tuple[Internal, ...] = tuple(
+    module.INTERNAL
+    for module in (
+        attention_registry, autotune_cache, benchmarker, body_forward, compile_callback, compile_counters,
+        compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries, custom_graph_pass,
+        dynamo_explain, eager_input_vals, fake_tensors, graph_cache_keys, inductor_settings, inductor_workers,
+        mark_dynamic, pdl, precompiled_headers, torch_flash, triton_cache, triton_platform_key,
+        uvicorn_protocol,
+    )
+)  # fmt: skip
+
+
+class MissingInternal(NamedTuple):
+    name: str  # of the Internal
+    consequence: str  # what is lost, and the version that moved the name
+
+
+def missing_internals() -> tuple[MissingInternal, ...]:
+    """Those that are not supported. Names of packages that are not installed are not missing."""
+    return tuple(
+        MissingInternal(internal.name, f"{internal.consequence}: {_version(internal.package)} moved {internal.symbol}")
+        for internal in INTERNALS
+        if not internal.supported()
+    )
+
+
+def _version(package: str) -> str:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"this {package}"

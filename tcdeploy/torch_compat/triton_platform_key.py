@@ -1,0 +1,45 @@
+"""Keys of Triton's C libraries that do not depend on the `file` command.
+
+Triton builds small libraries with a C compiler: one that talks to the driver and, in 3.6, one per launch signature.
+Their key contains the output of the `file` command for Python's executable. An image without `file` computes another
+key, finds no library and has no compiler to build one. The patch uses architecture and operating system instead.
+/sbin/ldconfig must still exist: Triton runs it to find the driver.
+
+Without the patch, an image without `file` or with another Python build needs a C compiler. tests/torch_compat/
+test_triton_cache.py fails when Triton no longer needs the patch.
+"""
+
+from __future__ import annotations
+
+import platform
+
+from tcdeploy.torch_compat.internal import Internal, find, is_installed, mentions
+
+BUILD = "triton.runtime.build"
+
+
+def supported() -> bool:
+    """True also where Triton is not installed: nothing is lost there."""
+    if not is_installed("triton"):
+        return True
+    builder = find(f"{BUILD}:compile_module_from_src")
+    return callable(find(f"{BUILD}:platform_key")) and mentions(builder, "platform_key")
+
+
+INTERNAL = Internal(
+    "Triton library keys",
+    "triton",
+    "triton.runtime.build.platform_key",
+    "an image without the `file` command needs a C compiler",
+    supported,
+)
+
+
+def patch_platform_key() -> None:
+    """Apply to this process; `inductor_workers` applies it to Inductor's compile workers."""
+    if is_installed("triton") and supported():
+        find(BUILD).platform_key = platform_key
+
+
+def platform_key() -> str:
+    return f"{platform.machine()},{platform.system()}"

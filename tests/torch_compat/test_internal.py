@@ -1,0 +1,56 @@
+"""Looking for a private name never raises, and finds what is there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.torch_compat.internal import find, has_parameters, mentions
+from tcdeploy.torch_compat.registry import INTERNALS, missing_internals
+
+
+class Cache:
+    @classmethod
+    def look_up(cls, key: str, *, local: bool = True) -> str:
+        def count() -> str:
+            return "cache_hit"
+
+        return count() + key
+
+    @staticmethod
+    def store(path: str) -> None:
+        raise KeyError(path.strip())
+
+
+def test_a_name_is_found_by_module_and_attributes() -> None:
+    assert find("os:path.join") is find("posixpath:join") is not None
+    assert find("os") is not None
+
+
+@pytest.mark.parametrize("path", ["no_such_module:x", "os:no_such_name", "os:path.no.such", "os.no_such_module"])
+def test_a_missing_name_is_none(path: str) -> None:
+    assert find(path) is None
+
+
+def test_a_module_that_fails_to_import_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_on_import.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert find("broken_on_import:name") is None
+
+
+def test_code_mentions_names_and_constants_of_nested_functions_and_of_all_methods() -> None:
+    assert mentions(Cache, "cache_hit", "strip")
+    assert mentions(Cache.look_up, "cache_hit") and not mentions(Cache.look_up, "strip")
+    assert not mentions(None, "x") and not mentions(len, "x") and not mentions(Cache, "gone")
+
+
+def test_parameters_are_compared_by_name() -> None:
+    assert has_parameters(Cache.look_up, "key", "local")
+    assert not has_parameters(Cache.look_up, "key", "remote") and not has_parameters(None, "key")
+
+
+def test_the_installed_versions_lack_nothing() -> None:
+    """Fails when an installed package moves a name: mend its file, or accept the loss and say so there."""
+    assert missing_internals() == ()
+    assert all(internal.consequence and not internal.consequence.endswith(".") for internal in INTERNALS)

@@ -1,0 +1,158 @@
+"""Each private name is taken away, one by one: the model starts, generates the same tokens, and the Plan says why."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.torch_compat.internal import Internal
+from tcdeploy.torch_compat.registry import INTERNALS
+from tests.conftest import TINY, cli_environment
+from tests.fork_server import ForkServer
+
+START = """
+import json
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.pipeline import prepare
+from tcdeploy.planning.recipe import build_recipe
+
+flags = {"model": %r, "buckets": (16,), "batch_sizes": (1,), "cache_dir": %r}
+deployment = prepare(build_recipe(flags, environ={}))
+decisions = [(item.name, item.value, item.reason) for item in deployment.plan.decisions if item.is_fallback]
+tokens = deployment.engine.generate([[3, 4, 5, 6]], SamplingParams(max_new_tokens=8))
+prompt = list(range(3, 15))
+scored = deployment.engine.generate([prompt], SamplingParams(max_new_tokens=1, prompt_logprobs=1))
+outcomes = [record.outcome for record in deployment.records]
+print(json.dumps({"decisions": decisions, "tokens": tokens + scored, "outcomes": outcomes}))
+"""
+
+# How to take each name away. Where torch itself needs the name, it is looked for where no version has it.
+DELETED = {
+    "autotune cache": "from torch._inductor.runtime.autotune_cache import AutotuneCache; del AutotuneCache.create",
+    "kernel timings": "from torch._inductor.runtime import benchmarking; del benchmarking.benchmarker",
+    "compile callback": "import torch._dynamo.callback; del torch._dynamo.callback.on_compile_start",
+    "compile errors": "import torch._dynamo.exc; del torch._dynamo.exc.Unsupported",
+    "graph break report": "import torch._dynamo; del torch._dynamo.explain",
+    "dynamic sizes": "import torch._dynamo; del torch._dynamo.mark_dynamic",
+    "dependent launch": "import triton.language; del triton.language.extra.cuda.gdc_wait",
+    "Triton library keys": "import triton.runtime.build; del triton.runtime.build.platform_key",
+    "HTTP limits": (
+        "from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol; del HttpToolsProtocol.on_headers_complete"
+    ),
+    "prompt log-probabilities": "from transformers import PreTrainedModel; del PreTrainedModel.base_model",
+}
+REPLACED = {
+    "attention registry": """
+import collections
+from transformers import AttentionInterface
+AttentionInterface._global_mapping = collections.UserDict(AttentionInterface._global_mapping)
+""",
+    "compile counters": """
+import collections
+import torch._dynamo.utils
+torch._dynamo.utils.counters = collections.UserDict(torch._dynamo.utils.counters)
+""",
+}
+MOVED = {
+    "compiler imports": ("compile_stack", "MODULES", ("torch._inductor.moved",)),
+    "compile threads": ("compile_threads", "CONFIG", "torch._inductor.moved"),
+    "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
+    "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
+    "fake tensors": ("fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
+    "graph cache keys": ("graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
+    "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
+    "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),
+    "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
+    "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
+    "Triton's cache": ("triton_cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),
+}
+AT_IMPORT = {  # read when tcdeploy is imported, so they need a new process
+    "compiled call": """
+from torch import nn
+nn.Module.__call__ = nn.Module._call_impl
+del nn.Module._compiled_call_impl
+""",
+    "graph passes": """
+import torch._inductor.compile_fx
+import torch._inductor.custom_graph_pass
+del torch._inductor.custom_graph_pass.CustomGraphPass
+""",
+}
+REMOVALS = {
+    **DELETED,
+    **REPLACED,
+    **{
+        name: f"from tcdeploy.torch_compat import {module}; {module}.{constant} = {value!r}"
+        for name, (module, constant, value) in MOVED.items()
+    },
+    **AT_IMPORT,
+}
+
+
+class Starter:
+    """Starts builtin:tiny from one cache folder, each time in a process of its own."""
+
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self.cache_dir, self._fork_server = str(folder / "cache"), fork_server
+        self.environ = cli_environment(folder)
+
+    def start(self, removal: str = "", new_process: bool = False) -> dict[str, Any]:
+        result = self.run(removal + "\n" + START % (TINY, self.cache_dir), new_process)
+        assert result.returncode == 0, result.stderr
+        answer: dict[str, Any] = json.loads(result.stdout)
+        return answer
+
+    def run(self, script: str, new_process: bool = False, *arguments: str) -> subprocess.CompletedProcess[str]:
+        if new_process or not self._fork_server.supports(self.environ):
+            command = [sys.executable, "-c", script]
+            return subprocess.run(command, env=self.environ, capture_output=True, text=True)
+        return self._fork_server.run(*arguments, environ=self.environ, script=script)
+
+
+@pytest.fixture(scope="module")
+def starter(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Starter:
+    return Starter(tmp_path_factory.mktemp("missing"), fork_server)
+
+
+@pytest.fixture(scope="module")
+def complete(starter: Starter) -> dict[str, Any]:
+    """The second start with every name in place."""
+    assert starter.start()["outcomes"] == ["miss", "miss"]
+    answer = starter.start()
+    assert answer["outcomes"] == ["hit", "hit"]
+    return answer
+
+
+def test_every_internal_can_be_taken_away() -> None:
+    assert [internal.name for internal in INTERNALS if internal.name not in REMOVALS] == []
+    assert len(REMOVALS) == len(INTERNALS) == len({internal.name for internal in INTERNALS})
+
+
+@pytest.mark.parametrize("internal", INTERNALS, ids=lambda internal: internal.name.replace(" ", "-"))
+def test_a_start_without_it_gives_the_same_tokens_and_the_plan_says_what_is_lost(
+    internal: Internal, starter: Starter, complete: dict[str, Any]
+) -> None:
+    if internal.package == "triton":
+        pytest.importorskip("triton")
+    answer = starter.start(REMOVALS[internal.name], new_process=internal.name in AT_IMPORT)
+    assert answer["tokens"] == complete["tokens"]
+    [(name, value, reason)] = [item for item in answer["decisions"] if item not in complete["decisions"]]
+    assert (name, value) == (internal.name, "not available")
+    assert reason.startswith(f"{internal.consequence}: {internal.package} ")
+    assert reason.endswith(f" moved {internal.symbol}")
+    if internal.name == "compile counters":
+        assert answer["outcomes"] == ["unknown", "unknown"]
+
+
+def test_require_hit_fails_where_hits_cannot_be_counted(starter: Starter, complete: dict[str, Any]) -> None:
+    flags = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", starter.cache_dir, "--require-hit")
+    if not starter._fork_server.supports(starter.environ):
+        pytest.skip("needs a fork that has imported torch")
+    result = starter.run(REMOVALS["compile counters"], False, *flags)
+    assert result.returncode == 6
+    assert "cache hits cannot be counted" in result.stderr
