@@ -43,7 +43,7 @@ def allocate_kv_cache(plan: Plan, architecture: Architecture) -> list[LayerKV]:
 def _zeros(plan: Plan, heads: int, dim: int) -> Tensor:
     """Its number of blocks is a symbol to torch.compile: programs do not depend on how much memory a machine has."""
     cache = torch.zeros(
-        plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.dtype), device=plan.device
+        plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.kv_dtype), device=plan.device
     )
     torch._dynamo.mark_dynamic(cache, 0)
     return cache

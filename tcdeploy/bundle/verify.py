@@ -133,7 +133,10 @@ def _verified_plan(
 def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:
     """Per bucket, what the compiled model answers here beside what the eager model answered where it was packed."""
     records = {record.bucket: record for record in here}
-    return [_compare_bucket(record, records.get(record.bucket), str(packed.plan["dtype"])) for record in packed.buckets]
+    return [
+        _compare_bucket(record, records.get(record.bucket), str(packed.plan["compute_dtype"]))
+        for record in packed.buckets
+    ]
 
 
 def _compare_bucket(there: BucketRecord, here: BucketRecord | None, dtype: str) -> BucketReplay:

@@ -70,7 +70,7 @@ def _cached_plan(folder: Path, manifest: Manifest, count: Counter[str]) -> Cache
     return CachedPlan(
         plan_key=key,
         model=plan["model"],
-        dtype=plan["dtype"],
+        dtype=plan["compute_dtype"],
         mode=plan["mode"],
         buckets=tuple(record.bucket for record in manifest.buckets),
         files=len(manifest.files),

@@ -341,7 +341,7 @@ class _BucketWarmer:
             references.append(references[0])
         found, wanted = torch.stack(ours), torch.stack(references)
         return _ParityCheck(
-            check_parity(found, wanted, self.plan.dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found)
+            check_parity(found, wanted, self.plan.compute_dtype), greedy_tokens(inputs, wanted), greedy_tokens(inputs, found)
         )
 
     def _checked_rows(self, count: int) -> list[int]:

@@ -67,7 +67,7 @@ def load_tokenizer(plan: Plan) -> Any:
 def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
     """The model in eval mode on the plan's device and dtype, calling the attention function named `attn_implementation`."""
     transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, plan.dtype)
+    dtype = getattr(torch, plan.weight_dtype)
     with quiet_transformers(), _translate_errors(plan.model):
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attn_implementation)

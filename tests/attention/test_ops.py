@@ -1,4 +1,4 @@
-"""The ops as torch.compile sees them: registered properly, with true fakes, and each backend the reference's equal."""
+"""The ops as torch.compile sees them: opcheck, correct fakes, and equality of each backend with the reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
 from tcdeploy.attention.backends import AttentionParams, PagedBatch, VarlenResult, VarlenSeqlens
+from tcdeploy.planning.backends import BACKENDS
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -64,6 +65,13 @@ class Case:
             self.q[:3], self.k[:3], self.v[:3], self.k_cache, self.v_cache, self.block_table, self.seq_lens,
             torch.zeros(3, KV_HEADS, dtype=torch.int32), self.sinks, 0.3, 9, 2.0, 1, "reference",
         )  # fmt: skip
+
+
+def test_each_backend_implements_exactly_the_ops_of_its_row() -> None:
+    assert set(backends.IMPLEMENTATIONS) == set(BACKENDS)
+    for name, row in BACKENDS.items():
+        implemented = [function is not None for function in backends.IMPLEMENTATIONS[name]]
+        assert implemented == [row.serves_prefill, row.serves_decode, row.writes_kv], name
 
 
 def test_opcheck_passes_on_every_op() -> None:

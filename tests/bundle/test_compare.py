@@ -46,12 +46,12 @@ def test_files_are_told_by_where_they_are(first: Manifest) -> None:
 def test_factors_of_machine_plan_config_and_ops_are_named_with_both_values(first: Manifest) -> None:
     origin = replace(first.origin, model_config={"model_type": "llama", "rope": 1}, sources="6" * 64)
     second = replace(
-        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
+        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "compute_dtype": "float16"}, origin=origin
     )
     found = {one.name: (one.here, one.there) for one in compare_manifests(first, second).differences}
     assert found == {
         "environment.torch": (first.environment["torch"], "9.9"),
-        "plan.dtype": (first.plan["dtype"], "float16"),
+        "plan.compute_dtype": (first.plan["compute_dtype"], "float16"),
         "config.hidden_size": ("4096", "-"),
         "config.rope": ("-", "1"),
         "tcdeploy's ops": ("5" * 64, "6" * 64),

@@ -16,12 +16,12 @@ import pytest
 
 from tcdeploy.bundle.why import forecast, merge_forecasts, version_differences
 from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import Environment, parse_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT
 from tests.fork_server import ForkServer
-from tests.machines import LLAMA_8B, make_recipe
+from tests.machines import LLAMA_8B, changed_environment, make_recipe
 from tests.model_families import save_config
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # of what is cached: quick to start, and to compile again
@@ -142,8 +142,7 @@ def manifest(cached: Cached) -> Manifest:
 
 def planned(manifest: Manifest) -> tuple[Plan, Environment]:
     """The plan and the machine of the manifest, as records."""
-    known = json.loads(json.dumps(manifest.environment), object_hook=None)
-    environment = Environment(**{name: _lists_to_tuples(value) for name, value in known.items()})
+    environment = parse_environment(json.loads(json.dumps(manifest.environment)))
     plan = {name: _lists_to_tuples(value) for name, value in manifest.plan.items()}
     buckets = tuple(Bucket(**bucket) for bucket in manifest.plan["buckets"])
     return Plan(**{**plan, "buckets": buckets, "decisions": ()}), environment
@@ -164,7 +163,7 @@ def _lists_to_tuples(value: Any) -> Any:
 )  # fmt: skip
 def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manifest, factor: str, value: Any) -> None:
     plan, environment = planned(manifest)
-    changed = dataclasses.replace(environment, **{factor: value})
+    changed = changed_environment(environment, **{factor: value})
     found = forecast(manifest, plan, changed, manifest.origin)
     assert len(found.misses) == 4
     assert factor in [one.name for one in found.differences] and all(factor in one.reasons for one in found.misses)
@@ -175,7 +174,7 @@ def test_another_machine_is_a_miss_in_every_bucket_and_is_named(manifest: Manife
 @pytest.mark.parametrize("factor", ["driver", "gpu_memory_bytes", "host_memory_bytes", "user_cache_dir"])
 def test_what_no_program_holds_changes_no_forecast(manifest: Manifest, factor: str) -> None:
     plan, environment = planned(manifest)
-    changed = dataclasses.replace(environment, **{factor: "575.1" if factor in ("driver", "user_cache_dir") else 1})
+    changed = changed_environment(environment, **{factor: "575.1" if factor in ("driver", "user_cache_dir") else 1})
     assert forecast(manifest, plan, changed, manifest.origin).misses == ()
 
 
@@ -187,7 +186,7 @@ def test_another_patch_of_python_is_the_same(manifest: Manifest) -> None:
 
 def test_with_a_gpu_more_cores_and_another_compiler_are_the_same(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
-    there = dataclasses.replace(environment, gpu="NVIDIA H100 80GB HBM3")
+    there = changed_environment(environment, gpu="NVIDIA H100 80GB HBM3")
     made_there = dataclasses.replace(manifest, environment=dataclasses.asdict(there))
     here = dataclasses.replace(there, cpu_threads=96, compiler="", cpu="AVX2", install_paths="/elsewhere")
     assert forecast(made_there, plan, here, manifest.origin).misses == ()
@@ -275,7 +274,7 @@ def test_the_command_says_what_misses_and_exits_with_3(cached: Cached, run_cli: 
     assert missed.returncode == 3
     document = json.loads(missed.stdout)
     assert [one["is_hit"] for one in document["buckets"]] == [False] * 4 and document["miss_seconds"] > 1
-    assert ("dtype", "bfloat16", "float32") in [tuple(one.values()) for one in document["factors"]]
+    assert ("compute_dtype", "bfloat16", "float32") in [tuple(one.values()) for one in document["factors"]]
     assert "4 of 4 buckets would miss, for some" in missed.stderr
 
 

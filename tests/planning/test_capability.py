@@ -9,9 +9,21 @@ import pytest
 
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.capability import Supported, Unsupported, check_backend
+from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Attention
-from tests.machines import ALL_FLASH, DEEPSEEK_LITE, GEMMA_2_9B, GPT_OSS_20B, H100, LAPTOP, LLAMA_8B, attention_layers
+from tests.machines import (
+    ALL_FLASH,
+    DEEPSEEK_LITE,
+    GEMMA_2_9B,
+    GPT_OSS_20B,
+    H100,
+    LAPTOP,
+    LLAMA_8B,
+    attention_layers,
+    changed_environment,
+    make_recipe,
+)
 
 BACKENDS: tuple[Attention, ...] = typing.get_args(Attention)
 FLASH = ("torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4")
@@ -22,7 +34,8 @@ def reason(
     backend: str, environment: Environment, architecture: Architecture, device: str = "cuda", dtype: str = "bfloat16"
 ) -> str:
     """Why not; "" when it is accepted. The verdict always names the backend that was judged."""
-    verdict = check_backend(backend, environment, architecture, device, dtype)  # type: ignore[arg-type]
+    inputs = PlanInputs(make_recipe(), environment, architecture, device, DTypes(dtype, dtype, dtype))  # type: ignore[arg-type]
+    verdict = check_backend(backend, inputs)  # type: ignore[arg-type]
     assert verdict.backend == backend
     match verdict:
         case Supported():
@@ -51,8 +64,8 @@ def test_sinks_are_no_objection_to_any_backend(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - {"reference"}))
 def test_without_a_gpu_only_the_reference_runs(backend: str) -> None:
-    assert reason(backend, LAPTOP, LLAMA_8B, "cpu", "float32") == "it needs a GPU"
-    assert reason(backend, FULL, LLAMA_8B, "cpu", "bfloat16") == "it needs a GPU"
+    assert reason(backend, LAPTOP, LLAMA_8B, "cpu", "float32") == "it requires a GPU"
+    assert reason(backend, FULL, LLAMA_8B, "cpu", "bfloat16") == "it requires a GPU"
     assert reason("reference", LAPTOP, LLAMA_8B, "cpu", "float32") == ""
 
 
@@ -105,16 +118,18 @@ def test_the_flash_attention_of_torch_needs_no_package() -> None:
 def test_kernels_run_on_the_compute_capabilities_they_are_built_for(
     capability: tuple[int, int], built: set[str]
 ) -> None:
-    machine = replace(FULL, gpu_capability=capability)
+    machine = changed_environment(FULL, gpu_capability=capability)
     for backend in FLASH:
-        expected = "" if backend in built else f"its kernels are not built for compute capability {capability}"
+        expected = (
+            "" if backend in built else f"it has no kernels for compute capability {capability[0]}.{capability[1]}"
+        )
         assert reason(backend, machine, LLAMA_8B) == expected
     assert reason("triton", machine, LLAMA_8B) == ""
 
 
 @pytest.mark.parametrize("backend", FLASH)
 def test_flash_attention_does_not_compute_in_float32(backend: str) -> None:
-    assert reason(backend, FULL, LLAMA_8B, dtype="float32") == "it computes in bfloat16 and float16 only"
+    assert reason(backend, FULL, LLAMA_8B, dtype="float32") == "it supports only bfloat16 and float16"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +144,12 @@ def test_heads_are_limited_in_size_and_to_multiples_of_8(backend: str, limit: in
 
 @pytest.mark.parametrize("backend", FLASH)
 def test_flash_attention_wants_keys_and_values_of_one_size(backend: str) -> None:
-    assert reason(backend, FULL, with_heads(96, 64)) == "keys have head_dim 96 and values 64"
+    assert reason(backend, FULL, with_heads(96, 64)) == "keys have head_dim 96 and values 64; it requires them equal"
 
 
 def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
     capped = replace(LLAMA_8B, attention_layers=(*LLAMA_8B.attention_layers, *attention_layers(1, softcap=30.0)))
-    assert reason("torch-flash", FULL, capped) == "it has no logit soft-capping, which this model needs"
+    assert reason("torch-flash", FULL, capped) == "it does not support logit soft-capping, which this model uses"
     for backend in set(BACKENDS) - {"torch-flash"}:
         assert reason(backend, FULL, capped) == ""
 
@@ -142,10 +157,10 @@ def test_soft_capping_rejects_only_the_flash_attention_of_torch() -> None:
 def test_the_first_reason_is_the_one_given() -> None:
     """The machine before the number format before the model."""
     nothing_fits = replace(GEMMA_2_9B, attention_layers=attention_layers(1, head_dim=300, v_head_dim=64, softcap=1.0))
-    turing = replace(H100, gpu_capability=(7, 5))
-    assert reason("flash-attn-2", turing, nothing_fits, "cpu", "float32") == "it needs a GPU"
+    turing = changed_environment(H100, gpu_capability=(7, 5))
+    assert reason("flash-attn-2", turing, nothing_fits, "cpu", "float32") == "it requires a GPU"
     assert reason("flash-attn-2", turing, nothing_fits, "cuda", "float32") == "flash-attn is not installed"
     installed = replace(turing, flash_packages=ALL_FLASH)
-    assert "capability (7, 5)" in reason("flash-attn-2", installed, nothing_fits, "cuda", "float32")
+    assert "capability 7.5" in reason("flash-attn-2", installed, nothing_fits, "cuda", "float32")
     assert "bfloat16" in reason("flash-attn-2", FULL, nothing_fits, "cuda", "float32")
     assert "head_dim 300" in reason("flash-attn-2", FULL, nothing_fits)

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture, digest_config
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.plan import PREFERRED_ATTENTION, Bucket, Plan, make_plan
+from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.machines import (
     ALL_FLASH,
     DEEPSEEK_LITE,
@@ -25,6 +26,7 @@ from tests.machines import (
     H100,
     LAPTOP,
     LLAMA_8B,
+    changed_environment,
     decision_named,
     decisions_named,
     make_recipe,
@@ -54,7 +56,7 @@ def refusal(environment: Environment = H100, architecture: Architecture = LLAMA_
 def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> None:
     plan = plan_for(environment, context=4096)
     names = [decision.name for decision in plan.decisions]
-    on_gpu = ["workspace"] if environment.gpu else []
+    on_gpu = ["workspace"] if environment.gpus else []
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
          "prefill buckets", "block size", "KV blocks", "region", "mode", "cache folder", *on_gpu]
@@ -65,7 +67,7 @@ def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> No
 
 def test_the_plan_of_an_h100() -> None:
     plan = plan_for(context=16384)
-    assert (plan.device, plan.dtype, plan.graphs) == ("cuda", "bfloat16", "step")
+    assert (plan.device, plan.compute_dtype, plan.graphs) == ("cuda", "bfloat16", "step")
     assert (plan.prefill_attention, plan.decode_attention) == ("triton", "triton")
     assert [bucket.name for bucket in plan.buckets] == [
         "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
@@ -75,7 +77,7 @@ def test_the_plan_of_an_h100() -> None:
 
 def test_the_plan_of_a_laptop() -> None:
     plan = plan_for(LAPTOP)
-    assert (plan.device, plan.dtype, plan.graphs) == ("cpu", "float32", "none")
+    assert (plan.device, plan.compute_dtype, plan.graphs) == ("cpu", "float32", "none")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
     assert [bucket.name for bucket in plan.decode_buckets] == ["decode:1", "decode:4"]
 
@@ -114,7 +116,7 @@ def test_the_gpu_is_taken_when_there_is_one() -> None:
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_a_device_that_was_asked_for_is_taken(device: str) -> None:
     plan = plan_for(device=device)
-    assert (plan.device, decision_named(plan, "device").reason) == (device, "asked for")
+    assert (plan.device, decision_named(plan, "device").reason) == (device, "requested")
 
 
 def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
@@ -126,23 +128,23 @@ def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("environment", "checkpoint", "dtype", "reason"),
     [
-        (H100, "bfloat16", "bfloat16", "the checkpoint's own"),
-        (H100, "float16", "float16", "the checkpoint's own"),
-        (H100, "float32", "bfloat16", "the checkpoint is float32: half the bytes per token"),
-        (LAPTOP, "bfloat16", "float32", "the CPU's default: exact, so text equals transformers' own"),
+        (H100, "bfloat16", "bfloat16", "the checkpoint's dtype"),
+        (H100, "float16", "float16", "the checkpoint's dtype"),
+        (H100, "float32", "bfloat16", "the checkpoint is float32; bfloat16 halves the bytes read per token"),
+        (LAPTOP, "bfloat16", "float32", "default on cpu; its text equals transformers' own"),
     ],
 )
 def test_the_dtype_follows_device_and_checkpoint(
     environment: Environment, checkpoint: str, dtype: str, reason: str
 ) -> None:
     plan = plan_for(environment, replace(LLAMA_8B, dtype=checkpoint))
-    assert (plan.dtype, decision_named(plan, "dtype").reason) == (dtype, reason)
+    assert (plan.compute_dtype, decision_named(plan, "dtype").reason) == (dtype, reason)
 
 
 @pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
 def test_a_dtype_that_was_asked_for_is_taken(environment: Environment) -> None:
     plan = plan_for(environment, dtype="float16")
-    assert (plan.dtype, decision_named(plan, "dtype").reason) == ("float16", "asked for")
+    assert (plan.compute_dtype, decision_named(plan, "dtype").reason) == ("float16", "requested")
 
 
 # Attention
@@ -164,9 +166,9 @@ def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[
 
 def test_a_choice_says_why_and_what_stood_before_it() -> None:
     first = decision_named(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
-    assert first == PREFERRED_ATTENTION["triton"]
+    assert first == BACKENDS["triton"].prefill_reason
     second = decision_named(plan_for(without_triton()), "prefill attention").reason
-    assert second == PREFERRED_ATTENTION["torch-flash"] + "; not triton: triton is not installed"
+    assert second == BACKENDS["torch-flash"].prefill_reason + "; not triton: triton is not installed"
 
 
 def without_triton(*packages: str) -> Environment:
@@ -181,14 +183,14 @@ def test_flash_attention_4_is_taken_only_when_asked_for() -> None:
     machine = with_packages("flash-attn-4")
     assert plan_for(machine).prefill_attention == "triton"
     plan = plan_for(machine, attention="flash-attn-4")
-    assert (plan.prefill_attention, decision_named(plan, "prefill attention").reason) == ("flash-attn-4", "asked for")
+    assert (plan.prefill_attention, decision_named(plan, "prefill attention").reason) == ("flash-attn-4", "requested")
 
 
 def test_a_soft_capped_model_passes_over_torchs_own_kernel() -> None:
     plan = plan_for(without_triton("flash-attn-2"), GEMMA_2_9B)
     assert plan.prefill_attention == "flash-attn-2"
     reason = decision_named(plan, "prefill attention").reason
-    assert "not torch-flash: it has no logit soft-capping, which this model needs" in reason
+    assert "not torch-flash: it does not support logit soft-capping, which this model uses" in reason
     assert "not triton: triton is not installed" in reason
     assert plan_for(without_triton("flash-attn-2", "flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
 
@@ -211,7 +213,7 @@ def test_float32_on_a_gpu_needs_triton() -> None:
     assert plan_for(with_packages("flash-attn-3"), dtype="float32").prefill_attention == "triton"
     plan = plan_for(without_triton("flash-attn-3"), dtype="float32")
     assert plan.prefill_attention == "reference"
-    assert "bfloat16 and float16 only" in decision_named(plan, "prefill attention").reason
+    assert "only bfloat16 and float16" in decision_named(plan, "prefill attention").reason
 
 
 def test_heads_too_wide_for_the_kernels_fall_back_in_decode_as_well() -> None:
@@ -243,34 +245,34 @@ def test_longrope_is_served_up_to_where_its_factors_change() -> None:
 
 
 def test_without_any_kernel_the_reference_is_a_fallback_that_shows() -> None:
-    plan = plan_for(replace(H100, triton="", gpu_capability=(7, 5)))
+    plan = plan_for(changed_environment(H100, triton="", gpu_capability=(7, 5)))
     prefill, decode = decision_named(plan, "prefill attention"), decision_named(plan, "decode attention")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
     assert prefill.is_fallback and decode.is_fallback
-    assert "not torch-flash: its kernels are not built for compute capability (7, 5)" in prefill.reason
-    assert decode.reason == "triton is not installed"
+    assert "not torch-flash: it has no kernels for compute capability 7.5" in prefill.reason
+    assert decode.reason == "plain PyTorch; not triton: triton is not installed"
 
 
 def test_the_reference_is_no_fallback_on_a_cpu() -> None:
     plan = plan_for(LAPTOP, context=4096)
-    assert decision_named(plan, "prefill attention").reason == "FlashAttention needs a GPU"
-    assert decision_named(plan, "decode attention").reason == "the Triton kernel needs a GPU"
+    assert decision_named(plan, "prefill attention").reason == "the other backends require a GPU"
+    assert decision_named(plan, "decode attention").reason == "the other backends require a GPU"
     assert not any(decision.is_fallback for decision in plan.decisions)
 
 
 def test_the_reference_that_was_asked_for_serves_decode_as_well() -> None:
     plan = plan_for(attention="reference")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
-    assert decision_named(plan, "decode attention").reason == "asked for"
+    assert decision_named(plan, "decode attention").reason == "requested"
 
 
 @pytest.mark.parametrize(
     ("environment", "architecture", "attention", "reason"),
     [
-        (LAPTOP, LLAMA_8B, "triton", "it needs a GPU"),
+        (LAPTOP, LLAMA_8B, "triton", "it requires a GPU"),
         (replace(H100, triton=""), LLAMA_8B, "triton", "triton is not installed"),
         (H100, LLAMA_8B, "flash-attn-3", "flash-attn-3 is not installed"),
-        (replace(H100, gpu_capability=(7, 5)), LLAMA_8B, "torch-flash", "compute capability (7, 5)"),
+        (changed_environment(H100, gpu_capability=(7, 5)), LLAMA_8B, "torch-flash", "compute capability 7.5"),
         (H100, GEMMA_2_9B, "torch-flash", "soft-capping"),
         (H100, DEEPSEEK_LITE, "torch-flash", "keys have head_dim 192 and values 128"),
         (with_packages("flash-attn-4"), GEMMA_2_9B, "flash-attn-4", "not a multiple of 8 up to 128"),
@@ -294,7 +296,7 @@ def test_modes_with_graphs_take_them_by_step_or_as_asked(mode: str, graphs: str 
     plan = plan_for(mode=mode, graphs=graphs)
     assert (plan.mode, plan.graphs) == (mode, graphs or "step")
     assert decision_named(plan, "graphs").reason == (
-        "asked for" if graphs else decision_named(plan_for(), "graphs").reason
+        "requested" if graphs else decision_named(plan_for(), "graphs").reason
     )
     assert not decision_named(plan, "graphs").is_fallback
 
@@ -302,7 +304,7 @@ def test_modes_with_graphs_take_them_by_step_or_as_asked(mode: str, graphs: str 
 @pytest.mark.parametrize("graphs", [None, "none"])
 def test_mode_default_takes_no_graphs(graphs: str | None) -> None:
     plan = plan_for(mode="default", graphs=graphs)
-    assert (plan.graphs, decision_named(plan, "graphs").reason) == ("none", "mode default takes no CUDA graphs")
+    assert (plan.graphs, decision_named(plan, "graphs").reason) == ("none", "mode default does not use CUDA graphs")
 
 
 @pytest.mark.parametrize("graphs", ["step", "region"])
@@ -362,8 +364,8 @@ def test_the_workspace_is_predicted_and_left_free() -> None:
 
 def test_the_context_is_the_model_s_own_or_what_was_asked_for() -> None:
     own, asked = plan_for(architecture=GEMMA_2_9B), plan_for(context=4096)
-    assert (own.context, decision_named(own, "context").reason) == (8192, "the model's own")
-    assert (asked.context, decision_named(asked, "context").reason) == (4096, "asked for")
+    assert (own.context, decision_named(own, "context").reason) == (8192, "the model's maximum")
+    assert (asked.context, decision_named(asked, "context").reason) == (4096, "requested")
     assert plan_for(context=131072).context == 131072
 
 
@@ -438,7 +440,7 @@ def test_a_block_size_that_is_no_power_of_two_from_16_is_refused(size: int) -> N
 @pytest.mark.parametrize("size", [16, 32, 256])
 def test_a_power_of_two_is_a_block_size(size: int) -> None:
     plan = plan_for(block_size=size)
-    assert (plan.block_size, decision_named(plan, "block size").reason) == (size, "asked for")
+    assert (plan.block_size, decision_named(plan, "block size").reason) == (size, "requested")
 
 
 def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
@@ -447,15 +449,15 @@ def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
 
 
 def test_a_context_that_memory_cuts_short_is_a_fallback_that_shows() -> None:
-    plan = plan_for(replace(H100, gpu_memory_bytes=24 * GIB))
+    plan = plan_for(changed_environment(H100, gpu_memory_bytes=24 * GIB))
     assert plan.context == (plan.kv_blocks - 1) * plan.block_size < 131072
     *_, shown = decisions_named(plan, "context")
     assert shown.is_fallback
-    assert (shown.value, shown.reason) == (str(plan.context), "KV memory ends before the model's 131072")
+    assert (shown.value, shown.reason) == (str(plan.context), "KV memory holds less than the model's maximum of 131072")
 
 
 def test_a_context_that_was_asked_for_is_not_cut_short() -> None:
-    small = replace(H100, gpu_memory_bytes=24 * GIB)
+    small = changed_environment(H100, gpu_memory_bytes=24 * GIB)
     with pytest.raises(SpaceError) as caught:
         plan_for(small, context=100_000)
     assert caught.value.exit_code == 7
@@ -465,9 +467,9 @@ def test_a_context_that_was_asked_for_is_not_cut_short() -> None:
 
 def test_the_cache_folder_is_asked_for_or_torch_s_or_the_user_s() -> None:
     cases = [
-        (plan_for(cache_dir="/asked"), "/asked", "asked for"),
-        (plan_for(replace(H100, inductor_cache_dir="/torch"), cache_dir="/asked"), "/asked", "asked for"),
-        (plan_for(replace(H100, inductor_cache_dir="/torch")), "/torch", "TORCHINDUCTOR_CACHE_DIR was set already"),
+        (plan_for(cache_dir="/asked"), "/asked", "requested"),
+        (plan_for(replace(H100, inductor_cache_dir="/torch"), cache_dir="/asked"), "/asked", "requested"),
+        (plan_for(replace(H100, inductor_cache_dir="/torch")), "/torch", "TORCHINDUCTOR_CACHE_DIR was already set"),
     ]
     for plan, folder, reason in cases:
         assert (plan.cache_dir, decision_named(plan, "cache folder").reason) == (folder, reason)
@@ -509,7 +511,7 @@ def test_another_process_finds_the_same_key(seed: str) -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
-    assert plan_for(replace(H100, **change), **SMALL).key != plan_for(**SMALL).key
+    assert plan_for(changed_environment(H100, **change), **SMALL).key != plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize(
@@ -519,8 +521,8 @@ def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
 )
 def test_what_makes_a_cpus_programs_is_in_the_key_only_there(change: dict[str, Any]) -> None:
     """A GPU's programs hold none of it: a host with more cores starts from the same cache."""
-    assert plan_for(replace(H100, **change), **SMALL).key == plan_for(**SMALL).key
-    assert plan_for(replace(LAPTOP, **change), **SMALL).key != plan_for(LAPTOP, **SMALL).key
+    assert plan_for(changed_environment(H100, **change), **SMALL).key == plan_for(**SMALL).key
+    assert plan_for(changed_environment(LAPTOP, **change), **SMALL).key != plan_for(LAPTOP, **SMALL).key
 
 
 @pytest.mark.parametrize(
@@ -590,7 +592,7 @@ def test_names_places_and_token_ids_are_not_in_the_digest_of_a_config_and_all_el
     ids=lambda change: next(iter(change)),
 )
 def test_driver_folders_and_sizes_of_memory_do_not_enter_the_key(change: dict[str, Any]) -> None:
-    assert plan_for(replace(H100, **change), **SMALL).key == plan_for(**SMALL).key
+    assert plan_for(changed_environment(H100, **change), **SMALL).key == plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize("change", [{"cache_dir": "/elsewhere"}, {"memory_fraction": 0.8}])
