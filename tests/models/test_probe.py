@@ -50,7 +50,7 @@ def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
 def test_a_window_that_only_the_mask_knows_is_refused() -> None:
     """Phi-MoE builds a sliding mask and does not tell attention: it would see too far."""
     sizes = {**SUPPORTED["mixtral"], "sliding_window": 100}
-    with pytest.raises(UnsupportedModelError, match="has a window of 100 and does not tell attention"):
+    with pytest.raises(UnsupportedModelError, match="has a sliding window of 100 but does not pass it to attention"):
         probe(AutoConfig.for_model("phimoe", **sizes))
     assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attention_layers
 
