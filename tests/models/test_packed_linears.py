@@ -93,9 +93,7 @@ def test_packing_leaves_no_part_of_a_block_unused() -> None:
     groups += [(f"gate{layer}", f"up{layer}") for layer in range(8)]
     model = nn.ModuleDict(layers)
     del layers
-    pack_linears(
-        model, tuple(sorted(groups, key=lambda paths: paths[0][-1]))
-    )  # layer by layer, in the order of the probe
+    pack_linears(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer
     torch.cuda.empty_cache()
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
     assert unused < 64 << 20, f"{unused >> 20} MiB"

@@ -618,16 +618,14 @@ def ascending(largest: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(
-    context_and_buckets=st.integers(2, LLAMA_8B.context).flatmap(
-        lambda context: st.tuples(st.just(context), ascending(context))
-    ),
+    lengths=st.integers(2, LLAMA_8B.context).flatmap(lambda context: st.tuples(st.just(context), ascending(context))),
     batch_sizes=ascending(512),
     block_size=st.sampled_from([16, 32, 64, 128, 256]),
 )
 def test_the_plan_has_exactly_the_requested_buckets_and_kv_blocks_for_them(
-    context_and_buckets: tuple[int, tuple[int, ...]], batch_sizes: tuple[int, ...], block_size: int
+    lengths: tuple[int, tuple[int, ...]], batch_sizes: tuple[int, ...], block_size: int
 ) -> None:
-    context, buckets = context_and_buckets
+    context, buckets = lengths
     plan = plan_for(context=context, buckets=buckets, batch_sizes=batch_sizes, block_size=block_size)
     assert plan.prefill_buckets == tuple(Bucket("prefill", size) for size in buckets)
     assert plan.decode_buckets == tuple(Bucket("decode", size) for size in batch_sizes)
