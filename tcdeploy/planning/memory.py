@@ -46,7 +46,7 @@ class CacheDemand(NamedTuple):
 class Workspace(NamedTuple):
     """Device memory beyond weights and KV, in bytes, by use. `check` is released after warm-up."""
 
-    context: int
+    cuda_context: int
     activations: int
     decode_rows: int
     logits: int
@@ -69,7 +69,7 @@ def predict_workspace(
     output_rows = sum(demand.batch_sizes) + max_prefill_sequences * demand.num_prefill_buckets
     num_buckets = len(demand.batch_sizes) + demand.num_prefill_buckets
     return Workspace(
-        context=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
+        cuda_context=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
         activations=activations,
         decode_rows=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
         logits=output_rows * architecture.vocab_size * element_bytes,

@@ -166,9 +166,9 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params
             continue
         query, key, value = q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]
         outs.append(reference.attend(query, key, value, params.scale, params.window, params.softcap, None))
-        one_value = torch.zeros(len(key), HEADS // len(key[0]) * len(key[0]), 1)[:, :KV_HEADS]
+        unit_values = torch.zeros(len(key), HEADS // len(key[0]) * len(key[0]), 1)[:, :KV_HEADS]
         share = reference.attend(
-            query, key, torch.ones_like(one_value), params.scale, params.window, params.softcap, torch.zeros(HEADS)
+            query, key, torch.ones_like(unit_values), params.scale, params.window, params.softcap, torch.zeros(HEADS)
         )
         total = share[..., 0].double()  # exp(lse) / (exp(lse) + 1), since the sink is exp(0)
         sums.append((total / (1 - total)).log().float().T)
