@@ -1,4 +1,4 @@
-"""From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
+"""Compiles and serves Hugging Face causal LMs with torch.compile, in plain PyTorch.
 
 As a library:
 
@@ -10,7 +10,7 @@ As a library:
         for token in engine.step():
             print(token.request_id, token.token_id)
 
-The names below are imported when they are first asked for: `tcdeploy --help` must not wait for torch.
+The names below are imported lazily, so that `tcdeploy --help` does not wait for torch.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""`python -m tcdeploy` is `tcdeploy`."""
+"""Makes `python -m tcdeploy` equivalent to `tcdeploy`."""
 
 from tcdeploy.cli.app import main
 

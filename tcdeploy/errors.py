@@ -1,22 +1,21 @@
-"""Every error that tcdeploy raises on purpose, and the exit code that each one means.
+"""The errors that tcdeploy raises deliberately, and their exit codes.
 
-An error names the thing, the fact and the next command: `message` says what is wrong, `hint` what to do about it.
-Foreign errors (torch, huggingface_hub, the operating system) are translated where they are met, and the CLI catches
-this tree once.
+`message` says what is wrong, with the value; `hint` gives the next command. Errors of other libraries and of the
+operating system are translated where they occur. The CLI catches this tree in one place.
 
     TcdeployError                 1   failure
-    |- UsageError                 2   the request itself is wrong
-    |   `- RecipeError                a recipe that cannot be read, or a key that nobody knows
+    |- UsageError                 2   the request is invalid
+    |   `- RecipeError                an unreadable recipe, or an unknown key
     |- ModelError                 1   the model cannot be found or loaded
-    |   `- UnsupportedModelError      it loads, but its attention cannot be served
-    |- CompileError               1   a region does not trace whole, or its output is not the eager model's
-    |- RecompileError             1   something would have compiled after warm-up
-    |- MismatchError              3   made for another environment
-    |- TrustError                 4   signature missing or unknown
-    |- IntegrityError             5   bytes are not what they were
-    |- ThresholdError             6   a figure that was demanded is not met
-    |- SpaceError                 7   no room: disk, host memory or GPU memory
-    |- NetworkError               8   a remote did not answer
+    |   `- UnsupportedModelError      it loads, but its attention is not supported
+    |- CompileError               1   a region has a graph break, or its output fails the parity check
+    |- RecompileError             1   a program would have been compiled after warm-up
+    |- MismatchError              3   a cache or bundle was made for another environment
+    |- TrustError                 4   a signature is missing or not trusted
+    |- IntegrityError             5   content does not match its recorded digest
+    |- ThresholdError             6   a required limit, such as a time budget, is exceeded
+    |- SpaceError                 7   not enough disk space, host memory or GPU memory
+    |- NetworkError               8   a remote cannot be reached
     `- Interrupted              130   the user pressed Ctrl-C
 """
 
@@ -24,7 +23,7 @@ from __future__ import annotations
 
 
 class TcdeployError(Exception):
-    """`message` states the fact; `hint` gives the next command (may be empty)."""
+    """`message` says what is wrong; `hint` gives the next command, or is empty."""
 
     exit_code = 1
 

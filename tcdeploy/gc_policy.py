@@ -1,28 +1,30 @@
-"""Python's garbage collector while a command starts, and from then on. No torch: it is the command's first line.
+"""Tunes Python's garbage collector for start-up. Does not import torch: it is the first thing that a command runs.
 
-A start makes two million objects that stay, and Python looks at all of them again and again while they are made: of the
-6.7 s in which torch 2.13, Inductor and transformers were imported (two cores, Python 3.11, 2026-11), 1.5 were that, and
-looking seldom took no more memory. A full collection visits what torch made while it compiled, half a million objects:
-0.3 s in which no token comes.
+A start creates about two million long-lived objects, which the collector visits repeatedly while they are created:
+1.5 s of the 6.7 s that importing torch, Inductor and transformers takes (docs/performance.md). A higher threshold avoids
+that and uses no more memory. After start-up the objects are frozen, because a full collection would visit half a million
+of them and delay tokens by 0.3 s.
 """
 
 from __future__ import annotations
 
 import gc
 
-STARTUP_THRESHOLD = 50_000  # new objects before the young ones are looked at; Python's own are 700, from 3.13 on 2,000
-_saved_threshold: tuple[int, int, int] | None = None  # what was set when a start was expected
+STARTUP_THRESHOLD = (
+    50_000  # allocations before a collection of the youngest generation; Python's default is 700, or 2,000 from 3.13 on
+)
+_saved_threshold: tuple[int, int, int] | None = None  # thresholds before relax_gc_for_startup
 
 
 def relax_gc_for_startup() -> None:
-    """Look seldom, until `freeze_gc_after_startup`."""
+    """Collect rarely until `freeze_gc_after_startup`."""
     global _saved_threshold
     _saved_threshold = _saved_threshold or gc.get_threshold()
     gc.set_threshold(STARTUP_THRESHOLD, *_saved_threshold[1:])
 
 
 def freeze_gc_after_startup() -> None:
-    """What stands now is to stay, so it is never visited again; what comes is looked at as it was before."""
+    """Exclude all current objects from future collections, and restore the thresholds."""
     global _saved_threshold
     gc.collect()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""How stages tell what they are doing: they report to a `Progress`, and only the CLI speaks. No torch."""
+"""Progress callbacks: stages report to a `Progress`, and only the CLI prints. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Progress(Protocol):
-    """Called in order: `stage` for each stage begun, `planned` once, and a pair of calls for each bucket."""
+    """Callbacks in call order: `stage` when a stage starts, `planned` once, then two calls for each bucket."""
 
     def stage(self, name: str) -> None: ...
 
@@ -22,7 +22,7 @@ class Progress(Protocol):
 
 
 class NullProgress:
-    """For a library caller that wants no reports."""
+    """Ignores all reports; the default for library callers."""
 
     def stage(self, name: str) -> None:
         pass

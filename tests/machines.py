@@ -1,6 +1,6 @@
-"""Machines and models to plan for, built by hand: no torch, and none of the hardware they describe.
+"""Environments and architectures for planning tests, written by hand: they need neither torch nor the hardware.
 
-`dataclasses.replace` makes the variants, so a test shows only what matters to it.
+Tests derive others with `dataclasses.replace` or `changed_environment`, so each shows only what it depends on.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from tcdeploy.planning.architecture import Architecture, AttentionSpec
-from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.plan import Decision, Plan
+from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.environment import GPU, Environment
+from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 GIB = 1 << 30
@@ -22,10 +23,7 @@ H100 = Environment(
     triton="3.7.1",
     cuda="13.0",
     driver="580.95.05",
-    gpu="NVIDIA H100 80GB HBM3",
-    gpu_capability=(9, 0),
-    gpu_memory_bytes=80 * GIB,
-    gpu_multiprocessors=132,
+    gpus=(GPU(name="NVIDIA H100 80GB HBM3", capability=(9, 0), memory_bytes=80 * GIB, multiprocessors=132),),
     cpu="AVX512",
     cpu_threads=16,
     host_memory_bytes=128 * GIB,
@@ -39,21 +37,36 @@ LAPTOP = replace(
     triton="",
     cuda="",
     driver="",
-    gpu="",
-    gpu_capability=(0, 0),
-    gpu_memory_bytes=0,
-    gpu_multiprocessors=0,
+    gpus=(),
     cpu="AVX2",
     cpu_threads=8,
     host_memory_bytes=64 * GIB,
 )
 
 
-def attention_layers(layers: int, **facts: Any) -> tuple[AttentionSpec, ...]:
-    """Equal attention blocks, by default those of Llama 8B: 32 heads of 128 over 8 kv heads, nothing special."""
-    plain = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "window": 0, "softcap": 0.0}
+GPU_FIELDS = {
+    "gpu": "name",
+    "gpu_capability": "capability",
+    "gpu_memory_bytes": "memory_bytes",
+    "gpu_multiprocessors": "multiprocessors",
+}
+BLANK_GPU = GPU(name="", capability=(0, 0), memory_bytes=0, multiprocessors=0)
+
+
+def changed_environment(environment: Environment, **changes: Any) -> Environment:
+    """`environment` with other values; `gpu`, `gpu_capability` and so on change its first GPU."""
+    gpu_changes = {GPU_FIELDS[name]: changes.pop(name) for name in list(changes) if name in GPU_FIELDS}
+    if gpu_changes:
+        first = environment.gpus[0] if environment.gpus else BLANK_GPU
+        changes["gpus"] = (replace(first, **gpu_changes), *environment.gpus[1:])
+    return replace(environment, **changes)
+
+
+def attention_layers(layers: int, **fields: Any) -> tuple[AttentionSpec, ...]:
+    """`layers` equal attention blocks; by default those of Llama 8B: 32 heads of 128 over 8 KV heads."""
+    llama = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "window": 0, "softcap": 0.0}
     return tuple(
-        AttentionSpec(path=f"model.layers.{layer}.self_attn", **{**plain, "has_sinks": False, **facts})
+        AttentionSpec(path=f"model.layers.{layer}.self_attn", **{**llama, "has_sinks": False, **fields})
         for layer in range(layers)
     )
 
@@ -67,7 +80,7 @@ GPT_OSS_20B = Architecture(  # attention sinks
     "gpt_oss", "GptOssForCausalLM", 20_914_757_184, 131072, 201088, "bfloat16",
     attention_layers(24, heads=64, head_dim=64, v_head_dim=64, has_sinks=True),
 )  # fmt: skip
-DEEPSEEK_LITE = Architecture(  # keys wider than values
+DEEPSEEK_LITE = Architecture(  # K and V of different head dimensions
     "deepseek_v2", "DeepseekV2ForCausalLM", 15_706_484_224, 163840, 102400, "bfloat16",
     attention_layers(27, heads=16, kv_heads=16, head_dim=192, v_head_dim=128),
 )  # fmt: skip
@@ -82,6 +95,6 @@ def decisions_named(plan: Plan, name: str) -> list[Decision]:
 
 
 def decision_named(plan: Plan, name: str) -> Decision:
-    """The one decision of that name; more or fewer is the test's failure."""
+    """The only decision of that name; fails the test if there is not exactly one."""
     [decision] = decisions_named(plan, name)
     return decision

@@ -1,4 +1,4 @@
-"""The collector looks seldom while a start is expected, and afterwards as the process had it."""
+"""Garbage collection thresholds during start-up, and their restoration afterwards."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tcdeploy.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup, relax
 
 
 @pytest.fixture(autouse=True)
-def usual() -> Iterator[None]:
-    freeze_gc_after_startup()  # the tests themselves expect a start
-    before = gc.get_threshold()
+def restored_thresholds() -> Iterator[None]:
+    freeze_gc_after_startup()  # conftest.py has relaxed the collector
+    saved = gc.get_threshold()
     yield
-    gc.set_threshold(*before)
+    gc.set_threshold(*saved)
     gc.unfreeze()
 
 
-def test_after_a_start_it_looks_as_before() -> None:
+def test_thresholds_are_restored_after_start_up() -> None:
     gc.set_threshold(900, 9, 8)
     relax_gc_for_startup()
     relax_gc_for_startup()
@@ -28,8 +28,8 @@ def test_after_a_start_it_looks_as_before() -> None:
     assert gc.get_threshold() == (900, 9, 8) and gc.get_freeze_count() > 0
 
 
-def test_who_expected_no_start_keeps_what_was_set() -> None:
-    """A program that uses `prepare` as a library."""
+def test_without_relaxing_the_thresholds_stay() -> None:
+    """As in a program that calls `prepare` as a library."""
     gc.set_threshold(800, 7, 6)
     freeze_gc_after_startup()
     assert gc.get_threshold() == (800, 7, 6)

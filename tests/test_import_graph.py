@@ -37,7 +37,8 @@ LAYERS = (  # from the ground up; packages of one layer do not import each other
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
     "errors", "gc_policy", "planning.recipe", "planning.environment", "planning.architecture", "planning.variants",
-    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions", "progress",
+    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
+    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress",
     "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol",
     "server.validation", "server.admission",

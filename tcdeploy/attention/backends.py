@@ -1,12 +1,12 @@
-"""The implementations behind the ops: reference, Triton, torch's FlashAttention, and the flash-attn packages 2 to 4.
+"""The functions behind the `tcdeploy::` ops: one `Implementation` for each row of planning/backends.py.
 
-Every FlashAttention is used through one adapter, `VarlenAttention`: packed queries and packed keys in, output and log-sum-exp
-out. A prompt's first chunk has its keys at hand; a later chunk gathers its pages into a packed copy first, which
-costs one read of the prefix and spares four packages' different ideas of a page table (FA2 wants pages of 256 slots;
-torch 2.11 knows none). Attention sinks need no support in the kernel: a sink only adds to the softmax's denominator,
-so the output is scaled by sigmoid(log_sum_exp - sink).
+All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
+out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
+packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
+requires blocks of 256 slots, and torch 2.11 supports none. Attention sinks need no kernel support: a sink only adds to
+the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
 
-Packages are imported at the first call: FlashAttention-4 takes 5 to 10 s to import.
+Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from torch import Tensor
 from tcdeploy.attention import reference
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
-# Told that no sequence has more than one query, FlashAttention-2 folds the heads of a group into queries and reads as
-# many tokens as there are sequences; ours may be padding without any.
+# With max_seqlen_q = 1 FlashAttention-2 packs the heads of a group as queries, and reads one query for each sequence. A
+# padding sequence has none, so the adapter never passes less than 2.
 MIN_MAX_SEQLEN_Q = 2
 
 
 class AttentionParams(NamedTuple):
-    """How scores are made: see `reference.paged_decode`."""
+    """Scaling, window (0: none), soft cap (0: none) and sinks [heads]: see `reference.paged_decode`."""
 
     scale: float
     window: int
@@ -36,12 +36,12 @@ class AttentionParams(NamedTuple):
 
     @property
     def window_sizes(self) -> tuple[int, int] | None:
-        """(left, right) as FlashAttention counts them: the keys beside the query's own."""
+        """(left, right) as FlashAttention counts them, without the query's own key; None without a window."""
         return (self.window - 1, 0) if self.window else None
 
 
 class PagedBatch(NamedTuple):
-    """The paged cache and the batch's place in it: see `reference.paged_prefill`; host_scalars as in ops.HOST_SCALARS."""
+    """The paged cache and a prefill batch: see `reference.paged_prefill`. host_scalars as in ops.HOST_SCALARS."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -52,7 +52,7 @@ class PagedBatch(NamedTuple):
 
 
 class PagedDecodeBatch(NamedTuple):
-    """The paged cache, each sequence's place in it, and the counters of decode: see `ops.decode_attention`."""
+    """The paged cache, a decode batch and its split counters: see `ops.decode_attention`."""
 
     k_cache: Tensor
     v_cache: Tensor
@@ -62,14 +62,14 @@ class PagedDecodeBatch(NamedTuple):
 
 
 class RotaryCosSin(NamedTuple):
-    """What decode has yet to turn queries and keys by: see `reference.apply_rotary`."""
+    """Rotary factors [sequences, head_dim] that decode applies to Q and K first: see `reference.apply_rotary`."""
 
     cos: Tensor
     sin: Tensor
 
 
 class VarlenSeqlens(NamedTuple):
-    """Where each sequence's queries and keys start; the lengths are the longest of any sequence."""
+    """Cumulative query and key counts [sequences + 1], and the longest of each over the sequences."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -86,7 +86,7 @@ VarlenAttention = Callable[[Tensor, Tensor, Tensor, VarlenSeqlens, AttentionPara
 
 
 def _torch_flash(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
-    """FlashAttention-2 as torch ships it (aten::_flash_attention_forward); it has no soft-capping."""
+    """FlashAttention-2 as shipped with torch (aten::_flash_attention_forward). Has no soft-capping."""
     options = dict(zip(("window_size_left", "window_size_right"), params.window_sizes or (), strict=False))
     out, log_sum_exp, *_ = flash_attention_forward(q, k, v, *seqlens, 0.0, True, False, scale=params.scale, **options)
     return VarlenResult(out, log_sum_exp)
@@ -124,7 +124,7 @@ def _flash_attn_4(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, param
 
 
 def gather_paged_kv(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, keys: int) -> Tensor:
-    """The sequences' slots one after another: cache [blocks, block_size, heads, dim] -> [keys, heads, dim]."""
+    """Packs the slots of all sequences: cache [blocks, block_size, heads, dim] -> [keys, heads, dim]."""
     block_size = cache.shape[1]
     index = torch.arange(keys, device=cache.device)
     row = torch.searchsorted(cu_seqlens_k, index, right=True) - 1
@@ -136,7 +136,10 @@ def gather_paged_kv(cache: Tensor, block_table: Tensor, cu_seqlens_k: Tensor, ke
 def _flash_prefill(
     varlen: VarlenAttention, q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams
 ) -> Tensor:
-    """Queries [tokens, heads, head_dim] over k and v at hand, or over the gathered pages where there is a prefix."""
+    """Q [tokens, heads, head_dim] over the given K and V, or over gathered KV blocks if there is a prefix.
+
+    Reads host_scalars on the host, so a CUDA graph cannot contain it.
+    """
     tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = batch.host_scalars.tolist()
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
@@ -146,13 +149,13 @@ def _flash_prefill(
     else:
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
-    found = varlen(q[:tokens], k, v, seqlens, params)
+    result = varlen(q[:tokens], k, v, seqlens, params)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     if params.sinks is None:
-        out[:tokens] = found.out
+        out[:tokens] = result.out
     else:
-        share = torch.sigmoid(found.log_sum_exp.T - params.sinks.float())  # [tokens, heads]
-        out[:tokens] = (found.out * share[..., None]).to(q.dtype)
+        share = torch.sigmoid(result.log_sum_exp.T - params.sinks.float())  # [tokens, heads]
+        out[:tokens] = (result.out * share[..., None]).to(q.dtype)
     return out
 
 
@@ -205,18 +208,24 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
     v_cache.flatten(0, 1)[slot_mapping] = v
 
 
-PREFILL_BACKENDS: dict[str, Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]] = {
-    "reference": _reference_prefill,
-    "triton": _triton_prefill,
-    "torch-flash": functools.partial(_flash_prefill, _torch_flash),
-    "flash-attn-2": functools.partial(_flash_prefill, _flash_attn_2),
-    "flash-attn-3": functools.partial(_flash_prefill, _flash_attn_3),
-    "flash-attn-4": functools.partial(_flash_prefill, _flash_attn_4),
+PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
+DecodeFunction = Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]
+WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+
+
+class Implementation(NamedTuple):
+    """The functions of one backend; None for an op that it does not implement."""
+
+    prefill: PrefillFunction | None = None
+    decode: DecodeFunction | None = None
+    write_kv: WriteKVFunction | None = None
+
+
+IMPLEMENTATIONS: dict[str, Implementation] = {
+    "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
+    "triton": Implementation(_triton_prefill, _triton_decode, _triton_write),
+    "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
+    "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
+    "flash-attn-3": Implementation(functools.partial(_flash_prefill, _flash_attn_3)),
+    "flash-attn-4": Implementation(functools.partial(_flash_prefill, _flash_attn_4)),
 }
-DECODE_BACKENDS: dict[
-    str, Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]
-] = {
-    "reference": _reference_decode,
-    "triton": _triton_decode,
-}
-KV_WRITE_BACKENDS = {"reference": _reference_write, "triton": _triton_write}

@@ -43,7 +43,7 @@ def allocate_kv_cache(plan: Plan, architecture: Architecture) -> list[LayerKV]:
 def _zeros(plan: Plan, heads: int, dim: int) -> Tensor:
     """A zeroed cache whose block count is dynamic for torch.compile, so programs do not depend on the memory size."""
     cache = torch.zeros(
-        plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.dtype), device=plan.device
+        plan.kv_blocks, plan.block_size, heads, dim, dtype=getattr(torch, plan.kv_dtype), device=plan.device
     )
     mark_dynamic(cache, 0)
     return cache

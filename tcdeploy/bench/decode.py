@@ -83,7 +83,7 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: De
             seconds = step_seconds(plan.device, restore, step, settings.repeats)
             breakdown = profile_step(restore, step) if settings.breakdown else None
         steady = _run_steady(deployment, prompts, batch, context, settings.steps)
-        floor = decode_floor(weights, deployment.architecture, plan.dtype, session.rates, batch, context)
+        floor = decode_floor(weights, deployment.architecture, plan.kv_dtype, session.rates, batch, context)
         rate = steady.tokens / steady.wall_seconds if steady else None
         yield DecodeRow(
             subject,
@@ -131,7 +131,7 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Decode
         drawn = [prompts.draw(length) for _ in range(batch)]
         first_call_seconds = baseline.first_call_seconds(drawn, steps + 1)
         times = baseline.token_times(drawn, steps + 1)
-        floor = decode_floor(weights, architecture, plan.dtype, session.rates, batch, context)
+        floor = decode_floor(weights, architecture, plan.kv_dtype, session.rates, batch, context)
         rate = batch * steps / (times[-1] - times[0])
         yield DecodeRow(
             baseline.name,

@@ -34,7 +34,7 @@ EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "mo
 
 @dataclass(frozen=True)
 class Rates:
-    """Medians on this machine. `copy` counts bytes read and bytes written; `matrix` is in the plan's dtype."""
+    """Medians on this machine. `copy` counts bytes read and bytes written; `matmul` is in the plan's compute_dtype."""
 
     copy_bytes_per_second: float
     copy_bytes: int
@@ -80,17 +80,17 @@ def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes
     return WeightSizes(plan_weight_bytes - looked_up, body, not _has_experts(model.config))
 
 
-def kv_read_bytes(architecture: Architecture, dtype: str, context: int) -> int:
+def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> int:
     """K and V that one sequence's decode step reads: of a layer with a window, no more than the window."""
-    return DTYPE_BYTES[dtype] * sum(
+    return DTYPE_BYTES[kv_dtype] * sum(
         spec.kv_elements_per_token * min(context, spec.window or context) for spec in architecture.attention_layers
     )
 
 
 def decode_floor(
-    weights: WeightSizes, architecture: Architecture, dtype: str, rates: Rates, batch: int, context: int
+    weights: WeightSizes, architecture: Architecture, kv_dtype: str, rates: Rates, batch: int, context: int
 ) -> DecodeFloor:
-    bytes_read = weights.step_bytes + batch * kv_read_bytes(architecture, dtype, context)
+    bytes_read = weights.step_bytes + batch * kv_read_bytes(architecture, kv_dtype, context)
     return DecodeFloor(bytes_read, bytes_read / rates.copy_bytes_per_second * 1e3 if weights.is_dense else None)
 
 

@@ -79,7 +79,7 @@ def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -
     planned = pipeline.decide(recipe)
     settings.check_against_plan(planned.plan)
     progress.stage("floor")
-    return Session(recipe, settings, progress, planned, measure_rates(planned.plan.device, planned.plan.dtype))
+    return Session(recipe, settings, progress, planned, measure_rates(planned.plan.device, planned.plan.compute_dtype))
 
 
 def make_report(session: Session, command: str, settings: Any, rows: Sequence[Row], **extra: Any) -> Report:

@@ -16,11 +16,11 @@ from typing import Any
 from tcdeploy.bundle.container import Payload, SignedHeader, check_files
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
 from tcdeploy.errors import IntegrityError
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import parse_environment
 
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
 CACHE_FOLDER_DECISION = "cache folder"
-REQUIRED_PLAN_FIELDS = ("key", "model", "dtype", "mode")
+REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def _check_required_fields(manifest: Manifest) -> None:
     """Check the fields that compatibility depends on. Raises KeyError, TypeError or AttributeError."""
     if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
         raise TypeError("a field of its plan is not a string")
-    Environment(**manifest.environment).cache_factors()
+    parse_environment(manifest.environment).cache_factors()
 
 
 def header_bytes(header: Header) -> bytes:

@@ -147,7 +147,10 @@ def _verified_plan(
 def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:
     """Compare, per bucket, the compiled model's tokens on this machine with the eager model's on the packer's."""
     records = {record.bucket: record for record in here}
-    return [_compare_bucket(record, records.get(record.bucket), str(packed.plan["dtype"])) for record in packed.buckets]
+    return [
+        _compare_bucket(record, records.get(record.bucket), str(packed.plan["compute_dtype"]))
+        for record in packed.buckets
+    ]
 
 
 def _compare_bucket(there: BucketRecord, here: BucketRecord | None, dtype: str) -> BucketReplay:

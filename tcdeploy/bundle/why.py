@@ -16,7 +16,13 @@ from typing import Any
 
 from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, diff_sources
 from tcdeploy.planning.architecture import is_config_factor
-from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings
+from tcdeploy.planning.environment import (
+    Difference,
+    Environment,
+    diff_environments,
+    diff_mappings,
+    parse_environment,
+)
 from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 
 # Plan fields that are in no program.
@@ -158,7 +164,7 @@ def _median_seconds(cached: Manifest, bucket: Bucket) -> float | None:
 
 
 def _environment(cached: Manifest) -> Environment:
-    return Environment(**{name: _lists_to_tuples(value) for name, value in cached.environment.items()})
+    return parse_environment(cached.environment)
 
 
 def _lists_to_tuples(value: Any) -> Any:

@@ -71,7 +71,7 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[str])
     return CachedPlan(
         plan_key=key,
         model=plan["model"],
-        dtype=plan["dtype"],
+        dtype=plan["compute_dtype"],
         mode=plan["mode"],
         buckets=tuple(record.bucket for record in manifest.buckets),
         files=len(manifest.files),

@@ -1,1 +1,1 @@
-"""From a model id to weights on the device: `probe` learns what the model is, `load` brings it in."""
+"""Model loading: `probe` determines the architecture, `load` loads config, weights and tokenizer."""

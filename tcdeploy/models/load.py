@@ -1,8 +1,8 @@
-"""Bring a model in: a hub id, a local folder, `builtin:tiny`, or a config with random weights.
+"""Loads a model: a Hub id, a local folder, `builtin:tiny`, or a config with random weights.
 
-Everything foreign that can go wrong on the way (no network, a gated or missing repository, a folder that is not a
-model, too little GPU memory) becomes an error of ours here, with the next command. Modelling code that travels with
-a model runs only when `trust_remote_code` was asked for.
+Errors of other libraries (no network, a gated or missing repository, a folder without a model, too little GPU memory)
+are translated here into TcdeployErrors with the next command. Modelling code from a repository runs only if
+`trust_remote_code` was requested.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ DUMMY_SEED = 0
 
 
 def resolve_model_path(model: str) -> str:
-    """What transformers is given for `model`: a folder for a builtin or local one, else the hub id as it is."""
+    """What to pass to transformers: the folder of a builtin or local model, else the Hub id. Raises ModelError."""
     if model.startswith("builtin:"):
         if model not in BUILTIN_MODELS:
-            raise ModelError(f"there is no {model}", f"the builtin models: {', '.join(BUILTIN_MODELS)}")
+            raise ModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
-            f"folder {model} is not a model: it has no config.json", "name the folder that holds config.json"
+            f"folder {model} is not a model: it has no config.json", "pass the folder that contains config.json"
         )
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
-        raise ModelError(f"folder {model} does not exist", "check the path, or give a hub id such as Qwen/Qwen2.5-7B")
+        raise ModelError(f"folder {model} does not exist", "check the path, or pass a hub id such as Qwen/Qwen2.5-7B")
     return model
 
 
@@ -50,14 +50,14 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """Every value, defaults too, as JSON holds it; without the place it came from."""
+    """All values, including defaults, as JSON types; without the path that the config was loaded from."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     values.pop("_name_or_path", None)
     return values
 
 
 def load_tokenizer(plan: Plan) -> Any:
-    """The model's tokenizer. Raises ModelError where there is none (a bare config with dummy weights has none)."""
+    """The model's tokenizer. Raises ModelError if it has none, such as a folder with only a config."""
     with _translate_errors(plan.model):
         return AutoTokenizer.from_pretrained(
             resolve_model_path(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
@@ -65,9 +65,12 @@ def load_tokenizer(plan: Plan) -> Any:
 
 
 def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
-    """The model in eval mode on the plan's device and dtype, calling the attention function named `attn_implementation`."""
+    """The model in eval mode, on the plan's device and in its weight_dtype.
+
+    Raises ModelError, NetworkError or SpaceError.
+    """
     transformers_logging.disable_progress_bar()
-    dtype = getattr(torch, plan.dtype)
+    dtype = getattr(torch, plan.weight_dtype)
     with quiet_transformers(), _translate_errors(plan.model):
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attn_implementation)
@@ -78,7 +81,7 @@ def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -
 
 
 def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Random weights straight on the device, the same for the same config, device and torch."""
+    """Random weights, created on the device; equal for equal config, device and torch version."""
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
         return AutoModelForCausalLM.from_config(
@@ -89,7 +92,7 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
 def _pretrained_model(
     plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
 ) -> PreTrainedModel:
-    """accelerate, where installed, reads shards straight to the device; without it they pass through host memory."""
+    """If accelerate is installed, shards are read directly to the device; otherwise through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
     model, report = AutoModelForCausalLM.from_pretrained(
         resolve_model_path(plan.model),
@@ -101,18 +104,19 @@ def _pretrained_model(
         output_loading_info=True,
         **placement,
     )
-    absent = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if absent:
+    missing_tensors = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
+    if missing_tensors:
         raise ModelError(
-            f"the checkpoint of {plan.model} lacks {len(absent)} of the model's tensors: {', '.join(absent[:3])}",
-            "download it again: random weights would have taken their place",
+            f"the checkpoint of {plan.model} lacks {len(missing_tensors)} of the model's tensors: "
+            f"{', '.join(missing_tensors[:3])}",
+            "download it again; transformers would have used random weights for them",
         )
     return model.to(plan.device)
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """transformers comments on configs at length; our own report says what matters."""
+    """Log only transformers' errors: it warns at length about configs that work."""
     level = transformers_logging.get_verbosity()
     transformers_logging.set_verbosity_error()
     try:
@@ -130,9 +134,9 @@ def _translate_errors(model: str) -> Iterator[None]:
     except torch.OutOfMemoryError as error:
         raise SpaceError(
             f"the weights of {model} do not fit into the GPU's free memory: {_first_line(error)}",
-            "free the GPU (nvidia-smi shows who holds it), or choose a smaller model",
+            "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
         ) from error
-    except Exception as error:  # whatever a library raises about somebody's files
+    except Exception as error:  # libraries raise many types for bad files
         raise _translate_error(model, error) from error
 
 
@@ -140,24 +144,28 @@ def _translate_error(model: str, error: Exception) -> TcdeployError:
     names = {type(link).__name__ for link in _exception_chain(error)}
     text = " ".join(str(link) for link in _exception_chain(error))
     if "GatedRepoError" in names:
-        return ModelError(f"{model} is gated", f"accept its licence on the hub, then: hf auth login ({model})")
+        return ModelError(f"{model} is gated", f"accept the licence of {model} on the hub, then: hf auth login")
     if "RepositoryNotFoundError" in names:
         return ModelError(
-            f"the hub has no model {model}, or it is private", "check the id; for a private one: hf auth login"
+            f"the hub has no model {model}, or it is private", "check the id; for a private model: hf auth login"
         )
     if "RevisionNotFoundError" in names:
         return ModelError(f"{model} has no such revision", "leave --revision out for the default branch")
     if names & _NETWORK_ERRORS or "couldn't connect" in text or "offline mode" in text.lower():
         return NetworkError(
             f"{model} is not a local folder, and the hub cannot be reached",
-            "check the network, give a local folder, or try: tcdeploy compile builtin:tiny",
+            "check the network, pass a local folder, or try: tcdeploy compile builtin:tiny",
         )
     if "trust_remote_code" in text:
-        return ModelError(f"{model} brings modelling code of its own", "read that code, then: --trust-remote-code")
+        return ModelError(
+            f"{model} requires modelling code from its repository", "review that code, then: --trust-remote-code"
+        )
     if "tokenizer" in text.lower():
-        return ModelError(f"{model} has no tokenizer that transformers can load", "put the tokenizer's files beside it")
+        return ModelError(
+            f"{model} has no tokenizer that transformers can load", "add the tokenizer's files to the model folder"
+        )
     if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
-        return ModelError(f"{model} holds a config and no weights", "--load-format dummy runs it with random weights")
+        return ModelError(f"{model} has a config but no weights", "--load-format dummy runs it with random weights")
     return ModelError(f"{model} cannot be loaded: {_first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
 
 

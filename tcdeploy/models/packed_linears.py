@@ -1,11 +1,11 @@
-"""Keep the weights of sibling projections (q, k and v; gate and up) as one matrix, so that one GEMM reads them all.
+"""Packs linear layers that read the same input (q, k, v; gate, up) into one matrix, so that one GEMM computes all.
 
-Each projection becomes a `PackedSlice`: some rows of a matrix that its siblings share. Eagerly it multiplies with its
-own rows and gives what the plain layer gave. While torch.compile traces, it multiplies with the whole matrix and takes
-its slice; the siblings' products are then identical, and `passes/post_grad.py` leaves one of them. The modelling code
-calls its projections as ever.
+Each layer becomes a `PackedSlice`: a range of rows of a matrix that the group shares. In eager mode it multiplies by
+its own rows and returns what the plain layer returned. While torch.compile traces, it multiplies by the whole matrix
+and slices the result; the GEMMs of a group are then identical, and `passes/post_grad.py` keeps one. Modelling code is
+unchanged.
 
-The packed matrix is the only copy: the layers' own weights are dropped as soon as they have been copied into it.
+The packed matrix is the only copy: the original weights are freed as soon as they have been copied into it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-EMPTY_CACHE_ABOVE_BYTES = 1 << 30  # of freed but kept memory: the packed matrices do not fit where the parts were
+EMPTY_CACHE_ABOVE_BYTES = 1 << 30  # of unused cached memory: a packed matrix does not fit into the blocks of its parts
 
 
 class PackedSlice(nn.Module):
-    """Rows [start, stop) of a linear layer whose weight [rows, in_features] and bias [rows] siblings share."""
+    """Rows [start, stop) of a packed linear layer with weight [rows, in_features] and bias [rows]."""
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, start: int, stop: int) -> None:
         super().__init__()
@@ -43,10 +43,10 @@ class PackedSlice(nn.Module):
 
 @torch.no_grad()
 def pack_linears(model: nn.Module, packed_linears: tuple[tuple[str, ...], ...]) -> None:
-    """Replace each group of linear layers (their paths in `model`) by slices of one packed layer, in place.
+    """Replace each group of linear layers (module paths in `model`) by slices of one packed layer, in place.
 
-    A group stays as it is where a checkpoint brought other layers than the config alone shows (quantised ones). Smaller
-    groups go first: a packed matrix in the place of a larger part would keep the rest of it, unused, for good.
+    A group whose layers are not all plain nn.Linear, as in a quantised checkpoint, is left unchanged. Smaller groups
+    are packed first: a packed matrix that reused the memory block of a larger weight would waste the rest of it.
     """
     for paths in sorted(packed_linears, key=lambda paths: _parameter_count(model, paths)):
         layers = [model.get_submodule(path) for path in paths]

@@ -1,11 +1,11 @@
-"""Learn what a model is by running it on fake tensors: which modules call attention, and with what.
+"""Determines the Architecture of a model by running it on fake tensors and recording its calls of attention.
 
-No list of model names: the config's model is built under FakeTensorMode (no memory, about 0.1 s for 8B), one forward
-pass is made, and an attention function of ours records each call. What calls the AttentionInterface in a way that
-the paged ops can serve becomes an `Architecture`; everything else is refused by name, with the reason.
+There is no list of model names. The model is built from its config under FakeTensorMode (no memory, about 0.1 s for
+8B), one forward pass runs, and a recording attention function stores each call. Calls that the paged ops can serve
+become an `Architecture`; any other raises UnsupportedModelError with the module and the reason.
 
-Rejected: reading head counts from the config. The attribute names differ between families, and whether a model
-calls the interface at all, or passes a sink or a bias, stands in no config.
+Rejected: reading head counts from the config. Attribute names differ between families, and no config says whether a
+model calls the AttentionInterface at all, or passes a sink or a bias.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ IGNORED_ATTENTION_KWARGS = {
     "cache_position",
     "output_hidden_states",
 }
-HINT = "the README lists what can be served; TCDEPLOY_DEBUG=1 shows the traceback"
+HINT = "the README lists the supported models; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
 @dataclass
 class _AttentionRecorder:
-    """Stands in as the attention function and keeps what each module asked for."""
+    """An attention function that records its calls by module and returns zeros."""
 
     calls: dict[int, list[tuple[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]]]] = field(default_factory=dict)
 
@@ -56,11 +56,11 @@ class _AttentionRecorder:
 
 @dataclass
 class _LinearInputHook:
-    """Which linear layers read which tensor, by identity, in the order of the calls."""
+    """A forward pre-hook that records which linear layers read which tensor (by id), in call order."""
 
     readers: dict[int, list[Any]] = field(default_factory=dict)
     calls: dict[int, int] = field(default_factory=dict)
-    keep_alive: list[Tensor] = field(default_factory=list)  # so that no identity is given away twice
+    keep_alive: list[Tensor] = field(default_factory=list)  # so that no id is reused
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.keep_alive.append(args[0])
@@ -69,7 +69,7 @@ class _LinearInputHook:
 
 
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
-    """Architecture of `config`'s causal LM. Raises UnsupportedModelError, naming the model and the reason."""
+    """The Architecture of the causal LM that `config` describes. Raises UnsupportedModelError with the reason."""
     name = config.model_type
     _check_layer_types(config)
     recorder = _AttentionRecorder()
@@ -84,7 +84,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
-        raise UnsupportedModelError(f"{name} names no longest context in its config", HINT)
+        raise UnsupportedModelError(f"{name} has no max_position_embeddings in its config", HINT)
     _check_windows(text_config, attention_layers, name)
     return Architecture(
         model_type=name,
@@ -95,30 +95,30 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attention_layers=attention_layers,
         longrope_limit=_rope_limit(text_config),
-        peak_activation_elements=_activation_values(linear_inputs, text_config),
+        peak_activation_elements=_peak_activation_elements(linear_inputs, text_config),
         packed_linears=_find_packed_linears(model, linear_inputs),
         config_digest=digest_config(config_to_dict(config)),
     )
 
 
-def _activation_values(inputs: _LinearInputHook, text_config: Any) -> int:
-    """The widest outputs of one input and the widest input, both alive in the MLP, beside two hidden states.
+def _peak_activation_elements(inputs: _LinearInputHook, text_config: Any) -> int:
+    """Elements per token at a layer's widest: the largest outputs of one input, the largest input, two hidden states.
 
-    The head is left out: only the rows that are sampled from pass through it. Experts that are no linear layers are not
-    seen, so for them this is too small.
+    In the MLP both are alive. The LM head is excluded, because only sampled rows pass through it. Experts that are not
+    linear layers are not recorded, so for them the result is too small.
     """
     vocab_size = text_config.vocab_size
-    groups = [[one for one in readers if one.out_features != vocab_size] for readers in inputs.readers.values()]
+    groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in inputs.readers.values()]
     groups = [readers for readers in groups if readers]
-    widest_outputs = max((sum(one.out_features for one in readers) for readers in groups), default=0)
+    widest_outputs = max((sum(layer.out_features for layer in readers) for readers in groups), default=0)
     widest_input = max((readers[0].in_features for readers in groups), default=0)
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
 def _find_packed_linears(model: nn.Module, inputs: _LinearInputHook) -> tuple[tuple[str, ...], ...]:
-    """Groups of two or more plain linear layers that read the very same tensor, once.
+    """Groups of two or more plain linear layers that read the same tensor and run once.
 
-    They stand in one module (so whatever is compiled as one holds all of a group) and agree on having a bias.
+    A group belongs to one parent module, so a compiled region contains all of it, and all or none have a bias.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     groups: dict[tuple[int, str, bool], list[str]] = {}
@@ -132,7 +132,7 @@ def _find_packed_linears(model: nn.Module, inputs: _LinearInputHook) -> tuple[tu
 
 
 def _rope_limit(text_config: Any) -> int:
-    """transformers chooses longrope's factors once per batch, by its longest position."""
+    """Length beyond which longrope switches factors, or 0. The batch's longest position decides for the batch."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     if parameters.get("rope_type") != "longrope":
         return 0
@@ -141,37 +141,37 @@ def _rope_limit(text_config: Any) -> int:
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:
-    """Some layers differ only in the mask that transformers would build; their calls look like full attention."""
+    """Reject layer types that differ only in the mask transformers builds; their calls look like full attention."""
     text_config = config.get_text_config()
     for layer_type in getattr(text_config, "layer_types", None) or ():
         if layer_type not in SUPPORTED_LAYER_TYPES:
             raise UnsupportedModelError(
-                f"{config.model_type} has layers of type {layer_type}, which need more than a KV cache", HINT
+                f"{config.model_type} has layers of type {layer_type}, which a KV cache cannot serve", HINT
             )
 
 
 def _check_windows(text_config: Any, attention_layers: tuple[AttentionSpec, ...], name: str) -> None:
-    """A window that lives only in the mask never reaches attention: such a layer would see too far."""
+    """Reject windows that are only in the mask: without it the layer would attend beyond its window."""
     window = getattr(text_config, "sliding_window", None)
     if not window or window >= text_config.max_position_embeddings:
         return
     types = getattr(text_config, "layer_types", None)
-    everywhere = getattr(text_config, "use_sliding_window", True)
+    uses_window = getattr(text_config, "use_sliding_window", True)
     for number, spec in enumerate(attention_layers):
-        is_sliding = types[number] == "sliding_attention" if types else everywhere
+        is_sliding = types[number] == "sliding_attention" if types else uses_window
         if is_sliding and not spec.window:
             raise UnsupportedModelError(
-                f"{name}: {spec.path} has a window of {window} and does not tell attention", HINT
+                f"{name}: {spec.path} has a sliding window of {window} but does not pass it to attention", HINT
             )
 
 
 def _run_on_fake_tensors(
     config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook
 ) -> nn.Module:
-    """Build and call the model on fake tensors; bfloat16, because grouped expert products know no other dtype."""
+    """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(  # a copy: transformers writes the attention's name into it
+            model = AutoModelForCausalLM.from_config(  # a copy: transformers stores attn_implementation in it
                 copy.deepcopy(config),
                 dtype=torch.bfloat16,
                 attn_implementation=PROBE_ATTN_IMPLEMENTATION,
@@ -184,7 +184,9 @@ def _run_on_fake_tensors(
             model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
     except KeyError as error:
         if PROBE_ATTN_IMPLEMENTATION in str(error):
-            raise UnsupportedModelError(f"{name} chooses its attention from a table of its own", HINT) from error
+            raise UnsupportedModelError(
+                f"{name} does not look its attention up in the AttentionInterface", HINT
+            ) from error
         raise UnsupportedModelError(f"{name} cannot be run on fake tensors: KeyError {error}", HINT) from error
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:200]
@@ -197,14 +199,14 @@ def _run_on_fake_tensors(
 def _read_calls(model: nn.Module, recorder: _AttentionRecorder, name: str) -> tuple[AttentionSpec, ...]:
     if not recorder.calls:
         raise UnsupportedModelError(f"{name} never calls transformers' AttentionInterface", HINT)
-    spec = []
+    specs = []
     for path, module in model.named_modules():
         calls = recorder.calls.get(id(module), [])
         if len(calls) > 1:
-            raise UnsupportedModelError(f"{name}: {path} attends {len(calls)} times in one pass", HINT)
+            raise UnsupportedModelError(f"{name}: {path} calls attention {len(calls)} times in one forward pass", HINT)
         for call in calls:
-            spec.append(_read_call(path, name, *call))
-    return tuple(spec)
+            specs.append(_read_call(path, name, *call))
+    return tuple(specs)
 
 
 def _read_call(
@@ -217,21 +219,21 @@ def _read_call(
     mask: Any,
     kwargs: dict[str, Any],
 ) -> AttentionSpec:
-    for keyword, given in kwargs.items():
+    for keyword, argument in kwargs.items():
         if (
             keyword not in SUPPORTED_ATTENTION_KWARGS | IGNORED_ATTENTION_KWARGS
-            and given is not None
-            and given is not False
+            and argument is not None
+            and argument is not False
         ):
             raise UnsupportedModelError(
-                f"{name}: {path} passes {keyword} to attention, which the paged ops do not know", HINT
+                f"{name}: {path} passes {keyword} to attention, which the paged ops do not support", HINT
             )
     if mask is not None:
-        raise UnsupportedModelError(f"{name}: {path} brings a mask of its own", HINT)
+        raise UnsupportedModelError(f"{name}: {path} passes its own attention mask", HINT)
     if kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
         raise UnsupportedModelError(f"{name}: {path} is not causal", HINT)
     if query.shape[2] != PROBE_TOKENS or key.shape[2] != PROBE_TOKENS:
-        raise UnsupportedModelError(f"{name}: {path} attends to other tokens than the layer's own", HINT)
+        raise UnsupportedModelError(f"{name}: {path} attends to tokens other than the layer's input", HINT)
     return AttentionSpec(
         path=path,
         heads=query.shape[1],
@@ -245,21 +247,21 @@ def _read_call(
 
 
 def _check_all_layers_attend(model: nn.Module, attention_layers: tuple[AttentionSpec, ...], name: str) -> None:
-    """Every layer of the stack must attend through the interface, or it keeps a state that the KV cache misses."""
+    """Every decoder layer must use the interface; one that does not has state outside the KV cache."""
     stack_path, _ = decoder_layer_position(model, attention_layers[0].path)
-    covered = {decoder_layer_position(model, attention.path) for attention in attention_layers}
-    missing = [index for index in range(len(model.get_submodule(stack_path))) if (stack_path, index) not in covered]  # type: ignore[arg-type]
+    attending = {decoder_layer_position(model, attention.path) for attention in attention_layers}
+    missing = [index for index in range(len(model.get_submodule(stack_path))) if (stack_path, index) not in attending]  # type: ignore[arg-type]
     if missing:
         raise UnsupportedModelError(f"{name}: layers {missing} never call the AttentionInterface", HINT)
-    if len(covered) != len(attention_layers):
-        raise UnsupportedModelError(f"{name}: a layer attends in more than one module", HINT)
+    if len(attending) != len(attention_layers):
+        raise UnsupportedModelError(f"{name}: a layer calls attention from more than one module", HINT)
 
 
 def decoder_layer_position(model: nn.Module, attention_path: str) -> tuple[str, int]:
-    """(path of the stack, index in it) of the decoder layer around an attention module: ("model.layers", 3)."""
-    parts = attention_path.split(".")
-    for cut in range(len(parts) - 1, 0, -1):
-        stack = model.get_submodule(".".join(parts[:cut]))
-        if isinstance(stack, nn.ModuleList) and parts[cut].isdigit():
-            return ".".join(parts[:cut]), int(parts[cut])
-    raise UnsupportedModelError(f"{attention_path} stands in no stack of layers", HINT)
+    """(path of the ModuleList, index) of the decoder layer that contains an attention module: ("model.layers", 3)."""
+    names = attention_path.split(".")
+    for cut in range(len(names) - 1, 0, -1):
+        stack = model.get_submodule(".".join(names[:cut]))
+        if isinstance(stack, nn.ModuleList) and names[cut].isdigit():
+            return ".".join(names[:cut]), int(names[cut])
+    raise UnsupportedModelError(f"{attention_path} is not inside an nn.ModuleList of layers", HINT)

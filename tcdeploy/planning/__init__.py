@@ -1,1 +1,1 @@
-"""What was asked, what this machine is, and the Plan that follows from both. Does not import torch."""
+"""From Recipe, Environment and Architecture to the Plan. Does not import torch."""

@@ -1,7 +1,7 @@
-"""What a model is made of, as far as deploying it needs: plain facts, no torch.
+"""What planning needs to know about a model, as plain data. Does not import torch.
 
-`models/probe.py` finds them by running the model on fake tensors; `plan.py` reads them. Keeping the record here lets
-a test plan for any model on any machine, and lets a plan be explained without loading a weight.
+`models/probe.py` fills in an `Architecture` by running the model on fake tensors, and plan.py reads it. Because it is
+plain data, a test can plan for any model on any machine, and a plan can be explained without loading weights.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Of transformers' config: names, places and token ids, which no program is made from; nor from what begins with "_".
+# Keys of transformers' config that no program depends on: names, paths and token ids. Keys that start with "_" are
+# ignored too.
 IGNORED_CONFIG_KEYS = {
     "name_or_path", "architectures", "transformers_version", "use_cache", "initializer_range",
     "bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype", "return_dict", "output_hidden_states",
@@ -22,9 +23,14 @@ IGNORED_CONFIG_KEYS = {
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention block, as it calls the AttentionInterface. `window` counts keys (0: all); `softcap` 0: none."""
+    """One attention block, as it calls the AttentionInterface.
 
-    path: str  # of the attention module inside the model: model.layers.0.self_attn
+    path: of the attention module inside the model, such as model.layers.0.self_attn.
+    window: keys that a query can attend to; 0 for all.
+    softcap: limit of the logits; 0 for none.
+    """
+
+    path: str
     heads: int
     kv_heads: int
     head_dim: int
@@ -40,11 +46,17 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class Architecture:
-    """A causal LM: `context` in tokens, `parameters` counted once when tied, `dtype` the checkpoint's own.
+    """A causal LM.
 
-    `longrope_limit` is the length beyond which its rotary factors depend on the longest sequence of a batch (longrope), so
-    that neighbours would change one another's answers; 0 where there is none. `packed_linears` are groups of linear layers
-    that read the same input: their weights can be one matrix. `config_digest` stands for all that the config says.
+    parameters: number of weights; tied ones count once.
+    context: longest sequence, in tokens.
+    dtype: of the checkpoint.
+    longrope_limit: length beyond which longrope changes the rotary factors of the whole batch, so that sequences would
+        affect each other's output; 0 for other models.
+    peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
+    packed_linears: groups of linear layers that read the same input, so that one matrix can hold their weights, as
+        module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj).
+    config_digest: sha256 of the config, see `digest_config`.
     """
 
     model_type: str
@@ -55,29 +67,25 @@ class Architecture:
     dtype: str
     attention_layers: tuple[AttentionSpec, ...]
     longrope_limit: int = 0
-    peak_activation_elements: int = (
-        0  # numbers per token that a layer holds at its widest, estimated from its linear layers
-    )
-    packed_linears: tuple[
-        tuple[str, ...], ...
-    ] = ()  # module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj)
+    peak_activation_elements: int = 0
+    packed_linears: tuple[tuple[str, ...], ...] = ()
     config_digest: str = ""
 
     @property
     def kv_elements_per_token(self) -> int:
-        """K and V numbers that one token adds over all layers."""
+        """Elements of K and V that one token takes in all layers."""
         return sum(attention.kv_elements_per_token for attention in self.attention_layers)
 
 
 def is_config_factor(name: str) -> bool:
-    """Whether programs may be made from this value of the config."""
+    """Whether programs may depend on this key of the config."""
     return name not in IGNORED_CONFIG_KEYS and not name.startswith("_")
 
 
 def digest_config(values: Mapping[str, Any]) -> str:
-    """sha256 of what programs may be made from in a model's config, as transformers writes it into JSON.
+    """sha256 of the keys that programs may depend on, of a config as transformers writes it to JSON.
 
-    Weights do not count, nor where they come from: a model and its fine-tunes have the same programs.
+    Weights and their origin do not count: a model and its fine-tunes share programs.
     """
-    kept = {name: value for name, value in values.items() if is_config_factor(name)}
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
+    factors = {name: value for name, value in values.items() if is_config_factor(name)}
+    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
-"""Which attention backends this machine and this model allow: every no is a value with its reason.
+"""Checks whether an attention backend can run on a machine with a model. Does not import torch.
 
-The table of checks takes the machine as an argument, so any machine is testable on any other. Speed does not appear
-here: what may run is a fact, what is best is `plan.py`'s decision.
+A rejection is a value that carries its reason. The machine is an argument, so any machine can be checked on any other.
+Only hard requirements are checked here; preferences are the order of the table in backends.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.environment import FLASH_PACKAGES, TORCH_FLASH, Environment
+from tcdeploy.planning.backends import BACKENDS, Backend
+from tcdeploy.planning.decision import PlanInputs
+from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.recipe import Attention
 
 
@@ -27,55 +29,55 @@ class Unsupported:
 
 BackendSupport = Supported | Unsupported
 
-MAX_HEAD_DIM = {"triton": 256, "torch-flash": 256, "flash-attn-2": 256, "flash-attn-3": 256, "flash-attn-4": 128}
-FLASH_CAPABILITIES = {  # compute capabilities (major) that the kernels are built for
-    "torch-flash": range(8, 100),
-    "flash-attn-2": range(8, 100),
-    "flash-attn-3": range(9, 10),
-    "flash-attn-4": range(9, 12),
-}
-BACKENDS_WITHOUT_SOFTCAP = {"torch-flash"}
+
+def check_backend(name: Attention, inputs: PlanInputs) -> BackendSupport:
+    """Supported, or Unsupported with the first reason: machine first, then dtype, then model."""
+    backend = BACKENDS[name]
+    for reason in _unsupported_reasons(backend, inputs):
+        return Unsupported(name, reason)
+    return Supported(name)
 
 
-def check_backend(
-    backend: Attention, environment: Environment, architecture: Architecture, device: str, dtype: str
-) -> BackendSupport:
-    """The first reason why `backend` cannot serve prefill here, or Accepted."""
-    if backend == "reference":
-        return Supported(backend)
-    for reason in _unsupported_reasons(backend, environment, architecture, device, dtype):
-        return Unsupported(backend, reason)
-    return Supported(backend)
+def _unsupported_reasons(backend: Backend, inputs: PlanInputs) -> Iterable[str]:
+    if backend.requires_gpu:
+        yield from _gpu_reasons(backend, inputs)
+    if inputs.dtypes.compute not in backend.dtypes:
+        yield f"it supports only {' and '.join(backend.dtypes)}"
+    yield from _head_dim_reasons(backend, inputs.architecture)
+    yield from _scoring_reasons(backend, inputs.architecture)
 
 
-def _unsupported_reasons(
-    backend: Attention, environment: Environment, architecture: Architecture, device: str, dtype: str
-) -> Iterable[str]:
-    if device != "cuda":
-        yield "it needs a GPU"
-    if backend == "triton":
-        if not environment.triton:
-            yield "triton is not installed"
-        yield from _head_dim_reasons(backend, architecture)
-        return
-    if backend in FLASH_PACKAGES and backend not in dict(environment.flash_packages):
-        yield f"{FLASH_PACKAGES[backend][1]} is not installed"
-    if environment.gpu_capability[0] not in FLASH_CAPABILITIES[backend]:
-        yield f"its kernels are not built for compute capability {environment.gpu_capability}"
-    if backend == "torch-flash" and TORCH_FLASH in dict(environment.missing_internals):
-        yield dict(environment.missing_internals)[TORCH_FLASH]
-    if dtype == "float32":
-        yield "it computes in bfloat16 and float16 only"
-    yield from _head_dim_reasons(backend, architecture)
-    for attention in architecture.attention_layers:
-        if attention.v_head_dim != attention.head_dim:
-            yield f"keys have head_dim {attention.head_dim} and values {attention.v_head_dim}"
-        if attention.softcap and backend in BACKENDS_WITHOUT_SOFTCAP:
-            yield "it has no logit soft-capping, which this model needs"
+def _gpu_reasons(backend: Backend, inputs: PlanInputs) -> Iterable[str]:
+    environment = inputs.environment
+    if inputs.device != "cuda":
+        yield "it requires a GPU"
+    if backend.uses_triton and not environment.triton:
+        yield "triton is not installed"
+    if backend.module and backend.name not in dict(environment.flash_packages):
+        yield f"{backend.distribution} is not installed"
+    if backend.internal in dict(environment.missing_internals):
+        yield dict(environment.missing_internals)[backend.internal]
+    if backend.capability_majors is not None and environment.gpu_capability[0] not in backend.capability_majors:
+        yield f"it has no kernels for compute capability {_dotted_capability(environment)}"
 
 
-def _head_dim_reasons(backend: Attention, architecture: Architecture) -> Iterable[str]:
-    limit = MAX_HEAD_DIM[backend]
+def _dotted_capability(environment: Environment) -> str:
+    major, minor = environment.gpu_capability
+    return f"{major}.{minor}"
+
+
+def _head_dim_reasons(backend: Backend, architecture: Architecture) -> Iterable[str]:
+    limit, multiple = backend.max_head_dim, backend.head_dim_multiple
     for head_dim in sorted({dim for spec in architecture.attention_layers for dim in (spec.head_dim, spec.v_head_dim)}):
-        if head_dim > limit or head_dim % 8:
-            yield f"head_dim {head_dim} is not a multiple of 8 up to {limit}"
+        if (limit is not None and head_dim > limit) or head_dim % multiple:
+            yield f"head_dim {head_dim} is not a multiple of {multiple} up to {limit}"
+
+
+def _scoring_reasons(backend: Backend, architecture: Architecture) -> Iterable[str]:
+    for spec in architecture.attention_layers:
+        if backend.requires_equal_head_dims and spec.v_head_dim != spec.head_dim:
+            yield f"keys have head_dim {spec.head_dim} and values {spec.v_head_dim}; it requires them equal"
+        if spec.softcap and not backend.supports_softcap:
+            yield "it does not support logit soft-capping, which this model uses"
+        if spec.has_sinks and not backend.supports_sinks:
+            yield "it does not support attention sinks, which this model uses"

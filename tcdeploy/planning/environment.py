@@ -1,9 +1,9 @@
-"""What this machine is: the record that the Plan is made from, and that a cache is compared with.
+"""Describes the machine: versions and hardware, from which the Plan is made and with which a cache is compared.
 
-`Environment` is plain data without torch, so that a laptop can plan for an H100 in a test, and so that `diff_environments` can
-explain a cache that was made elsewhere. `detect_environment` fills it and is the one place that imports torch, late.
+`Environment` is plain data without torch, so a test on a laptop can plan for an H100, and `diff_environments` can
+explain why a cache from another machine does not fit. `detect_environment` fills it in; only it imports torch.
 
-flash-attn packages are found without importing them: FlashAttention-4 takes 5 to 10 s to import on an H100 machine.
+flash-attn packages are located without importing them: importing FlashAttention-4 takes 5 to 10 s on an H100 machine.
 """
 
 from __future__ import annotations
@@ -18,17 +18,29 @@ import sysconfig
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-FLASH_PACKAGES = {  # backend -> (module that holds its interface, distribution that gives its version)
-    "flash-attn-2": ("flash_attn", "flash-attn"),
-    "flash-attn-3": ("flash_attn_interface", "flash-attn-3"),
-    "flash-attn-4": ("flash_attn.cute", "flash-attn-4"),
-}
+from tcdeploy.planning.backends import BACKENDS
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPU:
+    """One GPU as torch describes it; capability is (major, minor)."""
+
+    name: str
+    capability: tuple[int, int]
+    memory_bytes: int
+    multiprocessors: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Versions and hardware. Memory is in bytes; `gpu` is empty on a machine without one."""
+    """Versions and hardware of one machine. `gpus` lists all GPUs that torch sees; deployments use the first.
+
+    flash_packages: (backend, version) of each installed package.
+    install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
+    inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if it was set at start.
+    """
 
     python: str
     torch: str
@@ -36,36 +48,60 @@ class Environment:
     triton: str
     cuda: str
     driver: str
-    gpu: str
-    gpu_capability: tuple[int, int]
-    gpu_memory_bytes: int
-    gpu_multiprocessors: int
+    gpus: tuple[GPU, ...]
     cpu: str
     cpu_threads: int
     host_memory_bytes: int
     compiler: str
-    flash_packages: tuple[tuple[str, str], ...]  # (backend, version) of what is installed
-    install_paths: str = ""  # of Python's headers and of torch: they stand in the names of a CPU's programs
-    inductor_cache_dir: str = ""  # an already set TORCHINDUCTOR_CACHE_DIR
+    flash_packages: tuple[tuple[str, str], ...]
+    install_paths: str = ""
+    inductor_cache_dir: str = ""
     user_cache_dir: str = ""
-    missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence), of torch_compat's registry
+    missing_internals: tuple[tuple[str, str], ...] = ()  # (name, consequence) of what torch_compat does not find
+
+    @property
+    def gpu(self) -> str:
+        """Name of the first GPU; empty without one."""
+        return self.gpus[0].name if self.gpus else ""
+
+    @property
+    def gpu_capability(self) -> tuple[int, int]:
+        return self.gpus[0].capability if self.gpus else (0, 0)
+
+    @property
+    def gpu_memory_bytes(self) -> int:
+        return self.gpus[0].memory_bytes if self.gpus else 0
+
+    @property
+    def gpu_multiprocessors(self) -> int:
+        return self.gpus[0].multiprocessors if self.gpus else 0
+
+    def describe_gpus(self) -> str:
+        """`8 x NVIDIA H100 80GB HBM3`; GPUs that differ in any way are listed with memory, capability and SMs."""
+        if len(set(self.gpus)) > 1:
+            return ", ".join(f"GPU {index}: {_describe_gpu(gpu)}" for index, gpu in enumerate(self.gpus))
+        return f"{len(self.gpus)} x {self.gpu}" if len(self.gpus) > 1 else self.gpu
 
     def cache_factors(self) -> dict[str, object]:
-        """What compiled programs depend on: all but the places of folders, the driver and the amounts of memory.
+        """The fields that compiled programs depend on, by name; not folders, the driver or memory sizes.
 
-        With a GPU neither the C++ compiler nor the CPU is in them: an image that serves needs no compiler, and a
-        machine with more cores starts from the same cache. Of Python's version the first two parts count.
+        Of the GPUs only the first counts. With a GPU the C++ compiler and the CPU are left out: a serving image needs
+        no compiler, and a machine with more cores can start from the same cache. Python counts as major.minor.
         """
-        ignored = IGNORED_FACTORS | (CPU_ONLY_FACTORS if self.gpu else set())
-        factors = {key: value for key, value in asdict(self).items() if key not in ignored}
+        ignored = IGNORED_FACTORS | (CPU_ONLY_FACTORS if self.gpus else set())
+        factors: dict[str, object] = {}
+        for name, value in asdict(self).items():
+            if name == "gpus":
+                factors |= {factor: getattr(self, factor) for factor in GPU_FACTORS}
+            elif name not in ignored:
+                factors[name] = value
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
+GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
-DYNAMIC_SIZES, TORCH_FLASH = "dynamic sizes", "torch-flash attention"  # missing internals that the Plan decides by
-IGNORED_FACTORS = {
-    "inductor_cache_dir", "user_cache_dir", "driver", "gpu_memory_bytes", "host_memory_bytes", "missing_internals",
-}  # fmt: skip
+DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
+IGNORED_FACTORS = {"inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals"}
 
 
 @dataclass(frozen=True)
@@ -76,14 +112,14 @@ class Difference:
 
 
 def diff_environments(here: Environment, there: Environment) -> list[Difference]:
-    """Every factor of both environments' programs in which they differ, in the order of the fields."""
-    mine, theirs = here.cache_factors(), there.cache_factors()
-    shared = [name for name in mine if name in theirs]
-    return diff_mappings({name: mine[name] for name in shared}, {name: theirs[name] for name in shared})
+    """The cache factors in which two environments differ, in field order. Factors that only one has do not count."""
+    factors, other_factors = here.cache_factors(), there.cache_factors()
+    shared = [name for name in factors if name in other_factors]
+    return diff_mappings({name: factors[name] for name in shared}, {name: other_factors[name] for name in shared})
 
 
 def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefix: str = "") -> list[Difference]:
-    """Every name under which two records hold something else; a "-" stands for nothing."""
+    """The keys under which two mappings differ; a missing value is shown as "-"."""
     return [
         Difference(f"{prefix}{name}", str(here.get(name, "-")), str(there.get(name, "-")))
         for name in {**here, **there}
@@ -91,23 +127,38 @@ def diff_mappings(here: Mapping[str, object], there: Mapping[str, object], prefi
     ]
 
 
+def parse_environment(document: Mapping[str, Any]) -> Environment:
+    """The Environment that a manifest holds as JSON. Raises TypeError or KeyError if it is not one."""
+    values = {name: _lists_to_tuples(value) for name, value in document.items()}
+    return Environment(**{**values, "gpus": tuple(GPU(**gpu) for gpu in values["gpus"])})
+
+
+def _lists_to_tuples(value: Any) -> Any:
+    """JSON has no tuples: turns lists back into them, and those inside mappings too."""
+    if isinstance(value, dict):
+        return {name: _lists_to_tuples(item) for name, item in value.items()}
+    return tuple(_lists_to_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _describe_gpu(gpu: GPU) -> str:
+    major, minor = gpu.capability
+    gib = gpu.memory_bytes / 2**30
+    return f"{gpu.name} ({gib:.0f} GiB, compute capability {major}.{minor}, {gpu.multiprocessors} SMs)"
+
+
 def detect_environment() -> Environment:
-    """Read this machine. Imports torch and, where there is a GPU, starts CUDA."""
+    """Describes this machine. Imports torch, and initialises CUDA if there is a GPU."""
     import torch
 
-    has_gpu = torch.cuda.is_available()
-    properties = torch.cuda.get_device_properties(0) if has_gpu else None
+    gpus = _detect_gpus()
     return Environment(
         python=platform.python_version(),
         torch=torch.__version__,
         transformers=_version("transformers"),
         triton=_version("triton"),
-        cuda=torch.version.cuda or "" if has_gpu else "",
-        driver=_driver_version() if has_gpu else "",
-        gpu=properties.name if properties else "",
-        gpu_capability=(properties.major, properties.minor) if properties else (0, 0),
-        gpu_memory_bytes=properties.total_memory if properties else 0,
-        gpu_multiprocessors=properties.multi_processor_count if properties else 0,
+        cuda=torch.version.cuda or "" if gpus else "",
+        driver=_driver_version() if gpus else "",
+        gpus=gpus,
         cpu=torch.backends.cpu.get_cpu_capability(),
         cpu_threads=torch.get_num_threads(),
         host_memory_bytes=_host_memory_bytes(),
@@ -119,8 +170,23 @@ def detect_environment() -> Environment:
     )
 
 
+def _detect_gpus() -> tuple[GPU, ...]:
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return tuple(
+        GPU(
+            name=properties.name,
+            capability=(properties.major, properties.minor),
+            memory_bytes=properties.total_memory,
+            multiprocessors=properties.multi_processor_count,
+        )
+        for properties in map(torch.cuda.get_device_properties, range(count))
+    )
+
+
 def installed_versions() -> dict[str, object]:
-    """Those factors that can be told without importing torch; the GPU by its driver's tool, where there is one."""
+    """The cache factors that are available without importing torch; the first GPU as nvidia-smi names it, if any."""
     gpu = _first_output_line("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
     return {
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -131,7 +197,7 @@ def installed_versions() -> dict[str, object]:
 
 
 def _host_memory_bytes() -> int:
-    """The machine's, or the container's where that is less."""
+    """Physical memory, or the container's limit if that is lower."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
@@ -141,17 +207,19 @@ def _host_memory_bytes() -> int:
 
 
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:
-    found = []
-    for backend, (module, distribution) in FLASH_PACKAGES.items():
-        if _is_importable(module):
-            found.append((backend, _version(distribution) or "unknown version"))
-    return tuple(found)
+    """(backend, version) of each installed flash-attn package, by backend name."""
+    return tuple(
+        (backend.name, _version(backend.distribution) or "unknown version")
+        for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
+        if backend.module and _is_importable(backend.module)
+    )
 
 
 def _is_importable(module: str) -> bool:
-    """Whether `module` exists, without running it or its parent.
+    """Whether `module` exists, without executing it or its parent.
 
-    FA4 ships a `flash_attn` folder without an __init__.py: to Python that is a namespace, and FA2 it is not.
+    FlashAttention-4 ships a `flash_attn` folder without an __init__.py. Python treats it as a namespace package, so
+    its presence does not mean that FlashAttention-2 (`flash_attn`) is installed.
     """
     parent, _, child = module.rpartition(".")
     spec = importlib.util.find_spec(parent or child)

@@ -1,13 +1,13 @@
-"""What the user asked for: YAML, environment variables and flags become one frozen Recipe.
+"""The Recipe: what the user requested, merged from a YAML file, environment variables and flags.
 
-The order of precedence is flags > environment (`TCDEPLOY_*`) > recipe file > the defaults on the fields below. A
-field left at None means "decide for me": `plan.py` does, and gives its reason. A key nobody knows is an error that
-names the nearest one, because a recipe that is half ignored is worse than none.
+Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then the defaults of the fields below. None
+means that planning decides and gives its reason. An unknown key is an error that suggests the nearest known one,
+because a recipe that is half ignored is worse than none.
 
-Each field's `help` is the text of the CLI flag and of the README's table; it stands here once.
+Each field's `help` is the only source of the CLI's help text and of the reference documentation.
 
-Rejected: pydantic for this record. It would be the only import of its weight on the path to `--help`, and eighteen
-fields of four kinds need one small coercion each.
+Rejected: pydantic. It would be the heaviest import on the path to `--help`, and the fields have only five types, each
+with a short parser.
 """
 
 from __future__ import annotations
@@ -45,29 +45,31 @@ def _option(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What was asked, unchecked against machine and model. Lengths are in tokens, sizes in sequences."""
+    """The request, not yet checked against machine and model. Lengths in tokens, batch sizes in sequences."""
 
     model: str = _option(MISSING, "hub id, local folder, or builtin:tiny")
     revision: str | None = _option(None, "branch, tag or commit of a hub model")
-    load_format: LoadFormat = _option("auto", "dummy: random weights from the config alone")
-    trust_remote_code: bool = _option(False, "run modelling code that comes with the model")
-    device: Device | None = _option(None, "cuda if there is one, else cpu")
-    dtype: DType | None = _option(None, "the checkpoint's on a GPU, float32 on a CPU")
-    attention: Attention | None = _option(None, "prefill attention backend; the best one installed if not given")
-    region: Region = _option("layer", "what is compiled as one: the decoder layer, its two blocks, or the model")
-    mode: Mode = _option("reduce-overhead", "PyTorch's name for the effort; auto: what measures fastest, per bucket")
-    tune_seconds: float = _option(300.0, "for what mode auto tries beyond one candidate a bucket")
-    graphs: Graphs | None = _option(None, "CUDA graphs of the whole step, per region, or none")
+    load_format: LoadFormat = _option("auto", "dummy: random weights, from the config alone")
+    trust_remote_code: bool = _option(False, "run modelling code from the model repository")
+    device: Device | None = _option(None, "cuda or cpu; default: cuda if a GPU is present")
+    dtype: DType | None = _option(None, "default: the checkpoint's dtype on a GPU, float32 on a CPU")
+    attention: Attention | None = _option(None, "prefill attention backend; default: the best supported one")
+    region: Region = _option("layer", "unit of compilation: the decoder layer, its two blocks, or the whole model")
+    mode: Mode = _option("reduce-overhead", "torch.compile mode; auto: the variant that measures fastest, per bucket")
+    tune_seconds: float = _option(300.0, "time limit of mode auto for variants beyond the first of each bucket")
+    graphs: Graphs | None = _option(None, "CUDA graph of the whole step, one per region, or none")
     shapes: Shapes = _option("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
     buckets: tuple[int, ...] | None = _option(None, "prefill buckets in tokens, ascending: 128,512,2048")
     batch_sizes: tuple[int, ...] | None = _option(None, "decode buckets in sequences, ascending: 1,4,16,32")
-    context: int | None = _option(None, "longest sequence to serve, in tokens; the model's own if not given")
-    block_size: int | None = _option(None, "KV slots in a block, a power of two")
-    kv_blocks: int | None = _option(None, "KV blocks to hold; what memory allows if not given")
-    max_consecutive_prefills: int = _option(4, "prefill steps in a row before the running sequences get a token")
-    memory_fraction: float = _option(0.9, "share of the GPU's memory that this process may fill")
-    cache_dir: str | None = _option(None, "root of the persistent compile cache")
-    on_bad_cache: OnBadCache = _option("refuse", "a damaged cache is an error, or discarded and compiled again")
+    context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
+    block_size: int | None = _option(None, "slots per KV block, a power of two")
+    kv_blocks: int | None = _option(None, "KV blocks to allocate; default: as needed, up to the available memory")
+    max_consecutive_prefills: int = _option(4, "prefill steps in a row while running sequences wait for a token")
+    memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
+    cache_dir: str | None = _option(None, "root folder of the persistent compile cache")
+    on_bad_cache: OnBadCache = _option(
+        "refuse", "refuse: a damaged cache is an error; rebuild: discard it and compile again"
+    )
 
 
 def build_recipe(
@@ -76,9 +78,9 @@ def build_recipe(
     environ: Mapping[str, str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Merge the layers. `flags` holds only what was given; `recipe` is a name or a path; `defaults` comes under all.
+    """Merge the sources. `recipe` is a name or a path; a flag that is None is unset; `defaults` has lowest precedence.
 
-    Raises RecipeError: unknown key, value of the wrong kind, no such recipe, no model named anywhere.
+    Raises RecipeError for an unknown key, a value of the wrong type, an unknown recipe, or if no model is given.
     """
     merged: dict[str, Any] = _validate(defaults or {}, "the bundle")
     if recipe is not None:
@@ -93,7 +95,7 @@ def build_recipe(
 
 
 def recipe_folders() -> list[Path]:
-    """Where recipes are looked for by name: beside the package when installed, else in the checkout."""
+    """Folders that hold named recipes: inside the package when installed, else in the checkout."""
     package = Path(__file__).resolve().parents[1]
     return [folder for folder in (package / "recipes", package.parent / "recipes") if folder.is_dir()]
 
@@ -103,7 +105,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(name: str) -> Path:
-    """A path as it is; else the recipe of that name. Raises RecipeError naming the nearest."""
+    """The file of a recipe, given as a path or a name. Raises RecipeError, which suggests the nearest name."""
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name)
         if not path.is_file():
@@ -118,26 +120,30 @@ def find_recipe(name: str) -> Path:
 def read_recipe(path: Path) -> dict[str, Any]:
     try:
         document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # a date that is none is a ValueError
-        raise RecipeError(f"recipe {path} cannot be read: {error}", "a recipe is YAML of key: value lines") from error
+    except (OSError, ValueError, yaml.YAMLError) as error:  # an invalid date raises ValueError
+        raise RecipeError(
+            f"recipe {path} cannot be read: {error}", "a recipe is a YAML mapping of keys to values"
+        ) from error
     if not isinstance(document, dict):
-        raise RecipeError(f"recipe {path} is not a mapping of keys to values", "a recipe is YAML of key: value lines")
+        raise RecipeError(
+            f"recipe {path} is not a mapping of keys to values", "a recipe is a YAML mapping of keys to values"
+        )
     return {str(key): value for key, value in document.items()}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as it is, but a key given twice is an error: YAML itself would keep the last in silence."""
+    """Rejects duplicate keys, of which YAML would silently keep the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
-                raise yaml.YAMLError(f"the key {key!r} stands there twice")
+                raise yaml.YAMLError(f"duplicate key {key!r}")
         return super().construct_mapping(node, deep)
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """`TCDEPLOY_BATCH_SIZES=1,4` is the key batch_sizes; some variables are the CLI's own, and no recipe keys."""
+    """`TCDEPLOY_BATCH_SIZES=1,4` sets the key batch_sizes. Variables that only the CLI reads are skipped."""
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environ.items()
@@ -158,10 +164,10 @@ def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     return checked
 
 
-def _coerce(key: str, value: Any, wanted: Any, source: str) -> Any:
-    """YAML gives values, the environment gives text: both become the field's type, or an error says which."""
-    kind = field_type(wanted)
-    if value is None and kind is not wanted:
+def _coerce(key: str, value: Any, hint: Any, source: str) -> Any:
+    """Convert a YAML value, or text from the environment, to the field's type. Raises RecipeError."""
+    kind = field_type(hint)
+    if value is None and kind is not hint:
         return None
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
@@ -175,10 +181,10 @@ def _coerce(key: str, value: Any, wanted: Any, source: str) -> Any:
 
 
 def field_type(hint: Any) -> Any:
-    """The type of a field that may also be None: `int` for `int | None`."""
+    """The type of a field without None: `int` for `int | None`."""
     if typing.get_origin(hint) not in (types.UnionType, typing.Union):
         return hint
-    return next(one for one in typing.get_args(hint) if one is not type(None))
+    return next(member for member in typing.get_args(hint) if member is not type(None))
 
 
 def _help_text(key: str) -> str:

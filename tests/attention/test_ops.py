@@ -1,4 +1,4 @@
-"""The ops as torch.compile sees them: registered properly, with true fakes, and each backend the reference's equal."""
+"""The ops as torch.compile sees them: opcheck, correct fakes, and equality of each backend with the reference."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
 from tcdeploy.attention.backends import AttentionParams, PagedBatch, VarlenResult, VarlenSeqlens
+from tcdeploy.planning.backends import BACKENDS
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
 
 class Case:
-    """Three sequences in a shuffled paged cache: one fresh, one with a prefix, one padding; and padding tokens."""
+    """Three sequences in a shuffled paged cache: one without and one with a prefix, one padding; and padding tokens."""
 
     def __init__(
         self, device: str = "cpu", dtype: torch.dtype = torch.float32, prefix: int = 21, dim: int = DIM
@@ -66,6 +67,13 @@ class Case:
         )  # fmt: skip
 
 
+def test_each_backend_implements_exactly_the_ops_of_its_row() -> None:
+    assert set(backends.IMPLEMENTATIONS) == set(BACKENDS)
+    for name, row in BACKENDS.items():
+        implemented = [function is not None for function in backends.IMPLEMENTATIONS[name]]
+        assert implemented == [row.serves_prefill, row.serves_decode, row.writes_kv], name
+
+
 def test_opcheck_passes_on_every_op() -> None:
     case = Case()
     write = (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping[:], "reference")
@@ -79,11 +87,11 @@ def test_opcheck_passes_on_every_op() -> None:
         ops.decode_attention(*case.decode_arguments(), factors[0])
 
 
-def test_keys_land_in_their_slots_and_nowhere_else() -> None:
+def test_kv_write_writes_exactly_the_mapped_slots() -> None:
     case = Case()
-    before = case.k_cache.clone()
+    initial = case.k_cache.clone()
     case.write()
-    flat, old = case.k_cache.flatten(0, 1), before.flatten(0, 1)
+    flat, old = case.k_cache.flatten(0, 1), initial.flatten(0, 1)
     slots = case.slot_mapping[:26]
     assert torch.equal(flat[slots], case.k[:26])
     untouched = torch.ones(len(flat), dtype=torch.bool)
@@ -95,11 +103,11 @@ def test_keys_land_in_their_slots_and_nowhere_else() -> None:
     "rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}, {"window": 9, "softcap": 2.0, "sinks": True}]
 )
 def test_the_reference_is_the_textbook_formula(rules: dict[str, Any]) -> None:
-    """One query, one head, written out in float64 with Python's math."""
+    """One query and one head, computed in float64 with Python's math."""
     case = Case()
     case.write()
     out = case.prefill("reference", **rules)
-    row, head, token = 1, 4, 24  # the sixth of seven queries behind a prefix of 21
+    row, head, token = 1, 4, 24  # the sixth of seven queries after a prefix of 21
     position = 21 + 5
     first = max(0, position - rules["window"] + 1) if rules.get("window") else 0
     keys = [case.k_cache.flatten(0, 1)[case.slot(row, at), head // 3].double() for at in range(first, position + 1)]
@@ -114,11 +122,11 @@ def test_the_reference_is_the_textbook_formula(rules: dict[str, Any]) -> None:
     assert torch.equal(out[26:], torch.zeros_like(out[26:])), "padding rows are zeros"
 
 
-def test_the_reference_decodes_as_prefill_ends_and_writes_only_the_newest_slots() -> None:
+def test_reference_decode_equals_prefill_and_writes_only_the_newest_slots() -> None:
     case = Case()
     case.write()
     last = case.cu_seqlens_q[1:3] - 1
-    wanted = case.prefill("reference", 9, 2.0, sinks=True)[last]
+    expected = case.prefill("reference", 9, 2.0, sinks=True)[last]
     q, k, v = (x[[*last.tolist(), 0]] for x in (case.q, case.k, case.v))
     k_cache, v_cache = case.k_cache.clone(), case.v_cache.clone()
     for row, length in enumerate(case.lengths):
@@ -128,7 +136,7 @@ def test_the_reference_decodes_as_prefill_ends_and_writes_only_the_newest_slots(
         q, k, v, case.k_cache, case.v_cache, case.block_table, case.seq_lens, torch.zeros(3, KV_HEADS), case.sinks,
         0.3, 9, 2.0, 1, "reference",
     )  # fmt: skip
-    torch.testing.assert_close(out[:2], wanted)
+    torch.testing.assert_close(out[:2], expected)
     assert not out[2].any()
     assert torch.equal(case.k_cache, k_cache) and torch.equal(case.v_cache, v_cache)
 
@@ -137,13 +145,11 @@ def test_the_reference_decodes_as_prefill_ends_and_writes_only_the_newest_slots(
     ("batch", "kv_heads", "max_context", "splits"),
     [(1, 8, 8192, 16), (4, 8, 8192, 4), (16, 8, 8192, 1), (32, 8, 8192, 1), (1, 1, 131072, 128), (1, 8, 512, 8)],
 )
-def test_decode_is_cut_into_about_one_part_per_multiprocessor(
-    batch: int, kv_heads: int, max_context: int, splits: int
-) -> None:
+def test_decode_has_about_one_thread_block_per_sm(batch: int, kv_heads: int, max_context: int, splits: int) -> None:
     assert ops.decode_splits(batch, kv_heads, max_context, num_sms=132) == splits
 
 
-def test_the_default_splits_are_a_power_of_two_and_leave_no_part_without_keys() -> None:
+def test_default_splits_are_a_power_of_two_and_no_split_is_empty() -> None:
     for batch in range(1, 40):
         for max_context in (16, 100, 1000, 10000):
             splits = ops.decode_splits(batch, 2, max_context, num_sms=132)
@@ -151,18 +157,18 @@ def test_the_default_splits_are_a_power_of_two_and_leave_no_part_without_keys() 
             assert splits == 1 or max_context // splits >= ops.MIN_KEYS_PER_SPLIT
 
 
-def plain_varlen(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, rules: AttentionParams) -> VarlenResult:
-    """A FlashAttention in ten lines: packed in, output and log-sum-exp out, without sinks."""
+def plain_varlen(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, params: AttentionParams) -> VarlenResult:
+    """FlashAttention's interface in plain PyTorch: output and log-sum-exp, without sinks."""
     outs, sums = [], []
     starts_q, starts_k = seqlens.cu_seqlens_q.tolist(), seqlens.cu_seqlens_k.tolist()
     for begin_q, end_q, begin_k, end_k in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         if end_q == begin_q:
             continue
         query, key, value = q[begin_q:end_q], k[begin_k:end_k], v[begin_k:end_k]
-        outs.append(reference.attend(query, key, value, rules.scale, rules.window, rules.softcap, None))
-        one = torch.zeros(len(key), HEADS // len(key[0]) * len(key[0]), 1)[:, :KV_HEADS]
+        outs.append(reference.attend(query, key, value, params.scale, params.window, params.softcap, None))
+        unit_values = torch.zeros(len(key), HEADS // len(key[0]) * len(key[0]), 1)[:, :KV_HEADS]
         share = reference.attend(
-            query, key, torch.ones_like(one), rules.scale, rules.window, rules.softcap, torch.zeros(HEADS)
+            query, key, torch.ones_like(unit_values), params.scale, params.window, params.softcap, torch.zeros(HEADS)
         )
         total = share[..., 0].double()  # exp(lse) / (exp(lse) + 1), since the sink is exp(0)
         sums.append((total / (1 - total)).log().float().T)
@@ -171,15 +177,15 @@ def plain_varlen(q: Tensor, k: Tensor, v: Tensor, seqlens: VarlenSeqlens, rules:
 
 @pytest.mark.parametrize("prefix", [0, 21])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_the_flash_adapter_gathers_pages_and_applies_sinks(prefix: int, sinks: bool) -> None:
-    """With a plain varlen attention in place of a package: the adapter itself is what is tested."""
+def test_the_flash_adapter_gathers_blocks_and_applies_sinks(prefix: int, sinks: bool) -> None:
+    """Tests only the adapter, with plain PyTorch instead of a package."""
     case = Case(prefix=prefix)
     case.write()
-    pages = PagedBatch(
+    batch = PagedBatch(
         case.k_cache, case.v_cache, case.block_table, case.cu_seqlens_q, case.seq_lens, case.host_scalars
     )
-    rules = AttentionParams(0.3, 9, 0.0, case.sinks if sinks else None)
-    out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, pages, rules)
+    params = AttentionParams(0.3, 9, 0.0, case.sinks if sinks else None)
+    out = backends._flash_prefill(plain_varlen, case.q, case.k, case.v, batch, params)
     torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)
 
 
@@ -191,13 +197,13 @@ FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 @pytest.mark.parametrize("prefix", [0, 21])
 @pytest.mark.parametrize("rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}])
 def test_each_prefill_backend_equals_the_reference(backend: str, prefix: int, rules: dict[str, Any]) -> None:
-    """What is not installed on this machine skips by name."""
+    """Skips packages that are not installed."""
     from tcdeploy.planning.environment import installed_flash_packages
 
     if backend.startswith("flash-attn") and backend not in dict(installed_flash_packages()):
         pytest.skip(f"{backend} is not installed")
     if backend == "torch-flash" and rules.get("softcap"):
-        pytest.skip("torch's FlashAttention has no soft-capping: the plan rejects it")
+        pytest.skip("torch's FlashAttention has no soft-capping")
     case = Case("cuda", torch.bfloat16, prefix, dim=64)
     case.write()
     out, expected = case.prefill(backend, **rules).float(), case.prefill("reference", **rules).float()

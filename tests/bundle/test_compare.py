@@ -54,12 +54,12 @@ def test_files_are_grouped_by_the_cache_that_has_them(first: Manifest) -> None:
 def test_differences_of_environment_plan_config_and_ops_list_both_values(first: Manifest) -> None:
     origin = replace(first.origin, model_config={"model_type": "llama", "rope": 1}, sources={"linear/ops.py": "6" * 64})
     second = replace(
-        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "dtype": "float16"}, origin=origin
+        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "compute_dtype": "float16"}, origin=origin
     )
     differences = compare_manifests(first, second).differences
     assert {difference.name: (difference.here, difference.there) for difference in differences} == {
         "environment.torch": (first.environment["torch"], "9.9"),
-        "plan.dtype": (first.plan["dtype"], "float16"),
+        "plan.compute_dtype": (first.plan["compute_dtype"], "float16"),
         "config.hidden_size": ("4096", "-"),
         "config.rope": ("-", "1"),
         "tcdeploy/linear/ops.py": ("5" * 12, "6" * 12),

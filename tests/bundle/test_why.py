@@ -16,12 +16,12 @@ import pytest
 
 from tcdeploy.bundle.why import forecast, merge_forecasts, version_differences
 from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifest
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import Environment, parse_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
 from tests.conftest import ROOT
 from tests.fork_server import ForkServer
-from tests.machines import LLAMA_8B, make_recipe
+from tests.machines import LLAMA_8B, changed_environment, make_recipe
 from tests.model_families import save_config
 
 SMALL = {"buckets": "16", "batch_sizes": "1"}  # a subset of the cached buckets, quick to start and to recompile
@@ -144,8 +144,7 @@ def manifest(cached: Cached) -> Manifest:
 
 def planned(manifest: Manifest) -> tuple[Plan, Environment]:
     """The plan and the environment of the manifest."""
-    document = json.loads(json.dumps(manifest.environment), object_hook=None)
-    environment = Environment(**{name: _lists_to_tuples(value) for name, value in document.items()})
+    environment = parse_environment(json.loads(json.dumps(manifest.environment)))
     plan = {name: _lists_to_tuples(value) for name, value in manifest.plan.items()}
     buckets = tuple(Bucket(**bucket) for bucket in manifest.plan["buckets"])
     return Plan(**{**plan, "buckets": buckets, "decisions": ()}), environment
@@ -168,7 +167,7 @@ def test_a_difference_of_the_machine_misses_every_bucket_and_is_named(
     manifest: Manifest, factor: str, value: Any
 ) -> None:
     plan, environment = planned(manifest)
-    changed = dataclasses.replace(environment, **{factor: value})
+    changed = changed_environment(environment, **{factor: value})
     predicted = forecast(manifest, plan, changed, manifest.origin)
     assert len(predicted.misses) == 4
     assert factor in [difference.name for difference in predicted.differences]
@@ -180,7 +179,7 @@ def test_a_difference_of_the_machine_misses_every_bucket_and_is_named(
 @pytest.mark.parametrize("factor", ["driver", "gpu_memory_bytes", "host_memory_bytes", "user_cache_dir"])
 def test_inputs_that_are_in_no_program_do_not_change_the_forecast(manifest: Manifest, factor: str) -> None:
     plan, environment = planned(manifest)
-    changed = dataclasses.replace(environment, **{factor: "575.1" if factor in ("driver", "user_cache_dir") else 1})
+    changed = changed_environment(environment, **{factor: "575.1" if factor in ("driver", "user_cache_dir") else 1})
     assert forecast(manifest, plan, changed, manifest.origin).misses == ()
 
 
@@ -192,7 +191,7 @@ def test_another_patch_release_of_python_hits(manifest: Manifest) -> None:
 
 def test_on_a_gpu_the_cpu_and_the_compiler_do_not_matter(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
-    there = dataclasses.replace(environment, gpu="NVIDIA H100 80GB HBM3")
+    there = changed_environment(environment, gpu="NVIDIA H100 80GB HBM3")
     gpu_manifest = dataclasses.replace(manifest, environment=dataclasses.asdict(there))
     here = dataclasses.replace(there, cpu_threads=96, compiler="", cpu="AVX2", install_paths="/elsewhere")
     assert forecast(gpu_manifest, plan, here, manifest.origin).misses == ()
@@ -286,7 +285,7 @@ def test_the_command_lists_misses_and_exits_with_3(cached: Cached, run_cli: Any)
     assert missed.returncode == 3
     document = json.loads(missed.stdout)
     assert [bucket["is_hit"] for bucket in document["buckets"]] == [False] * 4 and document["miss_seconds"] > 1
-    assert ("dtype", "bfloat16", "float32") in [tuple(difference.values()) for difference in document["differences"]]
+    assert ("compute_dtype", "bfloat16", "float32") in [tuple(difference.values()) for difference in document["differences"]]
     assert "4 of 4 buckets would miss, for some" in missed.stderr
 
 

@@ -127,7 +127,7 @@ def test_a_manifest_comes_back_as_it_was_written(written: Path) -> None:
     assert found.origin.recipe["context"] == 4096
     assert as_read(found) == as_read(MANIFEST)
     assert found.schema == SCHEMA_VERSION
-    assert found.plan["key"] == PLAN.key and found.environment["gpu"] == H100.gpu
+    assert found.plan["key"] == PLAN.key and found.environment["gpus"][0]["name"] == H100.gpu
 
 
 def test_the_same_manifest_is_the_same_bytes(written: Path) -> None:

@@ -60,7 +60,7 @@ def arguments(model: str, cache: Path, *more: str) -> list[str]:
 def test_modelling_code_of_a_model_runs_only_when_asked(run_cli: Any, breaking_model: str, tmp_path: Path) -> None:
     result = run_cli("compile", *arguments(breaking_model, tmp_path / "cache"))
     assert result.returncode == 1
-    assert "brings modelling code of its own" in result.stderr and "--trust-remote-code" in result.stderr
+    assert "requires modelling code from its repository" in result.stderr and "--trust-remote-code" in result.stderr
 
 
 def test_a_graph_break_is_an_error_that_explain_breaks_locates(

@@ -281,4 +281,4 @@ def test_a_model_too_large_for_the_gpu_is_refused_before_loading(run_cli: Any, t
     folder = save_config("llama", tmp_path, **sizes)
     result = run_cli("warm", folder, "--load-format", "dummy")
     assert result.returncode == 7
-    assert "weights leave no room for KV" in result.stderr
+    assert "weights leave no memory for KV" in result.stderr

@@ -1,4 +1,4 @@
-"""Where models come from, and every way in which that fails: a clear error, an exit code, the next command."""
+"""Loading models, and each way in which it fails: a clear error, an exit code and the next command."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ WARM = ("--buckets", "16", "--batch-sizes", "1")
 
 
 class _FakeHub(http.server.BaseHTTPRequestHandler):
-    """A hub that refuses as the real one does: status and X-Error-Code."""
+    """Rejects requests as the real Hub does, with status and X-Error-Code."""
 
-    answers = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound")}
+    rejections = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound")}
 
     def do_GET(self) -> None:
-        kind = next(kind for kind in self.answers if kind in self.path)
-        status, code = self.answers[kind]
+        kind = next(kind for kind in self.rejections if kind in self.path)
+        status, code = self.rejections[kind]
         self.send_response(status)
         self.send_header("X-Error-Code", code)
         self.send_header("X-Error-Message", f"{code} says the hub")
@@ -55,18 +55,18 @@ def assert_fails(result: Any, code: int, *texts: str) -> None:
         assert text in "\n".join(lines), result.stderr
 
 
-def test_a_gated_model_says_how_to_get_in(run_cli: Any, hub: str) -> None:
+def test_a_gated_model_is_an_error_with_the_login_command(run_cli: Any, hub: str) -> None:
     result = run_cli("warm", "someone/gated-8b", HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
     assert_fails(result, 1, "someone/gated-8b is gated", "hf auth login")
 
 
-def test_a_missing_model_is_told_from_a_private_one(run_cli: Any, hub: str) -> None:
+def test_a_missing_model_is_an_error(run_cli: Any, hub: str) -> None:
     result = run_cli("warm", "someone/missing-8b", HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
     assert_fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
 
 
 def test_no_network_is_exit_code_8(run_cli: Any) -> None:
-    unreachable = "http://127.0.0.1:9"  # the discard port: refused at once
+    unreachable = "http://127.0.0.1:9"  # the discard port: connections are refused
     assert_fails(
         run_cli("warm", "someone/model", HF_ENDPOINT=unreachable, HF_HUB_OFFLINE="0"),
         8,
@@ -76,14 +76,14 @@ def test_no_network_is_exit_code_8(run_cli: Any) -> None:
     assert_fails(run_cli("warm", "someone/model", HF_HUB_OFFLINE="1"), 8, "the hub cannot be reached")
 
 
-def test_a_folder_that_is_no_model(run_cli: Any, tmp_path: Path) -> None:
+def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     assert_fails(run_cli("warm", str(tmp_path / "empty")), 1, "is not a model: it has no config.json")
     assert_fails(run_cli("warm", str(tmp_path / "absent")), 1, "does not exist")
-    assert_fails(run_cli("warm", "builtin:huge"), 1, "there is no builtin:huge", "builtin:tiny")
+    assert_fails(run_cli("warm", "builtin:huge"), 1, "unknown builtin model builtin:huge", "builtin:tiny")
 
 
-def test_a_broken_config_is_no_traceback(run_cli: Any, tmp_path: Path) -> None:
+def test_a_broken_config_is_an_error_without_traceback(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "abc"}))
@@ -92,26 +92,26 @@ def test_a_broken_config_is_no_traceback(run_cli: Any, tmp_path: Path) -> None:
     assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded", "nobody-knows-it")
 
 
-def test_a_config_without_weights_points_to_dummy_ones(run_cli: Any, tmp_path: Path) -> None:
+def test_a_config_without_weights_suggests_dummy_weights(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("llama", tmp_path)
     assert_fails(run_cli("warm", folder, *WARM, "--cache-dir", str(tmp_path / "cache")), 1, "--load-format dummy")
 
 
-def test_a_model_without_attention_of_ours_is_refused_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
+def test_an_unsupported_model_is_an_error_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("bloom", tmp_path)
     assert_fails(
         run_cli("warm", folder, "--load-format", "dummy"), 1, "bloom never calls transformers' AttentionInterface"
     )
 
 
-def test_a_model_too_large_for_the_memory_is_exit_code_7(run_cli: Any, tmp_path: Path) -> None:
+def test_a_model_larger_than_memory_is_exit_code_7(run_cli: Any, tmp_path: Path) -> None:
     sizes = {"hidden_size": 16384, "num_hidden_layers": 200, "num_attention_heads": 128, "intermediate_size": 53248}
     folder = save_config("llama", tmp_path, **sizes)
-    assert_fails(run_cli("warm", folder, "--load-format", "dummy"), 7, "weights leave no room for KV")
+    assert_fails(run_cli("warm", folder, "--load-format", "dummy"), 7, "weights leave no memory for KV")
 
 
-def test_a_checkpoint_with_a_layer_missing_is_refused(run_cli: Any, tmp_path: Path) -> None:
-    """transformers would put random weights in their place, and eager would agree with them."""
+def test_a_checkpoint_without_one_layer_is_an_error(run_cli: Any, tmp_path: Path) -> None:
+    """transformers would initialise the missing weights at random, and the parity check would pass."""
     from safetensors.torch import load_file, save_file
 
     from tcdeploy.models.load import resolve_model_path
@@ -119,15 +119,15 @@ def test_a_checkpoint_with_a_layer_missing_is_refused(run_cli: Any, tmp_path: Pa
     folder = tmp_path / "holed"
     shutil.copytree(resolve_model_path("builtin:tiny"), folder)
     tensors = load_file(folder / "model.safetensors")
-    kept = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
-    assert len(kept) < len(tensors)
-    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    partial = {name: tensor for name, tensor in tensors.items() if ".layers.1." not in name}
+    assert len(partial) < len(tensors)
+    save_file(partial, folder / "model.safetensors", metadata={"format": "pt"})
     result = run_cli("warm", str(folder), *WARM, "--cache-dir", str(tmp_path / "cache"))
-    assert_fails(result, 1, f"lacks {len(tensors) - len(kept)} of the model's tensors", "model.layers.1.")
+    assert_fails(result, 1, f"lacks {len(tensors) - len(partial)} of the model's tensors", "model.layers.1.")
 
 
-def test_a_local_folder_gives_its_own_weights(run_cli: Any, tmp_path: Path) -> None:
-    """Saved by transformers, loaded by path: greedy text is that of the saved weights, not of a random model."""
+def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) -> None:
+    """Greedy text from a folder that transformers saved equals generate() with the same weights."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tcdeploy.models.load import resolve_model_path

@@ -1,4 +1,4 @@
-"""Projections of one input become slices of one matrix: found by running the model, and nothing is kept twice."""
+"""Packing linear layers that share an input: how groups are found, equal logits, and no second copy."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ GROUPS = {
     "llama": QKV_AND_MLP,
     "qwen2": QKV_AND_MLP,
     "gemma2": QKV_AND_MLP,
-    "mixtral": [{"q_proj", "k_proj", "v_proj"}],  # its experts are no linear layers
-    "cohere": QKV_AND_MLP,  # all five read one tensor, and attention and MLP may be compiled apart
-    "qwen2_moe": QKV_AND_MLP,  # the shared expert's; the gate beside it has one row
-    "phi3": [],  # packed by its authors
+    "mixtral": [{"q_proj", "k_proj", "v_proj"}],  # its experts are not linear layers
+    "cohere": QKV_AND_MLP,  # all five read one tensor, but attention and MLP can be separate regions
+    "qwen2_moe": QKV_AND_MLP,  # of the shared expert; its gate has one row
+    "phi3": [],  # packed in the checkpoint
     "gpt2": [],
 }
 
@@ -37,10 +37,10 @@ def small_model(family: str, folder: Path) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("family", GROUPS)
-def test_the_probe_finds_which_projections_share_their_input(family: str, tmp_path: Path) -> None:
+def test_the_probe_finds_the_layers_that_share_an_input(family: str, tmp_path: Path) -> None:
     config, _ = small_model(family, tmp_path)
-    found = probe(config).packed_linears
-    assert [{path.rpartition(".")[2] for path in group} for group in found] == GROUPS[family] * LAYERS
+    groups = probe(config).packed_linears
+    assert [{path.rpartition(".")[2] for path in group} for group in groups] == GROUPS[family] * LAYERS
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mixtral"])
@@ -52,20 +52,20 @@ def test_packed_weights_are_the_only_copy_and_give_the_same_logits(family: str, 
     groups = probe(config).packed_linears
     pack_linears(model, groups)
     slices = [model.get_submodule(path) for group in groups for path in group]
-    assert all(isinstance(one, PackedSlice) for one in slices)
+    assert all(isinstance(module, PackedSlice) for module in slices)
     assert sum(parameter.nbytes for parameter in model.parameters()) == bytes_before
-    assert len({one.packed_weight.data_ptr() for one in slices}) == len(groups)
+    assert len({module.packed_weight.data_ptr() for module in slices}) == len(groups)
     assert torch.equal(model(input_ids=ids, use_cache=False).logits, before)
 
 
-def test_a_slice_is_the_layer_it_replaced() -> None:
+def test_a_slice_equals_the_layer_that_it_replaced() -> None:
     holder = nn.ModuleDict({name: nn.Linear(8, rows) for name, rows in (("a", 3), ("b", 5))})
-    x, wanted = torch.randn(2, 8), {}
-    wanted = {name: holder[name](x) for name in holder}
+    x = torch.randn(2, 8)
+    expected = {name: holder[name](x) for name in holder}
     weights = {name: holder[name].weight.clone() for name in holder}
     pack_linears(holder, (("a", "b"),))
     for name in ("a", "b"):
-        torch.testing.assert_close(holder[name](x), wanted[name], rtol=0, atol=1e-6)
+        torch.testing.assert_close(holder[name](x), expected[name], rtol=0, atol=1e-6)
         assert torch.equal(holder[name].weight, weights[name])
 
 
@@ -80,7 +80,7 @@ def test_smaller_groups_are_packed_first(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.gpu
 def test_packing_leaves_no_part_of_a_block_unused() -> None:
-    """Shapes of an 8B model: what is reserved beyond what is allocated cannot be had by anybody else."""
+    """Shapes of an 8B model: memory that is reserved but not allocated is lost to other processes."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
     sizes = {"q": 4096, "k": 1024, "v": 1024, "gate": 14336, "up": 14336}
@@ -93,7 +93,7 @@ def test_packing_leaves_no_part_of_a_block_unused() -> None:
     groups += [(f"gate{layer}", f"up{layer}") for layer in range(8)]
     model = nn.ModuleDict(layers)
     del layers
-    pack_linears(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer, as a probe finds them
+    pack_linears(model, tuple(sorted(groups, key=lambda paths: paths[0][-1])))  # layer by layer
     torch.cuda.empty_cache()
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
     assert unused < 64 << 20, f"{unused >> 20} MiB"

@@ -1,4 +1,4 @@
-"""What a model is, found by running it on fake tensors; and who is refused, by name and with the reason."""
+"""Probing models on fake tensors, and rejecting unsupported ones with the reason."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.model_families import LAYERS, SUPPORTED, UNSUPPORTED, WINDOW
 
 
 @pytest.mark.parametrize("family", list(UNSUPPORTED))
-def test_a_model_that_cannot_be_served_is_refused_by_name(family: str) -> None:
+def test_an_unsupported_model_is_rejected_with_the_reason(family: str) -> None:
     sizes, reason = UNSUPPORTED[family]
     with pytest.raises(UnsupportedModelError) as caught:
         probe(AutoConfig.for_model(family, **sizes))
@@ -24,38 +24,38 @@ def test_a_model_that_cannot_be_served_is_refused_by_name(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", list(SUPPORTED))
-def test_the_facts_are_those_of_the_model(family: str) -> None:
+def test_the_architecture_matches_the_real_model(family: str) -> None:
     config = AutoConfig.for_model(family, **SUPPORTED[family])
-    found = probe(config)
+    architecture = probe(config)
     model = AutoModelForCausalLM.from_config(config)
-    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
-    assert found.class_name == type(model).__name__
-    assert (found.context, found.vocab_size) == (512, 256)
-    assert len(found.attention_layers) == config.num_hidden_layers >= LAYERS
-    assert {(one.heads, one.head_dim, one.v_head_dim) for one in found.attention_layers} == {(4, 16, 16)}
-    assert {one.kv_heads for one in found.attention_layers} == {4 if family == "gpt2" else 2}
+    assert architecture.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert architecture.class_name == type(model).__name__
+    assert (architecture.context, architecture.vocab_size) == (512, 256)
+    assert len(architecture.attention_layers) == config.num_hidden_layers >= LAYERS
+    assert {(spec.heads, spec.head_dim, spec.v_head_dim) for spec in architecture.attention_layers} == {(4, 16, 16)}
+    assert {spec.kv_heads for spec in architecture.attention_layers} == {4 if family == "gpt2" else 2}
 
 
-def test_windows_soft_caps_and_sinks_are_seen_layer_by_layer() -> None:
-    def spec(family: str) -> Any:
+def test_windows_soft_caps_and_sinks_are_read_per_layer() -> None:
+    def specs(family: str) -> Any:
         return probe(AutoConfig.for_model(family, **SUPPORTED[family])).attention_layers
 
-    assert [one.window for one in spec("mistral")] == [WINDOW] * LAYERS
-    assert sorted({one.window for one in spec("gemma2")}) == [0, WINDOW]
-    assert {one.softcap for one in spec("gemma2")} == {2.0}
-    assert {one.softcap for one in spec("llama")} == {0.0}
-    assert all(one.has_sinks for one in spec("gpt_oss")) and not any(one.has_sinks for one in spec("llama"))
+    assert [layer.window for layer in specs("mistral")] == [WINDOW] * LAYERS
+    assert sorted({layer.window for layer in specs("gemma2")}) == [0, WINDOW]
+    assert {layer.softcap for layer in specs("gemma2")} == {2.0}
+    assert {layer.softcap for layer in specs("llama")} == {0.0}
+    assert all(layer.has_sinks for layer in specs("gpt_oss")) and not any(layer.has_sinks for layer in specs("llama"))
 
 
-def test_a_window_that_only_the_mask_knows_is_refused() -> None:
-    """Phi-MoE builds a sliding mask and does not tell attention: it would see too far."""
+def test_a_window_that_is_only_in_the_mask_is_rejected() -> None:
+    """Phi-MoE builds a sliding mask but does not pass the window to attention."""
     sizes = {**SUPPORTED["mixtral"], "sliding_window": 100}
-    with pytest.raises(UnsupportedModelError, match="has a window of 100 and does not tell attention"):
+    with pytest.raises(UnsupportedModelError, match="has a sliding window of 100 but does not pass it to attention"):
         probe(AutoConfig.for_model("phimoe", **sizes))
     assert probe(AutoConfig.for_model("phimoe", **{**sizes, "sliding_window": None})).attention_layers
 
 
-def test_longrope_is_known_to_switch_at_its_original_length() -> None:
+def test_longrope_is_limited_to_its_original_length() -> None:
     factors = [1.0] * 8
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 256}  # fmt: skip
@@ -64,7 +64,7 @@ def test_longrope_is_known_to_switch_at_its_original_length() -> None:
     assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).longrope_limit == 0
 
 
-def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_attention_keyword_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
     def with_bias(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
@@ -83,10 +83,10 @@ def test_an_unknown_keyword_to_attention_is_refused(monkeypatch: pytest.MonkeyPa
         probe(AutoConfig.for_model("llama", **SUPPORTED["llama"]))
 
 
-def test_a_large_model_is_probed_without_its_memory(tmp_path: Path) -> None:
-    """70 billion parameters on this machine, in a moment: nothing is allocated."""
+def test_probing_a_large_model_allocates_no_memory(tmp_path: Path) -> None:
+    """70 billion parameters, on any machine."""
     sizes = {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
              "num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}  # fmt: skip
-    found = probe(AutoConfig.for_model("llama", **sizes))
-    assert 70e9 < found.parameters < 71e9
-    assert found.kv_elements_per_token == 80 * 8 * 2 * 128
+    architecture = probe(AutoConfig.for_model("llama", **sizes))
+    assert 70e9 < architecture.parameters < 71e9
+    assert architecture.kv_elements_per_token == 80 * 8 * 2 * 128

@@ -1,4 +1,4 @@
-"""What a machine is, what differs between two, and how flash-attn packages are found without running them."""
+"""Environments: their differences, their GPUs, and detection of flash-attn packages without importing them."""
 
 from __future__ import annotations
 
@@ -7,51 +7,64 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tcdeploy.planning.environment import Difference, Environment, diff_environments, installed_flash_packages
+from tcdeploy.planning.environment import (
+    Difference,
+    Environment,
+    diff_environments,
+    installed_flash_packages,
+    parse_environment,
+)
 from tcdeploy.planning.plan import make_plan
-from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
+from tests.machines import ALL_FLASH, GPU_FIELDS, H100, LAPTOP, LLAMA_8B, changed_environment, make_recipe
 
 ONLY_OF_A_CPU = {"compiler", "install_paths", "cpu", "cpu_threads"}
 IRRELEVANT = {"driver", "gpu_memory_bytes", "host_memory_bytes", "inductor_cache_dir", "user_cache_dir"}
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def changed(here: Environment, name: str) -> Environment:
+FIELDS = [item.name for item in fields(Environment) if item.name != "gpus"] + list(GPU_FIELDS)
+
+
+def with_other_value(here: Environment, name: str) -> Environment:
     """The machine with another value in one field."""
     other: dict[type, Any] = {str: "other", int: 7, tuple: (("flash-attn-2", "2.8.3"),)}
     value = (10, 0) if name == "gpu_capability" else other[type(getattr(here, name))]
-    return replace(here, **{name: value})
+    return changed_environment(here, **{name: value})
 
 
-@pytest.mark.parametrize("name", [item.name for item in fields(Environment)])
+@pytest.mark.parametrize("name", FIELDS)
 def test_a_difference_is_listed_exactly_when_programs_depend_on_it(name: str) -> None:
-    """With a GPU, where neither the C++ compiler nor the CPU is in a program, and without one, where both are."""
-    for here, irrelevant in ((H100, IRRELEVANT | ONLY_OF_A_CPU), (LAPTOP, IRRELEVANT)):
-        there = changed(here, name)
+    """GPU programs depend on neither C++ compiler nor CPU; CPU programs depend on both."""
+    machines = [(H100, IRRELEVANT | ONLY_OF_A_CPU)] + ([(LAPTOP, IRRELEVANT)] if name not in GPU_FIELDS else [])
+    for here, irrelevant in machines:
+        there = with_other_value(here, name)
         assert getattr(there, name) != getattr(here, name)
         sides = [
-            ".".join(one.python.split(".")[:2]) if name == "python" else getattr(one, name) for one in (here, there)
+            ".".join(machine.python.split(".")[:2]) if name == "python" else getattr(machine, name)
+            for machine in (here, there)
         ]
         expected = Difference(name, str(sides[0]), str(sides[1]))
         assert diff_environments(here, there) == ([] if name in irrelevant else [expected])
 
 
-def test_differences_stand_in_the_order_of_the_fields_and_have_two_sides() -> None:
-    there = replace(H100, cpu="AVX2", torch="2.12.0", gpu="NVIDIA A100", cuda="12.8", driver="1", user_cache_dir="/x")
+def test_differences_are_in_field_order_and_have_two_sides() -> None:
+    there = changed_environment(
+        H100, cpu="AVX2", torch="2.12.0", gpu="NVIDIA A100", cuda="12.8", driver="1", user_cache_dir="/x"
+    )
     assert [item.name for item in diff_environments(H100, there)] == ["torch", "cuda", "gpu"]
     assert [(item.there, item.here) for item in diff_environments(there, H100)] == [
         (item.here, item.there) for item in diff_environments(H100, there)
     ]
 
 
-def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_difference() -> None:
-    """Nor is the CPU; what was made on a laptop fails on other factors."""
+def test_between_a_gpu_and_a_cpu_machine_neither_compiler_nor_cpu_is_a_difference() -> None:
+    """What was compiled on a laptop is rejected for other factors."""
     there = replace(LAPTOP, compiler="")
     names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
     assert (
@@ -61,15 +74,48 @@ def test_between_a_machine_with_a_gpu_and_one_without_the_compiler_is_no_differe
     )
 
 
-@pytest.mark.parametrize(("machine", "is_another"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])
-def test_another_compiler_is_another_plan_only_where_it_makes_the_programs(
-    machine: Environment, is_another: bool
-) -> None:
-    keys = {make_plan(make_recipe(context=4096), one, LLAMA_8B).key for one in (machine, replace(machine, compiler=""))}
-    assert len(keys) == 1 + is_another
+def test_properties_describe_the_first_gpu() -> None:
+    assert (H100.gpu, H100.gpu_capability, H100.gpu_multiprocessors) == ("NVIDIA H100 80GB HBM3", (9, 0), 132)
+    assert (LAPTOP.gpu, LAPTOP.gpu_capability, LAPTOP.gpu_memory_bytes, LAPTOP.describe_gpus()) == ("", (0, 0), 0, "")
 
 
-def test_another_patch_of_python_is_no_difference_and_the_next_python_is() -> None:
+def test_equal_gpus_are_counted_and_different_ones_are_listed() -> None:
+    [gpu] = H100.gpus
+    assert H100.describe_gpus() == "NVIDIA H100 80GB HBM3"
+    assert replace(H100, gpus=(gpu,) * 8).describe_gpus() == "8 x NVIDIA H100 80GB HBM3"
+    smaller = replace(gpu, memory_bytes=gpu.memory_bytes // 2)
+    assert replace(H100, gpus=(gpu, smaller)).describe_gpus() == (
+        "GPU 0: NVIDIA H100 80GB HBM3 (80 GiB, compute capability 9.0, 132 SMs), "
+        "GPU 1: NVIDIA H100 80GB HBM3 (40 GiB, compute capability 9.0, 132 SMs)"
+    )
+
+
+def test_further_gpus_do_not_change_what_programs_depend_on() -> None:
+    [gpu] = H100.gpus
+    crowded = replace(H100, gpus=(gpu, replace(gpu, name="NVIDIA A100")))
+    assert diff_environments(H100, crowded) == []
+    assert make_plan(make_recipe(), crowded, LLAMA_8B).key == make_plan(make_recipe(), H100, LLAMA_8B).key
+
+
+@pytest.mark.parametrize("machine", [H100, LAPTOP, replace(H100, flash_packages=ALL_FLASH)])
+def test_an_environment_survives_json(machine: Environment) -> None:
+    assert parse_environment(json.loads(json.dumps(asdict(machine)))) == machine
+
+
+@pytest.mark.parametrize("damage", [{"gpus": 3}, {"gpus": [3]}, {"gpus": [{}]}, {"unknown": 1}])
+def test_what_is_not_an_environment_is_a_type_error(damage: dict[str, Any]) -> None:
+    with pytest.raises(TypeError):
+        parse_environment({**asdict(H100), **damage})
+
+
+@pytest.mark.parametrize(("machine", "enters_key"), [(H100, False), (LAPTOP, True)], ids=["GPU", "CPU"])
+def test_the_compiler_enters_the_key_only_on_a_cpu(machine: Environment, enters_key: bool) -> None:
+    machines = (machine, replace(machine, compiler=""))
+    keys = {make_plan(make_recipe(context=4096), variant, LLAMA_8B).key for variant in machines}
+    assert len(keys) == 1 + enters_key
+
+
+def test_python_counts_as_major_and_minor_version() -> None:
     assert diff_environments(H100, replace(H100, python=f"{H100.python}9")) == []
     assert [item.name for item in diff_environments(H100, replace(H100, python="3.99.0"))] == ["python"]
 
@@ -80,13 +126,13 @@ def test_a_machine_does_not_differ_from_itself() -> None:
 
 @pytest.fixture
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder in place of the whole of sys.path: only what a test puts there is installed."""
+    """Replaces sys.path by an empty folder, so that only what the test installs there can be imported."""
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("flash_attn")}
+    saved = {name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("flash_attn")}
     yield tmp_path
     for name in [name for name in sys.modules if name.startswith("flash_attn")]:
         del sys.modules[name]
-    sys.modules.update(before)
+    sys.modules.update(saved)
 
 
 def install(site: Path, module: str, source: str = "") -> None:
@@ -120,7 +166,7 @@ def test_the_folder_that_flash_attention_4_ships_is_not_flash_attention_2(site: 
     assert installed_flash_packages() == (("flash-attn-4", "4.0.0"),)
 
 
-def test_all_three_are_told_apart(site: Path) -> None:
+def test_all_three_packages_are_distinguished(site: Path) -> None:
     install(site, "flash_attn/__init__.py")
     install(site, "flash_attn/cute/__init__.py", "raise AssertionError('it was run')")
     install(site, "flash_attn_interface.py", "raise AssertionError('it was run')")
@@ -128,7 +174,7 @@ def test_all_three_are_told_apart(site: Path) -> None:
 
 
 @pytest.mark.parametrize("with_flash_4", [False, True])
-def test_looking_for_flash_packages_runs_none_of_them(site: Path, with_flash_4: bool) -> None:
+def test_detecting_flash_packages_imports_none_of_them(site: Path, with_flash_4: bool) -> None:
     install(site, "flash_attn/__init__.py", "from pathlib import Path\nPath(__file__).with_name('was_run').touch()")
     if with_flash_4:
         install(site, "flash_attn/cute/__init__.py")
@@ -141,8 +187,8 @@ def test_a_flash_package_that_breaks_on_import_does_not_break_the_detection(site
     assert installed_flash_packages() == (("flash-attn-2", "unknown version"),)
 
 
-def test_this_machine_is_read_even_without_a_compiler_or_nvidia_smi() -> None:
-    """In a process of its own, which imports torch; PATH is empty, so no g++ is found."""
+def test_this_machine_is_detected_without_a_compiler_or_nvidia_smi() -> None:
+    """In a subprocess, because it imports torch; with an empty PATH, so g++ is not found."""
     source = "import json, dataclasses as d; from tcdeploy.planning.environment import detect_environment as f; " + (
         "print(json.dumps(d.asdict(f())))"
     )
@@ -150,10 +196,11 @@ def test_this_machine_is_read_even_without_a_compiler_or_nvidia_smi() -> None:
     done = subprocess.run(
         [sys.executable, "-c", source], env=environ, cwd=REPOSITORY, capture_output=True, text=True, check=True
     )
-    found = json.loads(done.stdout)
-    assert found["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert found["torch"] and found["transformers"] and found["cpu"]
-    assert found["cpu_threads"] >= 1 and found["host_memory_bytes"] > 2**28
-    assert (found["compiler"], found["driver"]) == ("", "")
-    assert (found["user_cache_dir"], found["inductor_cache_dir"]) == ("/caches", "/inductor")
-    assert bool(found["gpu"]) == bool(found["gpu_memory_bytes"]) == bool(found["cuda"])
+    environment = json.loads(done.stdout)
+    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert environment["torch"] and environment["transformers"] and environment["cpu"]
+    assert environment["cpu_threads"] >= 1 and environment["host_memory_bytes"] > 2**28
+    assert (environment["compiler"], environment["driver"]) == ("", "")
+    assert (environment["user_cache_dir"], environment["inductor_cache_dir"]) == ("/caches", "/inductor")
+    assert all(gpu["name"] and gpu["memory_bytes"] for gpu in environment["gpus"])
+    assert bool(environment["gpus"]) == bool(environment["cuda"])

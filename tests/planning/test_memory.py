@@ -1,4 +1,4 @@
-"""How many KV blocks fit: exact bytes, what is left of memory, and errors that say what to ask instead."""
+"""KV sizing: exact bytes, the memory that remains, and errors whose hints work."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from hypothesis import strategies as st
 
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.memory import CacheDemand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
-from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, make_recipe
+from tcdeploy.planning.recipe import Device, DType
+from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, changed_environment, make_recipe
 
 DEMAND = CacheDemand(context=4096, batch_sizes=(1, 32), max_prefill_tokens=2048, num_prefill_buckets=3, block_size=16)
 RESERVE = 4 * GIB
 LLAMA_TOKEN_BYTES = 32 * 8 * (128 + 128) * 2  # layers x kv heads x (key and value) x bfloat16: 128 KiB
+HALF_AND_FULL: tuple[DType, DType] = ("bfloat16", "float32")
 LLAMA_WEIGHT_BYTES = 8_030_261_248 * 2
 
 
@@ -25,21 +28,24 @@ def size(
     demand: CacheDemand = DEMAND,
     environment: Environment = H100,
     architecture: Architecture = LLAMA_8B,
-    device: str = "cuda",
-    dtype: str = "bfloat16",
-    **asked: Any,
+    device: Device = "cuda",
+    dtype: DType = "bfloat16",
+    kv_dtype: DType | None = None,
+    **options: Any,
 ) -> KVSize:
     workspace = Workspace(RESERVE, 0, 0, 0, 0, 0)
-    return size_kv_cache(make_recipe(**asked), environment, architecture, device, dtype, demand, workspace)
+    dtypes = DTypes(dtype, kv_dtype or dtype, dtype)
+    inputs = PlanInputs(make_recipe(**options), environment, architecture, device, dtypes)
+    return size_kv_cache(inputs, demand, workspace)
 
 
 def test_the_cache_holds_the_largest_batch_at_full_context_and_one_block_for_padding() -> None:
-    found = size()
-    assert found.blocks == 32 * 4096 // 16 + 1
-    assert found.kv_bytes == found.blocks * 16 * LLAMA_TOKEN_BYTES
-    assert found.weight_bytes == LLAMA_WEIGHT_BYTES
-    assert found.context == 4096
-    assert "32 sequences of 4096 tokens" in found.reason
+    kv = size()
+    assert kv.blocks == 32 * 4096 // 16 + 1
+    assert kv.kv_bytes == kv.blocks * 16 * LLAMA_TOKEN_BYTES
+    assert kv.weight_bytes == LLAMA_WEIGHT_BYTES
+    assert kv.context == 4096
+    assert "32 sequences of 4096 tokens" in kv.reason
 
 
 def test_a_context_that_ends_inside_a_block_takes_the_whole_block() -> None:
@@ -51,35 +57,40 @@ def test_a_context_that_ends_inside_a_block_takes_the_whole_block() -> None:
 @pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2), ("float16", 2)])
 def test_bytes_follow_the_dtype_and_each_layer_s_own_key_and_value_sizes(dtype: str, width: int) -> None:
     small = DEMAND._replace(context=2048, batch_sizes=(1,))
-    found = size(small, architecture=DEEPSEEK_LITE, environment=replace(H100, gpu_memory_bytes=141 * GIB), dtype=dtype)
-    assert found.kv_bytes == found.blocks * 16 * 27 * 16 * (192 + 128) * width
-    assert found.weight_bytes == 15_706_484_224 * width
+    kv = size(
+        small,
+        architecture=DEEPSEEK_LITE,
+        environment=changed_environment(H100, gpu_memory_bytes=141 * GIB),
+        dtype=dtype,
+    )
+    assert kv.kv_bytes == kv.blocks * 16 * 27 * 16 * (192 + 128) * width
+    assert kv.weight_bytes == 15_706_484_224 * width
 
 
-def test_layers_of_different_sizes_are_added_up() -> None:
+def test_layers_of_different_sizes_are_summed() -> None:
     mixed = replace(LLAMA_8B, attention_layers=LLAMA_8B.attention_layers[:1] + DEEPSEEK_LITE.attention_layers[:2])
-    found = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
-    assert found.kv_bytes == found.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
+    kv = size(DEMAND._replace(batch_sizes=(1,)), architecture=mixed)
+    assert kv.kv_bytes == kv.blocks * 16 * 2 * (8 * 256 + 2 * 16 * 320)
 
 
-def test_where_memory_ends_first_the_cache_takes_what_is_left_of_it() -> None:
-    found = size(DEMAND._replace(context=131072))
+def test_kv_takes_all_remaining_memory_if_the_demand_exceeds_it() -> None:
+    kv = size(DEMAND._replace(context=131072))
     left = int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE
-    assert found.blocks == left // (16 * LLAMA_TOKEN_BYTES)
-    assert found.context == 131072  # one sequence still fits
-    assert f"{32 * 8192 + 1}" in found.reason
+    assert kv.blocks == left // (16 * LLAMA_TOKEN_BYTES)
+    assert kv.context == 131072  # one sequence still fits
+    assert f"{32 * 8192 + 1}" in kv.reason
 
 
-def test_the_context_shrinks_to_what_one_sequence_can_have() -> None:
-    found = size(DEMAND._replace(context=131072), replace(H100, gpu_memory_bytes=24 * GIB))
+def test_the_context_shrinks_to_what_one_sequence_can_hold() -> None:
+    kv = size(DEMAND._replace(context=131072), changed_environment(H100, gpu_memory_bytes=24 * GIB))
     left = int(24 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE
-    assert found.blocks == left // (16 * LLAMA_TOKEN_BYTES)
-    assert found.context == (found.blocks - 1) * 16 < 131072
+    assert kv.blocks == left // (16 * LLAMA_TOKEN_BYTES)
+    assert kv.context == (kv.blocks - 1) * 16 < 131072
 
 
-def test_a_context_that_was_asked_for_and_does_not_fit_is_an_error_whose_hint_fits() -> None:
-    small = replace(H100, gpu_memory_bytes=24 * GIB)
-    with pytest.raises(SpaceError, match="context 65536 is more than") as caught:
+def test_a_requested_context_that_does_not_fit_is_an_error_whose_hint_fits() -> None:
+    small = changed_environment(H100, gpu_memory_bytes=24 * GIB)
+    with pytest.raises(SpaceError, match="context 65536 exceeds") as caught:
         size(DEMAND._replace(context=65536), small, context=65536)
     assert caught.value.exit_code == 7
     flag, value = caught.value.hint.split()
@@ -89,25 +100,30 @@ def test_a_context_that_was_asked_for_and_does_not_fit_is_an_error_whose_hint_fi
         size(DEMAND._replace(context=int(value) + 1), small, context=int(value) + 1)
 
 
-def test_a_quarter_of_what_the_host_has_beside_the_weights_is_for_the_cache() -> None:
-    found = size(DEMAND._replace(context=131072, batch_sizes=(4,)), LAPTOP, device="cpu", dtype="float32")
+def test_on_a_cpu_kv_takes_a_quarter_of_host_memory_beyond_the_weights() -> None:
+    kv = size(DEMAND._replace(context=131072, batch_sizes=(4,)), LAPTOP, device="cpu", dtype="float32")
     left = (64 * GIB - 2 * LLAMA_WEIGHT_BYTES) // 4
-    assert found.blocks == left // (2 * 16 * LLAMA_TOKEN_BYTES)
+    assert kv.blocks == left // (2 * 16 * LLAMA_TOKEN_BYTES)
 
 
 @pytest.mark.parametrize(
     ("environment", "device", "dtype", "words"),
     [
-        (replace(H100, gpu_memory_bytes=16 * GIB), "cuda", "bfloat16", ("14.96 GiB of bfloat16", "16.00 GiB", "90%")),
-        (replace(H100, gpu_memory_bytes=20 * GIB), "cuda", "bfloat16", ("H100", "20.00 GiB")),
-        (replace(H100, gpu_memory_bytes=32 * GIB), "cuda", "float32", ("29.92 GiB of float32",)),
+        (
+            changed_environment(H100, gpu_memory_bytes=16 * GIB),
+            "cuda",
+            "bfloat16",
+            ("14.96 GiB of bfloat16", "16.00 GiB", "90%"),
+        ),
+        (changed_environment(H100, gpu_memory_bytes=20 * GIB), "cuda", "bfloat16", ("H100", "20.00 GiB")),
+        (changed_environment(H100, gpu_memory_bytes=32 * GIB), "cuda", "float32", ("29.92 GiB of float32",)),
         (replace(LAPTOP, host_memory_bytes=16 * GIB), "cpu", "float32", ("29.92 GiB", "the host has 16.00 GiB")),
     ],
 )
-def test_weights_that_leave_no_room_are_an_error_in_numbers(
+def test_weights_that_leave_no_memory_for_kv_are_an_error_with_sizes(
     environment: Environment, device: str, dtype: str, words: tuple[str, ...]
 ) -> None:
-    with pytest.raises(SpaceError, match="leave no room for KV") as caught:
+    with pytest.raises(SpaceError, match="leave no memory for KV") as caught:
         size(environment=environment, device=device, dtype=dtype)
     assert caught.value.exit_code == 7
     assert caught.value.hint
@@ -116,9 +132,9 @@ def test_weights_that_leave_no_room_are_an_error_in_numbers(
 
 def test_room_for_one_block_less_than_the_buckets_need_is_an_error() -> None:
     tight = LLAMA_WEIGHT_BYTES + RESERVE + 129 * 16 * LLAMA_TOKEN_BYTES  # 2048 tokens are 128 blocks, and the padding's
-    assert size(environment=replace(H100, gpu_memory_bytes=tight), memory_fraction=1.0).blocks == 129
+    assert size(environment=changed_environment(H100, gpu_memory_bytes=tight), memory_fraction=1.0).blocks == 129
     with pytest.raises(SpaceError, match=r"the buckets need 129, memory holds 128") as caught:
-        size(environment=replace(H100, gpu_memory_bytes=tight - 1), memory_fraction=1.0)
+        size(environment=changed_environment(H100, gpu_memory_bytes=tight - 1), memory_fraction=1.0)
     assert caught.value.exit_code == 7
 
 
@@ -130,7 +146,7 @@ def test_room_for_one_block_less_than_the_buckets_need_is_an_error() -> None:
         (DEMAND._replace(max_prefill_tokens=64), 33),  # the largest batch decides: a block for each
     ],
 )
-def test_kv_blocks_that_were_asked_for_must_hold_every_bucket(demand: CacheDemand, least: int) -> None:
+def test_requested_kv_blocks_must_hold_every_bucket(demand: CacheDemand, least: int) -> None:
     assert size(demand, kv_blocks=least).blocks == least
     for too_few in (least - 1, 1, 0, -5):
         with pytest.raises(SpaceError, match=rf"{too_few} KV blocks .* the buckets need {least}") as caught:
@@ -138,39 +154,47 @@ def test_kv_blocks_that_were_asked_for_must_hold_every_bucket(demand: CacheDeman
         assert caught.value.exit_code == 7
 
 
-def test_kv_blocks_that_were_asked_for_are_taken_up_to_what_memory_holds() -> None:
+def test_requested_kv_blocks_are_limited_by_memory() -> None:
     affordable = (int(80 * GIB * 0.9) - LLAMA_WEIGHT_BYTES - RESERVE) // (16 * LLAMA_TOKEN_BYTES)
     assert size(kv_blocks=affordable) == (affordable, affordable * 16 * LLAMA_TOKEN_BYTES, LLAMA_WEIGHT_BYTES, 4096,
-                                          "asked for")  # fmt: skip
+                                          "requested")  # fmt: skip
     with pytest.raises(SpaceError, match=f"memory holds {affordable}"):
         size(kv_blocks=affordable + 1)
 
 
-def test_kv_blocks_that_were_asked_for_limit_the_context() -> None:
+def test_requested_kv_blocks_limit_the_context() -> None:
     assert size(kv_blocks=200).context == 199 * 16
-    with pytest.raises(SpaceError, match=f"context 4096 is more than the {199 * 16} tokens"):
+    with pytest.raises(SpaceError, match=f"context 4096 exceeds the {199 * 16} tokens"):
         size(kv_blocks=200, context=4096)
 
 
-def test_the_workspace_counts_each_thing_that_grows() -> None:
+def test_the_workspace_counts_everything_that_grows() -> None:
     wide = replace(LLAMA_8B, peak_activation_elements=51200)
-    found = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8)
-    assert found.activations == 2048 * 51200 * 2
-    assert found.decode_rows == 33 * (128256 * 3 + 256 * 4)
-    assert found.logits == (1 + 32 + 8 * 3) * 128256 * 2
-    assert found.check > found.activations
-    assert found.serving_bytes == sum(found) - found.check
+    workspace = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8)
+    assert workspace.activations == 2048 * 51200 * 2
+    assert workspace.decode_rows == 33 * (128256 * 3 + 256 * 4)
+    assert workspace.logits == (1 + 32 + 8 * 3) * 128256 * 2
+    assert workspace.check > workspace.activations
+    assert workspace.serving_bytes == sum(workspace) - workspace.check
     assert (
-        2 * found.graphs
+        2 * workspace.graphs
         == predict_workspace(
             replace(wide, attention_layers=wide.attention_layers * 2), "bfloat16", DEMAND, max_prefill_sequences=8
         ).graphs
     )
 
 
+def test_weights_kv_and_logits_are_sized_by_their_own_dtypes() -> None:
+    mixed = size(dtype="bfloat16", kv_dtype="float32", memory_fraction=1.0)
+    assert mixed.weight_bytes == LLAMA_WEIGHT_BYTES
+    assert mixed.kv_bytes == mixed.blocks * 16 * LLAMA_TOKEN_BYTES * 2
+    half, full = (predict_workspace(LLAMA_8B, dtype, DEMAND, max_prefill_sequences=8) for dtype in HALF_AND_FULL)
+    assert full.logits == 2 * half.logits
+
+
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_memory_fraction_that_is_none_is_a_usage_error(fraction: float, device: str) -> None:
+def test_a_memory_fraction_outside_0_to_1_is_a_usage_error(fraction: float, device: str) -> None:
     with pytest.raises(UsageError, match=f"memory fraction {fraction}") as caught:
         size(device=device, memory_fraction=fraction)
     assert caught.value.exit_code == 2
@@ -188,20 +212,20 @@ def test_weights_cache_and_reserve_never_exceed_the_share(
     memory_gib: float, fraction: float, context: int, batch: int, block_size: int
 ) -> None:
     demand = CacheDemand(context, (batch,), min(context, 2048), 1, block_size)
-    machine = replace(H100, gpu_memory_bytes=int(memory_gib * GIB))
+    machine = changed_environment(H100, gpu_memory_bytes=int(memory_gib * GIB))
     try:
-        found = size(demand, machine, memory_fraction=fraction)
+        kv = size(demand, machine, memory_fraction=fraction)
     except SpaceError:
         return
-    assert found.weight_bytes + found.kv_bytes + RESERVE <= machine.gpu_memory_bytes * fraction
-    assert found.kv_bytes == found.blocks * block_size * LLAMA_TOKEN_BYTES
-    assert found.blocks > batch
-    assert min(context, 2048) <= found.context <= min(context, (found.blocks - 1) * block_size)
-    assert found.blocks <= batch * -(-context // block_size) + 1
+    assert kv.weight_bytes + kv.kv_bytes + RESERVE <= machine.gpu_memory_bytes * fraction
+    assert kv.kv_bytes == kv.blocks * block_size * LLAMA_TOKEN_BYTES
+    assert kv.blocks > batch
+    assert min(context, 2048) <= kv.context <= min(context, (kv.blocks - 1) * block_size)
+    assert kv.blocks <= batch * -(-context // block_size) + 1
 
 
 @pytest.mark.parametrize(
     ("size_bytes", "text"), [(GIB, "1.00 GiB"), (80 * GIB, "80.00 GiB"), (GIB - GIB // 4, "768.0 MiB"), (0, "0.0 MiB")]
 )
-def test_sizes_are_told_in_gib_and_below_one_in_mib(size_bytes: int, text: str) -> None:
+def test_sizes_are_printed_in_gib_or_below_one_in_mib(size_bytes: int, text: str) -> None:
     assert gib(size_bytes) == text

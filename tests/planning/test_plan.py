@@ -1,4 +1,4 @@
-"""Every "auto" is decided with its reason, for any machine and any model, and what cannot be asked is an error."""
+"""Planning: every automatic choice and its reason, contradictory requests, and the key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture, digest_config
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.plan import PREFERRED_ATTENTION, Bucket, Plan, make_plan
+from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
 from tests.machines import (
     ALL_FLASH,
     DEEPSEEK_LITE,
@@ -25,24 +26,25 @@ from tests.machines import (
     H100,
     LAPTOP,
     LLAMA_8B,
+    changed_environment,
     decision_named,
     decisions_named,
     make_recipe,
 )
 
 
-def plan_for(environment: Environment = H100, architecture: Architecture = LLAMA_8B, **asked: Any) -> Plan:
-    return make_plan(make_recipe(**asked), environment, architecture)
+def plan_for(environment: Environment = H100, architecture: Architecture = LLAMA_8B, **options: Any) -> Plan:
+    return make_plan(make_recipe(**options), environment, architecture)
 
 
 def with_packages(*backends: str) -> Environment:
     return replace(H100, flash_packages=tuple(item for item in ALL_FLASH if item[0] in backends))
 
 
-def refusal(environment: Environment = H100, architecture: Architecture = LLAMA_8B, **asked: Any) -> UsageError:
-    """The UsageError of what cannot be asked."""
+def usage_error(environment: Environment = H100, architecture: Architecture = LLAMA_8B, **options: Any) -> UsageError:
+    """The UsageError that planning raises."""
     with pytest.raises(UsageError) as caught:
-        plan_for(environment, architecture, **asked)
+        plan_for(environment, architecture, **options)
     assert caught.value.exit_code == 2
     return caught.value
 
@@ -54,7 +56,7 @@ def refusal(environment: Environment = H100, architecture: Architecture = LLAMA_
 def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> None:
     plan = plan_for(environment, context=4096)
     names = [decision.name for decision in plan.decisions]
-    on_gpu = ["workspace"] if environment.gpu else []
+    on_gpu = ["workspace"] if environment.gpus else []
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
          "prefill buckets", "block size", "KV blocks", "region", "mode", "cache folder", *on_gpu]
@@ -65,7 +67,7 @@ def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> No
 
 def test_the_plan_of_an_h100() -> None:
     plan = plan_for(context=16384)
-    assert (plan.device, plan.dtype, plan.graphs) == ("cuda", "bfloat16", "step")
+    assert (plan.device, plan.compute_dtype, plan.graphs) == ("cuda", "bfloat16", "step")
     assert (plan.prefill_attention, plan.decode_attention) == ("triton", "triton")
     assert [bucket.name for bucket in plan.buckets] == [
         "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
@@ -75,12 +77,12 @@ def test_the_plan_of_an_h100() -> None:
 
 def test_the_plan_of_a_laptop() -> None:
     plan = plan_for(LAPTOP)
-    assert (plan.device, plan.dtype, plan.graphs) == ("cpu", "float32", "none")
+    assert (plan.device, plan.compute_dtype, plan.graphs) == ("cpu", "float32", "none")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
     assert [bucket.name for bucket in plan.decode_buckets] == ["decode:1", "decode:4"]
 
 
-def test_a_plan_repeats_what_was_asked_about_the_model() -> None:
+def test_a_plan_contains_the_model_options_of_the_recipe() -> None:
     plan = plan_for(model="a/b", revision="v2", load_format="dummy", trust_remote_code=True, region="model")
     assert (plan.model, plan.revision, plan.load_format, plan.trust_remote_code) == ("a/b", "v2", "dummy", True)
     assert (plan.region, decision_named(plan, "region").value) == ("model", "model")
@@ -106,19 +108,19 @@ def test_a_plan_depends_on_its_arguments_alone(monkeypatch: pytest.MonkeyPatch) 
 # Device and dtype
 
 
-def test_the_gpu_is_taken_when_there_is_one() -> None:
+def test_the_default_device_is_the_gpu_if_present() -> None:
     assert decision_named(plan_for(), "device").reason == "NVIDIA H100 80GB HBM3 is present"
     assert decision_named(plan_for(LAPTOP), "device").reason == "torch sees no GPU"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_device_that_was_asked_for_is_taken(device: str) -> None:
+def test_a_requested_device_is_used(device: str) -> None:
     plan = plan_for(device=device)
-    assert (plan.device, decision_named(plan, "device").reason) == (device, "asked for")
+    assert (plan.device, decision_named(plan, "device").reason) == (device, "requested")
 
 
-def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
-    error = refusal(LAPTOP, device="cuda")
+def test_requesting_an_absent_gpu_is_an_error() -> None:
+    error = usage_error(LAPTOP, device="cuda")
     assert "torch sees no GPU" in error.message
     assert "--device cpu" in error.hint
 
@@ -126,23 +128,23 @@ def test_a_gpu_that_is_not_there_cannot_be_asked_for() -> None:
 @pytest.mark.parametrize(
     ("environment", "checkpoint", "dtype", "reason"),
     [
-        (H100, "bfloat16", "bfloat16", "the checkpoint's own"),
-        (H100, "float16", "float16", "the checkpoint's own"),
-        (H100, "float32", "bfloat16", "the checkpoint is float32: half the bytes per token"),
-        (LAPTOP, "bfloat16", "float32", "the CPU's default: exact, so text equals transformers' own"),
+        (H100, "bfloat16", "bfloat16", "the checkpoint's dtype"),
+        (H100, "float16", "float16", "the checkpoint's dtype"),
+        (H100, "float32", "bfloat16", "the checkpoint is float32; bfloat16 halves the bytes read per token"),
+        (LAPTOP, "bfloat16", "float32", "default on cpu; its text equals transformers' own"),
     ],
 )
 def test_the_dtype_follows_device_and_checkpoint(
     environment: Environment, checkpoint: str, dtype: str, reason: str
 ) -> None:
     plan = plan_for(environment, replace(LLAMA_8B, dtype=checkpoint))
-    assert (plan.dtype, decision_named(plan, "dtype").reason) == (dtype, reason)
+    assert (plan.compute_dtype, decision_named(plan, "dtype").reason) == (dtype, reason)
 
 
 @pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
-def test_a_dtype_that_was_asked_for_is_taken(environment: Environment) -> None:
+def test_a_requested_dtype_is_used(environment: Environment) -> None:
     plan = plan_for(environment, dtype="float16")
-    assert (plan.dtype, decision_named(plan, "dtype").reason) == ("float16", "asked for")
+    assert (plan.compute_dtype, decision_named(plan, "dtype").reason) == ("float16", "requested")
 
 
 # Attention
@@ -162,43 +164,43 @@ def test_prefill_attention_is_chosen_in_the_order_of_preference(packages: tuple[
     assert (plan.prefill_attention, decision.value, decision.is_fallback) == (chosen, chosen, False)
 
 
-def test_a_choice_says_why_and_what_stood_before_it() -> None:
+def test_a_choice_gives_its_reason_and_the_rejected_backends() -> None:
     first = decision_named(plan_for(with_packages("flash-attn-3")), "prefill attention").reason
-    assert first == PREFERRED_ATTENTION["triton"]
+    assert first == BACKENDS["triton"].prefill_reason
     second = decision_named(plan_for(without_triton()), "prefill attention").reason
-    assert second == PREFERRED_ATTENTION["torch-flash"] + "; not triton: triton is not installed"
+    assert second == BACKENDS["torch-flash"].prefill_reason + "; not triton: triton is not installed"
 
 
 def without_triton(*packages: str) -> Environment:
     return replace(with_packages(*packages), triton="")
 
 
-def test_without_triton_torchs_own_kernel_comes_before_the_package_of_the_same_kernel() -> None:
+def test_without_triton_torchs_flash_attention_is_preferred_to_the_package() -> None:
     assert plan_for(without_triton("flash-attn-2")).prefill_attention == "torch-flash"
 
 
-def test_flash_attention_4_is_taken_only_when_asked_for() -> None:
+def test_flash_attention_4_is_used_only_on_request() -> None:
     machine = with_packages("flash-attn-4")
     assert plan_for(machine).prefill_attention == "triton"
     plan = plan_for(machine, attention="flash-attn-4")
-    assert (plan.prefill_attention, decision_named(plan, "prefill attention").reason) == ("flash-attn-4", "asked for")
+    assert (plan.prefill_attention, decision_named(plan, "prefill attention").reason) == ("flash-attn-4", "requested")
 
 
-def test_a_soft_capped_model_passes_over_torchs_own_kernel() -> None:
+def test_a_soft_capped_model_does_not_use_torchs_flash_attention() -> None:
     plan = plan_for(without_triton("flash-attn-2"), GEMMA_2_9B)
     assert plan.prefill_attention == "flash-attn-2"
     reason = decision_named(plan, "prefill attention").reason
-    assert "not torch-flash: it has no logit soft-capping, which this model needs" in reason
+    assert "not torch-flash: it does not support logit soft-capping, which this model uses" in reason
     assert "not triton: triton is not installed" in reason
     assert plan_for(without_triton("flash-attn-2", "flash-attn-3"), GEMMA_2_9B).prefill_attention == "flash-attn-3"
 
 
-def test_sinks_change_nothing_about_the_choice() -> None:
+def test_sinks_do_not_change_the_choice() -> None:
     assert plan_for(architecture=GPT_OSS_20B, context=4096).prefill_attention == "triton"
     assert plan_for(without_triton(), GPT_OSS_20B, context=4096).prefill_attention == "torch-flash"
 
 
-def test_a_model_with_narrower_values_has_triton_or_the_reference() -> None:
+def test_unequal_head_dims_use_triton_or_the_reference() -> None:
     assert plan_for(H100, DEEPSEEK_LITE).prefill_attention == "triton"
     plan = plan_for(replace(H100, flash_packages=ALL_FLASH, triton=""), DEEPSEEK_LITE)
     assert plan.prefill_attention == "reference"
@@ -211,75 +213,75 @@ def test_float32_on_a_gpu_needs_triton() -> None:
     assert plan_for(with_packages("flash-attn-3"), dtype="float32").prefill_attention == "triton"
     plan = plan_for(without_triton("flash-attn-3"), dtype="float32")
     assert plan.prefill_attention == "reference"
-    assert "bfloat16 and float16 only" in decision_named(plan, "prefill attention").reason
+    assert "only bfloat16 and float16" in decision_named(plan, "prefill attention").reason
 
 
-def test_heads_too_wide_for_the_kernels_fall_back_in_decode_as_well() -> None:
+def test_unsupported_head_dims_fall_back_in_prefill_and_decode() -> None:
     wide = tuple(replace(spec, head_dim=512, v_head_dim=512) for spec in LLAMA_8B.attention_layers)
     plan = plan_for(architecture=replace(LLAMA_8B, attention_layers=wide), context=2048)
     assert (plan.prefill_attention, plan.decode_attention, plan.graphs) == ("reference", "reference", "none")
     assert decision_named(plan, "decode attention").is_fallback and decision_named(plan, "graphs").is_fallback
 
 
-def test_the_reference_cannot_stand_in_a_graph() -> None:
+def test_the_reference_cannot_be_captured() -> None:
     plan = plan_for(attention="reference")
     assert (plan.graphs, decision_named(plan, "graphs").is_fallback) == ("none", True)
     with pytest.raises(UsageError, match="reads lengths"):
         plan_for(attention="reference", graphs="step")
 
 
-def test_a_dynamic_range_and_graphs_per_region_exclude_one_another() -> None:
+def test_dynamic_shapes_exclude_region_graphs() -> None:
     with pytest.raises(UsageError, match="every length"):
         plan_for(shapes="dynamic", graphs="region")
 
 
-def test_longrope_is_served_up_to_where_its_factors_change() -> None:
-    switching = replace(LLAMA_8B, longrope_limit=4096)
-    plan = plan_for(architecture=switching, context=None)
+def test_longrope_limits_the_context() -> None:
+    longrope = replace(LLAMA_8B, longrope_limit=4096)
+    plan = plan_for(architecture=longrope, context=None)
     assert plan.context == 4096 and decision_named(plan, "context").is_fallback
-    assert plan_for(architecture=switching, context=4000).context == 4000
+    assert plan_for(architecture=longrope, context=4000).context == 4000
     with pytest.raises(UsageError, match="4096"):
-        plan_for(architecture=switching, context=4097)
+        plan_for(architecture=longrope, context=4097)
 
 
-def test_without_any_kernel_the_reference_is_a_fallback_that_shows() -> None:
-    plan = plan_for(replace(H100, triton="", gpu_capability=(7, 5)))
+def test_without_any_kernel_the_reference_is_marked_as_a_fallback() -> None:
+    plan = plan_for(changed_environment(H100, triton="", gpu_capability=(7, 5)))
     prefill, decode = decision_named(plan, "prefill attention"), decision_named(plan, "decode attention")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
     assert prefill.is_fallback and decode.is_fallback
-    assert "not torch-flash: its kernels are not built for compute capability (7, 5)" in prefill.reason
-    assert decode.reason == "triton is not installed"
+    assert "not torch-flash: it has no kernels for compute capability 7.5" in prefill.reason
+    assert decode.reason == "plain PyTorch; not triton: triton is not installed"
 
 
-def test_the_reference_is_no_fallback_on_a_cpu() -> None:
+def test_on_a_cpu_the_reference_is_not_a_fallback() -> None:
     plan = plan_for(LAPTOP, context=4096)
-    assert decision_named(plan, "prefill attention").reason == "FlashAttention needs a GPU"
-    assert decision_named(plan, "decode attention").reason == "the Triton kernel needs a GPU"
+    assert decision_named(plan, "prefill attention").reason == "the other backends require a GPU"
+    assert decision_named(plan, "decode attention").reason == "the other backends require a GPU"
     assert not any(decision.is_fallback for decision in plan.decisions)
 
 
-def test_the_reference_that_was_asked_for_serves_decode_as_well() -> None:
+def test_a_requested_reference_also_serves_decode() -> None:
     plan = plan_for(attention="reference")
     assert (plan.prefill_attention, plan.decode_attention) == ("reference", "reference")
-    assert decision_named(plan, "decode attention").reason == "asked for"
+    assert decision_named(plan, "decode attention").reason == "requested"
 
 
 @pytest.mark.parametrize(
     ("environment", "architecture", "attention", "reason"),
     [
-        (LAPTOP, LLAMA_8B, "triton", "it needs a GPU"),
+        (LAPTOP, LLAMA_8B, "triton", "it requires a GPU"),
         (replace(H100, triton=""), LLAMA_8B, "triton", "triton is not installed"),
         (H100, LLAMA_8B, "flash-attn-3", "flash-attn-3 is not installed"),
-        (replace(H100, gpu_capability=(7, 5)), LLAMA_8B, "torch-flash", "compute capability (7, 5)"),
+        (changed_environment(H100, gpu_capability=(7, 5)), LLAMA_8B, "torch-flash", "compute capability 7.5"),
         (H100, GEMMA_2_9B, "torch-flash", "soft-capping"),
         (H100, DEEPSEEK_LITE, "torch-flash", "keys have head_dim 192 and values 128"),
         (with_packages("flash-attn-4"), GEMMA_2_9B, "flash-attn-4", "not a multiple of 8 up to 128"),
     ],
 )
-def test_attention_that_cannot_run_is_refused_with_its_reason(
+def test_requesting_unsupported_attention_is_an_error_with_the_reason(
     environment: Environment, architecture: Architecture, attention: str, reason: str
 ) -> None:
-    error = refusal(environment, architecture, attention=attention)
+    error = usage_error(environment, architecture, attention=attention)
     assert error.message.startswith(f"attention {attention} cannot be used: ")
     assert reason in error.message
     assert "--attention" in error.hint
@@ -290,67 +292,67 @@ def test_attention_that_cannot_run_is_refused_with_its_reason(
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "max-autotune"])
 @pytest.mark.parametrize("graphs", [None, "step", "region", "none"])
-def test_modes_with_graphs_take_them_by_step_or_as_asked(mode: str, graphs: str | None) -> None:
+def test_graphs_default_to_whole_steps(mode: str, graphs: str | None) -> None:
     plan = plan_for(mode=mode, graphs=graphs)
     assert (plan.mode, plan.graphs) == (mode, graphs or "step")
     assert decision_named(plan, "graphs").reason == (
-        "asked for" if graphs else decision_named(plan_for(), "graphs").reason
+        "requested" if graphs else decision_named(plan_for(), "graphs").reason
     )
     assert not decision_named(plan, "graphs").is_fallback
 
 
 @pytest.mark.parametrize("graphs", [None, "none"])
-def test_mode_default_takes_no_graphs(graphs: str | None) -> None:
+def test_mode_default_does_not_use_graphs(graphs: str | None) -> None:
     plan = plan_for(mode="default", graphs=graphs)
-    assert (plan.graphs, decision_named(plan, "graphs").reason) == ("none", "mode default takes no CUDA graphs")
+    assert (plan.graphs, decision_named(plan, "graphs").reason) == ("none", "mode default does not use CUDA graphs")
 
 
 @pytest.mark.parametrize("graphs", ["step", "region"])
-def test_mode_default_and_graphs_contradict_each_other(graphs: str) -> None:
-    error = refusal(mode="default", graphs=graphs)
+def test_mode_default_excludes_graphs(graphs: str) -> None:
+    error = usage_error(mode="default", graphs=graphs)
     assert graphs in error.message
     assert error.hint == f"--mode reduce-overhead --graphs {graphs}"
 
 
 @pytest.mark.parametrize(("graphs", "is_fallback"), [(None, False), ("none", False), ("step", True), ("region", True)])
-def test_graphs_asked_for_on_a_cpu_are_a_fallback_that_shows(graphs: str | None, is_fallback: bool) -> None:
+def test_requested_graphs_on_a_cpu_are_marked_as_a_fallback(graphs: str | None, is_fallback: bool) -> None:
     plan = plan_for(LAPTOP, graphs=graphs)
     assert plan.graphs == "none"
     assert decision_named(plan, "graphs").is_fallback is is_fallback
 
 
-def test_max_autotune_is_said_to_autotune() -> None:
+def test_the_mode_is_explained() -> None:
     assert decision_named(plan_for(mode="max-autotune"), "mode").reason == "autotuned kernels"
     assert decision_named(plan_for(), "mode").reason == "Inductor's default kernels"
     assert "120 s" in decision_named(plan_for(mode="auto", tune_seconds=120), "mode").reason
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
-def test_every_mode_but_auto_names_one_candidate(mode: str) -> None:
+def test_every_mode_but_auto_uses_one_variant(mode: str) -> None:
     plan = plan_for(mode=mode)
     assert {len(plan.variants(bucket)) for bucket in plan.buckets} == {1}
 
 
 @pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
-def test_mode_auto_tries_several_candidates_of_different_names(environment: Environment) -> None:
+def test_mode_auto_tries_several_variants_with_distinct_names(environment: Environment) -> None:
     plan = plan_for(environment, mode="auto")
     for bucket in plan.buckets:
         names = [variant.name for variant in plan.variants(bucket)]
         assert len(set(names)) == len(names) > 1
 
 
-def test_prefill_is_recorded_where_its_attention_reads_nothing_on_the_host() -> None:
-    def recorded(**asked: Any) -> list[bool]:
-        plan = plan_for(**asked)
+def test_prefill_is_captured_if_its_attention_reads_nothing_on_the_host() -> None:
+    def captured(**options: Any) -> list[bool]:
+        plan = plan_for(**options)
         return [plan.uses_cuda_graph(bucket) for bucket in (plan.prefill_buckets[0], plan.decode_buckets[0])]
 
-    assert recorded() == [True, True]
-    assert recorded(attention="torch-flash") == [False, True]
-    assert recorded(shapes="dynamic") == [False, True]
-    assert recorded(graphs="region") == recorded(graphs="none") == [False, False]
+    assert captured() == [True, True]
+    assert captured(attention="torch-flash") == [False, True]
+    assert captured(shapes="dynamic") == [False, True]
+    assert captured(graphs="region") == captured(graphs="none") == [False, False]
 
 
-def test_the_workspace_is_predicted_and_left_free() -> None:
+def test_the_predicted_workspace_is_left_free() -> None:
     plan = plan_for(context=131072, memory_fraction=1.0)
     assert 0 < plan.workspace_bytes < 3 * 2**30
     assert plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes <= H100.gpu_memory_bytes
@@ -360,16 +362,16 @@ def test_the_workspace_is_predicted_and_left_free() -> None:
 # Context, buckets, blocks
 
 
-def test_the_context_is_the_model_s_own_or_what_was_asked_for() -> None:
-    own, asked = plan_for(architecture=GEMMA_2_9B), plan_for(context=4096)
-    assert (own.context, decision_named(own, "context").reason) == (8192, "the model's own")
-    assert (asked.context, decision_named(asked, "context").reason) == (4096, "asked for")
+def test_the_context_is_the_model_s_maximum_or_as_requested() -> None:
+    default, requested = plan_for(architecture=GEMMA_2_9B), plan_for(context=4096)
+    assert (default.context, decision_named(default, "context").reason) == (8192, "the model's maximum")
+    assert (requested.context, decision_named(requested, "context").reason) == (4096, "requested")
     assert plan_for(context=131072).context == 131072
 
 
 @pytest.mark.parametrize("context", [131073, 0, -1])
-def test_a_context_that_the_model_does_not_have_is_refused(context: int) -> None:
-    error = refusal(context=context)
+def test_a_context_above_the_model_s_maximum_is_an_error(context: int) -> None:
+    error = usage_error(context=context)
     assert str(context) in error.message and "131072" in error.message
     assert error.hint == "--context 131072"
 
@@ -386,22 +388,22 @@ def test_a_context_that_the_model_does_not_have_is_refused(context: int) -> None
         ((), "none"),
     ],
 )
-def test_buckets_that_do_not_ascend_from_1_are_refused_by_number(buckets: tuple[int, ...], named: str) -> None:
-    assert f" {named} " in f"{refusal(buckets=buckets).message} "
-    assert f" {named} " in f"{refusal(batch_sizes=buckets).message} "
+def test_buckets_that_do_not_ascend_from_1_are_an_error_with_their_values(buckets: tuple[int, ...], named: str) -> None:
+    assert f" {named} " in f"{usage_error(buckets=buckets).message} "
+    assert f" {named} " in f"{usage_error(batch_sizes=buckets).message} "
 
 
-def test_the_hint_for_disorder_is_the_order() -> None:
-    assert refusal(buckets=(512, 128, 512)).hint == "128,512"
-    assert refusal(batch_sizes=(4, 1)).hint == "1,4"
+def test_the_hint_for_unsorted_buckets_is_the_sorted_list() -> None:
+    assert usage_error(buckets=(512, 128, 512)).hint == "128,512"
+    assert usage_error(batch_sizes=(4, 1)).hint == "1,4"
 
 
-def test_a_bucket_above_the_context_is_refused_by_number() -> None:
-    error = refusal(context=1000, buckets=(128, 1001))
+def test_a_bucket_above_the_context_is_an_error_with_its_value() -> None:
+    error = usage_error(context=1000, buckets=(128, 1001))
     assert "1001" in error.message and "1000" in error.message
     assert "chunks" in error.hint
     assert plan_for(context=1000, buckets=(128, 1000)).prefill_buckets[-1].size == 1000
-    assert "131073" in refusal(buckets=(131073,)).message
+    assert "131073" in usage_error(buckets=(131073,)).message
 
 
 @pytest.mark.parametrize(("context", "sizes"), [(2048, [128, 512, 2048]), (2047, [128, 512]), (128, [128]), (64, [64])])
@@ -425,20 +427,20 @@ def test_dynamic_shapes_are_one_prefill_bucket_over_the_whole_range() -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 2])
-def test_a_dynamic_range_needs_more_than_its_beginning(largest: int) -> None:
-    assert str(largest) in refusal(shapes="dynamic", buckets=(largest,)).message
+def test_a_dynamic_range_must_contain_more_than_one_length(largest: int) -> None:
+    assert str(largest) in usage_error(shapes="dynamic", buckets=(largest,)).message
     assert plan_for(shapes="dynamic", buckets=(3,)).prefill_buckets[0].name == "prefill:2-3"
 
 
 @pytest.mark.parametrize("size", [0, 1, 8, 15, 17, 24, 48, 100, -16])
-def test_a_block_size_that_is_no_power_of_two_from_16_is_refused(size: int) -> None:
-    assert f"block size {size} " in refusal(block_size=size).message
+def test_a_block_size_must_be_a_power_of_two_of_at_least_16(size: int) -> None:
+    assert f"block size {size} " in usage_error(block_size=size).message
 
 
 @pytest.mark.parametrize("size", [16, 32, 256])
-def test_a_power_of_two_is_a_block_size(size: int) -> None:
+def test_powers_of_two_are_block_sizes(size: int) -> None:
     plan = plan_for(block_size=size)
-    assert (plan.block_size, decision_named(plan, "block size").reason) == (size, "asked for")
+    assert (plan.block_size, decision_named(plan, "block size").reason) == (size, "requested")
 
 
 def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
@@ -446,16 +448,19 @@ def test_a_context_that_ends_inside_a_block_counts_that_block() -> None:
     assert plan_for(context=128, buckets=(64,)).blocks_per_sequence == 8
 
 
-def test_a_context_that_memory_cuts_short_is_a_fallback_that_shows() -> None:
-    plan = plan_for(replace(H100, gpu_memory_bytes=24 * GIB))
+def test_a_context_limited_by_memory_is_marked_as_a_fallback() -> None:
+    plan = plan_for(changed_environment(H100, gpu_memory_bytes=24 * GIB))
     assert plan.context == (plan.kv_blocks - 1) * plan.block_size < 131072
-    *_, shown = decisions_named(plan, "context")
-    assert shown.is_fallback
-    assert (shown.value, shown.reason) == (str(plan.context), "KV memory ends before the model's 131072")
+    *_, decision = decisions_named(plan, "context")
+    assert decision.is_fallback
+    assert (decision.value, decision.reason) == (
+        str(plan.context),
+        "KV memory holds less than the model's maximum of 131072",
+    )
 
 
-def test_a_context_that_was_asked_for_is_not_cut_short() -> None:
-    small = replace(H100, gpu_memory_bytes=24 * GIB)
+def test_a_requested_context_is_never_shortened() -> None:
+    small = changed_environment(H100, gpu_memory_bytes=24 * GIB)
     with pytest.raises(SpaceError) as caught:
         plan_for(small, context=100_000)
     assert caught.value.exit_code == 7
@@ -463,11 +468,11 @@ def test_a_context_that_was_asked_for_is_not_cut_short() -> None:
     assert plan_for(small, context=fitting).context == fitting
 
 
-def test_the_cache_folder_is_asked_for_or_torch_s_or_the_user_s() -> None:
+def test_the_cache_folder_is_as_requested_or_torch_s_or_the_user_s() -> None:
     cases = [
-        (plan_for(cache_dir="/asked"), "/asked", "asked for"),
-        (plan_for(replace(H100, inductor_cache_dir="/torch"), cache_dir="/asked"), "/asked", "asked for"),
-        (plan_for(replace(H100, inductor_cache_dir="/torch")), "/torch", "TORCHINDUCTOR_CACHE_DIR was set already"),
+        (plan_for(cache_dir="/requested"), "/requested", "requested"),
+        (plan_for(replace(H100, inductor_cache_dir="/torch"), cache_dir="/requested"), "/requested", "requested"),
+        (plan_for(replace(H100, inductor_cache_dir="/torch")), "/torch", "TORCHINDUCTOR_CACHE_DIR was already set"),
     ]
     for plan, folder, reason in cases:
         assert (plan.cache_dir, decision_named(plan, "cache folder").reason) == (folder, reason)
@@ -479,13 +484,13 @@ def test_the_cache_folder_is_asked_for_or_torch_s_or_the_user_s() -> None:
 SMALL = {"context": 4096, "buckets": (128, 512), "batch_sizes": (1, 4)}  # fits with room to spare on all machines here
 
 
-def test_equal_questions_have_equal_keys() -> None:
+def test_equal_inputs_have_equal_keys() -> None:
     assert plan_for(**SMALL).key == plan_for(replace(H100), replace(LLAMA_8B), **SMALL).key
     assert len(plan_for().key) == 16 and set(plan_for().key) <= set("0123456789abcdef")
 
 
 @pytest.mark.parametrize("seed", ["1", "2"])
-def test_another_process_finds_the_same_key(seed: str) -> None:
+def test_the_key_is_the_same_in_another_process(seed: str) -> None:
     root = Path(__file__).resolve().parents[2]
     source = f"from tests.planning.test_plan import *; print(plan_for(**{SMALL!r}).key)"
     environ = {"PYTHONHASHSEED": seed, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -508,8 +513,8 @@ def test_another_process_finds_the_same_key(seed: str) -> None:
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
-    assert plan_for(replace(H100, **change), **SMALL).key != plan_for(**SMALL).key
+def test_a_different_environment_has_a_different_key(change: dict[str, Any]) -> None:
+    assert plan_for(changed_environment(H100, **change), **SMALL).key != plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize(
@@ -517,10 +522,10 @@ def test_another_environment_has_another_key(change: dict[str, Any]) -> None:
     [{"cpu": "DEFAULT"}, {"cpu_threads": 3}, {"compiler": "g++ 12"}, {"install_paths": "/elsewhere"}],
     ids=lambda change: next(iter(change)),
 )
-def test_what_makes_a_cpus_programs_is_in_the_key_only_there(change: dict[str, Any]) -> None:
-    """A GPU's programs hold none of it: a host with more cores starts from the same cache."""
-    assert plan_for(replace(H100, **change), **SMALL).key == plan_for(**SMALL).key
-    assert plan_for(replace(LAPTOP, **change), **SMALL).key != plan_for(LAPTOP, **SMALL).key
+def test_cpu_and_compiler_enter_the_key_only_on_a_cpu(change: dict[str, Any]) -> None:
+    """GPU programs depend on neither: a host with more cores starts from the same cache."""
+    assert plan_for(changed_environment(H100, **change), **SMALL).key == plan_for(**SMALL).key
+    assert plan_for(changed_environment(LAPTOP, **change), **SMALL).key != plan_for(LAPTOP, **SMALL).key
 
 
 @pytest.mark.parametrize(
@@ -539,16 +544,16 @@ def test_what_makes_a_cpus_programs_is_in_the_key_only_there(change: dict[str, A
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_another_question_has_another_key(change: dict[str, Any]) -> None:
+def test_different_options_have_a_different_key(change: dict[str, Any]) -> None:
     assert plan_for(**{**SMALL, **change}).key != plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize("change", [{"context": 2048}, {"kv_blocks": 2000}], ids=["context", "kv_blocks"])
-def test_sizes_that_programs_hold_as_symbols_do_not_change_the_key(change: dict[str, Any]) -> None:
+def test_symbolic_sizes_do_not_enter_the_key(change: dict[str, Any]) -> None:
     assert plan_for(**{**SMALL, **change}).key == plan_for(**SMALL).key
 
 
-def test_another_model_has_another_key() -> None:
+def test_a_different_model_has_a_different_key() -> None:
     for other in (
         replace(LLAMA_8B, vocab_size=LLAMA_8B.vocab_size + 1),
         replace(LLAMA_8B, config_digest=digest_config({"rms_norm_eps": 1e-6})),
@@ -559,18 +564,18 @@ def test_another_model_has_another_key() -> None:
 @pytest.mark.parametrize(
     "change", [{"model": "/a/copy"}, {"model": "a/fine-tune"}, {"revision": "v2"}, {"load_format": "dummy"}]
 )
-def test_where_weights_come_from_does_not_change_the_key(change: dict[str, Any]) -> None:
-    """CI warms a cache without them, and a server with them finds it."""
+def test_the_origin_of_weights_does_not_enter_the_key(change: dict[str, Any]) -> None:
+    """CI can warm a cache without weights, and a server with weights can use it."""
     assert plan_for(**{**SMALL, **change}).key == plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize("change", [{"model": "a/fine-tune"}, {"revision": "v2"}, {"trust_remote_code": False}])
-def test_where_code_comes_from_does(change: dict[str, Any]) -> None:
+def test_the_origin_of_remote_code_enters_the_key(change: dict[str, Any]) -> None:
     remote = {**SMALL, "trust_remote_code": True}
     assert plan_for(**{**remote, **change}).key != plan_for(**remote).key
 
 
-def test_names_places_and_token_ids_are_not_in_the_digest_of_a_config_and_all_else_is() -> None:
+def test_names_paths_and_token_ids_are_not_in_the_config_digest() -> None:
     config = {"hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}, "eos_token_id": 2, "_name_or_path": "/a"}
     digest = digest_config(config)
     assert digest == digest_config({**config, "eos_token_id": [2, 3], "_name_or_path": "/b", "architectures": ["X"]})
@@ -589,19 +594,19 @@ def test_names_places_and_token_ids_are_not_in_the_digest_of_a_config_and_all_el
     ],
     ids=lambda change: next(iter(change)),
 )
-def test_driver_folders_and_sizes_of_memory_do_not_enter_the_key(change: dict[str, Any]) -> None:
-    assert plan_for(replace(H100, **change), **SMALL).key == plan_for(**SMALL).key
+def test_driver_folders_and_memory_sizes_do_not_enter_the_key(change: dict[str, Any]) -> None:
+    assert plan_for(changed_environment(H100, **change), **SMALL).key == plan_for(**SMALL).key
 
 
 @pytest.mark.parametrize("change", [{"cache_dir": "/elsewhere"}, {"memory_fraction": 0.8}])
-def test_the_cache_folder_and_the_share_of_memory_do_not_enter_the_key(change: dict[str, Any]) -> None:
+def test_cache_folder_and_memory_fraction_do_not_enter_the_key(change: dict[str, Any]) -> None:
     assert plan_for(**{**SMALL, **change}).key == plan_for(**SMALL).key
 
 
-def test_what_was_asked_for_and_what_was_decided_alike_have_one_key() -> None:
+def test_requesting_the_defaults_does_not_change_the_key() -> None:
     planned = plan_for(**SMALL)
-    asked = plan_for(**SMALL, device="cuda", dtype="bfloat16", attention="triton", graphs="step", block_size=16)
-    assert asked.key == planned.key
+    requested = plan_for(**SMALL, device="cuda", dtype="bfloat16", attention="triton", graphs="step", block_size=16)
+    assert requested.key == planned.key
 
 
 # For any buckets
@@ -613,50 +618,50 @@ def ascending(largest: int) -> st.SearchStrategy[tuple[int, ...]]:
 
 @settings(deadline=None)
 @given(
-    asked=st.integers(2, LLAMA_8B.context).flatmap(lambda context: st.tuples(st.just(context), ascending(context))),
+    lengths=st.integers(2, LLAMA_8B.context).flatmap(lambda context: st.tuples(st.just(context), ascending(context))),
     batch_sizes=ascending(512),
     block_size=st.sampled_from([16, 32, 64, 128, 256]),
 )
-def test_the_buckets_of_the_plan_are_exactly_those_asked_for_and_the_cache_covers_them(
-    asked: tuple[int, tuple[int, ...]], batch_sizes: tuple[int, ...], block_size: int
+def test_the_plan_has_exactly_the_requested_buckets_and_kv_blocks_for_them(
+    lengths: tuple[int, tuple[int, ...]], batch_sizes: tuple[int, ...], block_size: int
 ) -> None:
-    context, buckets = asked
+    context, buckets = lengths
     plan = plan_for(context=context, buckets=buckets, batch_sizes=batch_sizes, block_size=block_size)
     assert plan.prefill_buckets == tuple(Bucket("prefill", size) for size in buckets)
     assert plan.decode_buckets == tuple(Bucket("decode", size) for size in batch_sizes)
     assert plan.buckets == plan.prefill_buckets + plan.decode_buckets
     assert plan.context == context
-    usable = plan.kv_blocks - 1  # block 0 is the padding's
+    usable = plan.kv_blocks - 1  # block 0 is for padding
     assert usable * block_size >= max(context, buckets[-1])
     assert usable >= batch_sizes[-1]
     assert plan.blocks_per_sequence <= usable
 
 
-def test_rows_are_chosen_early_in_whole_layers_of_static_shape_alone() -> None:
-    def tried(**asked: Any) -> set[bool]:
-        plan = plan_for(**{"mode": "auto", "buckets": (512, 2048), **asked})
-        return {any(one.last_token_rows for one in plan.variants(bucket)) for bucket in plan.prefill_buckets}
+def test_last_token_rows_require_whole_layers_and_static_shapes() -> None:
+    def tried(**options: Any) -> set[bool]:
+        plan = plan_for(**{"mode": "auto", "buckets": (512, 2048), **options})
+        return {any(variant.last_token_rows for variant in plan.variants(bucket)) for bucket in plan.prefill_buckets}
 
     assert tried() == {True}
-    assert tried(buckets=(128,)) == {False}, "it brought nothing there"
+    assert tried(buckets=(128,)) == {False}, "it is not faster there"
     assert tried(region="blocks") == tried(shapes="dynamic", buckets=(2048,)) == {False}
     plan = plan_for(mode="auto")
-    assert not any(one.last_token_rows for bucket in plan.decode_buckets for one in plan.variants(bucket))
+    assert not any(variant.last_token_rows for bucket in plan.decode_buckets for variant in plan.variants(bucket))
 
 
-def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked_for() -> None:
+def test_installed_packages_are_timed_in_long_buckets_unless_a_backend_is_requested() -> None:
     with_package_4 = with_packages("flash-attn-4")
 
-    def tried(environment: Environment = with_package_4, **asked: Any) -> list[list[str]]:
-        plan = plan_for(environment, buckets=(512, 4096), context=8192, **{"mode": "auto", **asked})
-        return [[one.attention for one in plan.variants(b) if one.attention] for b in plan.prefill_buckets]
+    def tried(environment: Environment = with_package_4, **options: Any) -> list[list[str]]:
+        plan = plan_for(environment, buckets=(512, 4096), context=8192, **{"mode": "auto", **options})
+        return [[variant.attention for variant in plan.variants(b) if variant.attention] for b in plan.prefill_buckets]
 
     assert tried() == [[], ["flash-attn-4"]]
     assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
     assert "4096 tokens" in decision_named(plan_for(with_package_4, mode="auto"), "other attention").reason
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
-    variants = {one.name: one for one in plan.variants(plan.buckets[0])}
+    variants = {variant.name: variant for variant in plan.variants(plan.buckets[0])}
     assert plan.uses_cuda_graph(plan.buckets[0], variants["default"])
     assert not plan.uses_cuda_graph(plan.buckets[0], variants["flash-attn-4"]), "it reads lengths on the host"
 
@@ -664,3 +669,32 @@ def test_installed_packages_are_tried_in_long_buckets_unless_a_backend_was_asked
 def test_a_large_bucket_packs_more_prompts() -> None:
     assert plan_for(buckets=(128, 2048)).max_prefill_sequences == plan_for(buckets=(4096,)).max_prefill_sequences == 8
     assert plan_for(buckets=(128, 8192), context=8192).max_prefill_sequences == 16
+
+
+def test_one_rank_does_not_enter_the_key_and_several_do() -> None:
+    plan = plan_for(**SMALL)
+    assert (plan.rank, plan.world_size) == (0, 1)
+    keys = [
+        _plan_key(replace(plan, rank=rank, world_size=world_size), H100, LLAMA_8B)
+        for rank, world_size in ((0, 1), (0, 2), (1, 2))
+    ]
+    assert keys[0] == plan.key and len(set(keys)) == 3
+
+
+def test_further_gpus_are_named_in_the_device_decision() -> None:
+    [gpu] = H100.gpus
+    reason = decision_named(plan_for(replace(H100, gpus=(gpu, gpu))), "device").reason
+    assert reason == "NVIDIA H100 80GB HBM3 is present; GPU 0 of 2 x NVIDIA H100 80GB HBM3"
+    mixed = replace(H100, gpus=(gpu, replace(gpu, name="NVIDIA A100")))
+    assert "GPU 1: NVIDIA A100 (80 GiB" in decision_named(plan_for(mixed), "device").reason
+
+
+def test_the_three_dtypes_are_decided_together() -> None:
+    plan = plan_for(dtype="float16")
+    assert (plan.weight_dtype, plan.kv_dtype, plan.compute_dtype) == ("float16",) * 3
+    assert [decision.name for decision in plan.decisions if "dtype" in decision.name] == ["dtype"]
+
+
+def test_an_untested_backend_says_so() -> None:
+    plan = plan_for(with_packages("flash-attn-3"), attention="flash-attn-3")
+    assert decision_named(plan, "prefill attention").reason == "requested; this backend has not been tested"

@@ -1,4 +1,4 @@
-"""Flags, environment, recipe file and defaults become one Recipe, and nothing given is ignored."""
+"""Merging flags, environment, recipe file and defaults into a Recipe; nothing is silently ignored."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tcdeploy.planning.recipe import Recipe, build_recipe, field_type, find_reci
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 
 
-class Layers(NamedTuple):
-    """One key, given in each layer in that layer's own notation, and what the Recipe then holds."""
+class Sources(NamedTuple):
+    """One key as written in each source, and the resulting value in the Recipe."""
 
     key: str
     default: Any
@@ -30,26 +30,26 @@ class Layers(NamedTuple):
     from_flags: Any
 
 
-LAYERS = [
-    Layers("context", None, 1024, 1024, "2048", 2048, 4096, 4096),
-    Layers("buckets", None, [64, 128], (64, 128), "128,256", (128, 256), "256,512", (256, 512)),
-    Layers("batch_sizes", None, 4, (4,), "1, 8", (1, 8), (1, 16), (1, 16)),
-    Layers("trust_remote_code", False, True, True, "0", False, True, True),
-    Layers("trust_remote_code", False, False, False, "True", True, False, False),
-    Layers("dtype", None, "float32", "float32", "bfloat16", "bfloat16", "float16", "float16"),
-    Layers("mode", "reduce-overhead", "default", "default", "max-autotune", "max-autotune", "default", "default"),
-    Layers("memory_fraction", 0.9, 1, 1.0, "0.5", 0.5, 0.25, 0.25),
-    Layers("cache_dir", None, "/a", "/a", "/b", "/b", "/c", "/c"),
-    Layers("revision", None, 20240131, "20240131", "main", "main", "v1", "v1"),
+SOURCES = [
+    Sources("context", None, 1024, 1024, "2048", 2048, 4096, 4096),
+    Sources("buckets", None, [64, 128], (64, 128), "128,256", (128, 256), "256,512", (256, 512)),
+    Sources("batch_sizes", None, 4, (4,), "1, 8", (1, 8), (1, 16), (1, 16)),
+    Sources("trust_remote_code", False, True, True, "0", False, True, True),
+    Sources("trust_remote_code", False, False, False, "True", True, False, False),
+    Sources("dtype", None, "float32", "float32", "bfloat16", "bfloat16", "float16", "float16"),
+    Sources("mode", "reduce-overhead", "default", "default", "max-autotune", "max-autotune", "default", "default"),
+    Sources("memory_fraction", 0.9, 1, 1.0, "0.5", 0.5, 0.25, 0.25),
+    Sources("cache_dir", None, "/a", "/a", "/b", "/b", "/c", "/c"),
+    Sources("revision", None, 20240131, "20240131", "main", "main", "v1", "v1"),
 ]
 
 
 @pytest.fixture
 def recipe_file(tmp_path: Path) -> Callable[[dict[str, Any] | str | bytes], str]:
-    """Write a recipe and give its path; a mapping gets a model, text and bytes go in as they are."""
+    """Write a recipe and return its path. A mapping gets a model; text and bytes are written unchanged."""
 
     def write(content: dict[str, Any] | str | bytes) -> str:
-        path = tmp_path / "asked.yaml"
+        path = tmp_path / "recipe.yaml"
         text = yaml.safe_dump({"model": "someone/model", **content}) if isinstance(content, dict) else content
         path.write_bytes(text.encode() if isinstance(text, str) else text)
         return str(path)
@@ -61,34 +61,34 @@ def from_text(key: str, text: str) -> Recipe:
     return build_recipe({}, None, {"TCDEPLOY_MODEL": "someone/model", f"TCDEPLOY_{key.upper()}": text})
 
 
-@pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.key)
+@pytest.mark.parametrize("case", SOURCES, ids=lambda case: case.key)
 @pytest.mark.parametrize("in_recipe", [False, True], ids=["no recipe", "recipe"])
 @pytest.mark.parametrize("in_environment", [False, True], ids=["no environment", "environment"])
 @pytest.mark.parametrize("in_flags", [False, True], ids=["no flag", "flag"])
-def test_flags_beat_the_environment_beats_the_recipe_beats_the_default(
-    case: Layers, in_recipe: bool, in_environment: bool, in_flags: bool, recipe_file: Callable[..., str]
+def test_precedence_is_flags_environment_recipe_default(
+    case: Sources, in_recipe: bool, in_environment: bool, in_flags: bool, recipe_file: Callable[..., str]
 ) -> None:
     path = recipe_file({case.key: case.in_recipe} if in_recipe else {})
     environ = {f"TCDEPLOY_{case.key.upper()}": case.in_environment} if in_environment else {}
     flags = {case.key: case.in_flags} if in_flags else {}
     expected = case.default
-    for given, value in (
+    for is_set, value in (
         (in_recipe, case.from_recipe),
         (in_environment, case.from_environment),
         (in_flags, case.from_flags),
     ):
-        expected = value if given else expected
-    found = getattr(build_recipe(flags, path, environ), case.key)
-    assert found == expected
-    assert type(found) is type(expected)
+        expected = value if is_set else expected
+    value = getattr(build_recipe(flags, path, environ), case.key)
+    assert value == expected
+    assert type(value) is type(expected)
 
 
-def test_a_flag_that_is_none_was_not_given(recipe_file: Callable[..., str]) -> None:
+def test_a_flag_that_is_none_is_unset(recipe_file: Callable[..., str]) -> None:
     recipe = build_recipe({"context": None, "mode": None}, recipe_file({"context": 64, "mode": "default"}), {})
     assert (recipe.context, recipe.mode) == (64, "default")
 
 
-def test_null_in_a_recipe_leaves_the_decision_open(recipe_file: Callable[..., str]) -> None:
+def test_null_in_a_recipe_leaves_the_choice_to_planning(recipe_file: Callable[..., str]) -> None:
     path = recipe_file(dict.fromkeys(("context", "buckets", "dtype", "revision", "graphs")))
     recipe = build_recipe({}, path, {"TCDEPLOY_CONTEXT": "64"})
     assert (recipe.buckets, recipe.dtype, recipe.revision, recipe.graphs) == (None, None, None, None)
@@ -96,23 +96,23 @@ def test_null_in_a_recipe_leaves_the_decision_open(recipe_file: Callable[..., st
 
 
 @pytest.mark.parametrize("key", ["mode", "region", "trust_remote_code", "memory_fraction", "model"])
-def test_null_is_an_error_where_there_is_nothing_to_decide(key: str, recipe_file: Callable[..., str]) -> None:
+def test_null_is_an_error_for_keys_with_a_fixed_default(key: str, recipe_file: Callable[..., str]) -> None:
     with pytest.raises(RecipeError, match=rf"{key} is None"):
         build_recipe({}, recipe_file({key: None}), {})
 
 
-def test_the_environment_of_the_process_is_read_when_none_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_defaults_to_that_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TCDEPLOY_CONTEXT", "77")
     assert build_recipe({"model": "someone/model"}).context == 77
 
 
-def test_the_debug_variable_and_those_of_others_are_no_recipe_keys() -> None:
+def test_the_debug_variable_and_unprefixed_variables_are_not_recipe_keys() -> None:
     recipe = build_recipe({"model": "m"}, None, {"TCDEPLOY_DEBUG": "1", "CONTEXT": "9", "OTHER_TCDEPLOY_CONTEXT": "9"})
     assert recipe == Recipe(model="m")
 
 
 @pytest.mark.parametrize("name", ["TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"])
-def test_a_variable_of_a_command_is_no_recipe_key_and_one_beside_it_is_unknown(name: str) -> None:
+def test_variables_of_the_cli_are_not_recipe_keys_but_similar_ones_are_unknown(name: str) -> None:
     assert build_recipe({"model": "m"}, None, {name: "x"}) == Recipe(model="m")
     for other in (f"{name}S", f"{name}_FILE", name[:-1]):
         with pytest.raises(RecipeError, match="environment: unknown key"):
@@ -127,7 +127,7 @@ def test_a_recipe_is_frozen() -> None:
 @pytest.mark.parametrize(
     ("typo", "nearest"), [("bucket", "buckets"), ("batchsizes", "batch_sizes"), ("modell", "model")]
 )
-def test_an_unknown_key_names_the_nearest(typo: str, nearest: str, recipe_file: Callable[..., str]) -> None:
+def test_an_unknown_key_suggests_the_nearest(typo: str, nearest: str, recipe_file: Callable[..., str]) -> None:
     path = recipe_file({typo: 1})
     for source, build in (
         (f"recipe {path}", lambda: build_recipe({}, path, {})),
@@ -141,14 +141,14 @@ def test_an_unknown_key_names_the_nearest(typo: str, nearest: str, recipe_file: 
         assert caught.value.exit_code == 2
 
 
-def test_an_unknown_key_near_none_lists_them_all(recipe_file: Callable[..., str]) -> None:
+def test_an_unknown_key_without_a_similar_one_lists_all(recipe_file: Callable[..., str]) -> None:
     with pytest.raises(RecipeError) as caught:
         build_recipe({}, recipe_file({"xyzzy": 1}), {})
     assert "nearest" not in caught.value.message
     assert all(item.name in caught.value.hint for item in fields(Recipe))
 
 
-def test_a_key_given_twice_in_a_recipe_is_an_error(recipe_file: Callable[..., str]) -> None:
+def test_a_duplicate_key_in_a_recipe_is_an_error(recipe_file: Callable[..., str]) -> None:
     path = recipe_file("model: m\nbuckets: [128, 512]\nbatch_sizes: [1]\nbuckets: [64]\n")
     with pytest.raises(RecipeError, match="buckets"):
         build_recipe({}, path, {})
@@ -184,7 +184,7 @@ def test_a_key_given_twice_in_a_recipe_is_an_error(recipe_file: Callable[..., st
         ("revision", True, "text"),
     ],
 )
-def test_a_value_of_the_wrong_kind_names_key_value_and_kind(
+def test_a_value_of_the_wrong_type_names_key_value_and_type(
     key: str, value: Any, kind: str, recipe_file: Callable[..., str]
 ) -> None:
     path = recipe_file({key: value})
@@ -194,18 +194,18 @@ def test_a_value_of_the_wrong_kind_names_key_value_and_kind(
 
 
 @pytest.mark.parametrize(("key", "text"), [("context", ""), ("buckets", ""), ("trust_remote_code", ""), ("dtype", "")])
-def test_an_empty_variable_is_not_taken_for_a_value(key: str, text: str) -> None:
+def test_an_empty_variable_is_an_error(key: str, text: str) -> None:
     with pytest.raises(RecipeError, match=f"environment: {key} is ''"):
         from_text(key, text)
 
 
-def test_a_wrong_kind_also_gives_a_hint() -> None:
+def test_a_wrong_type_has_a_hint() -> None:
     with pytest.raises(RecipeError) as caught:
         from_text("buckets", "1,a")
     assert caught.value.hint
 
 
-def test_a_choice_nobody_knows_names_the_nearest_and_all() -> None:
+def test_an_unknown_choice_suggests_the_nearest_and_lists_all() -> None:
     with pytest.raises(RecipeError) as caught:
         from_text("dtype", "bfloat")
     assert caught.value.message == "environment: dtype is 'bfloat'; the nearest is 'bfloat16'"
@@ -228,7 +228,7 @@ def test_every_key_can_be_given_as_text(key: str) -> None:
         assert getattr(from_text(key, text), key) == value
 
 
-def test_every_key_has_its_help() -> None:
+def test_every_key_has_help() -> None:
     assert [item.name for item in fields(Recipe) if not item.metadata.get("help")] == []
 
 
@@ -244,14 +244,14 @@ def test_a_recipe_is_found_by_name_and_by_path(tmp_path: Path, monkeypatch: pyte
     assert build_recipe({}, "tiny", {}).model == "builtin:tiny"
 
 
-def test_an_unknown_recipe_names_the_nearest() -> None:
+def test_an_unknown_recipe_suggests_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"no recipe is called 'tiyn'; the nearest is 'tiny'") as caught:
         find_recipe("tiyn")
     assert caught.value.hint == "tcdeploy recipes lists them"
 
 
 @pytest.mark.parametrize("name", ["nowhere.yaml", "nowhere.yml", "some/where", "folder.yaml"])
-def test_a_recipe_path_that_is_no_file_says_so_and_lists_the_names(
+def test_a_missing_recipe_file_is_an_error_that_lists_the_names(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "folder.yaml").mkdir()
@@ -263,7 +263,7 @@ def test_a_recipe_path_that_is_no_file_says_so_and_lists_the_names(
 
 
 @pytest.mark.parametrize("content", ["", "- model\n- m\n", "m\n", "42\n", "null\n", "# only a comment\n"])
-def test_yaml_that_is_no_mapping_is_an_error(content: str, recipe_file: Callable[..., str]) -> None:
+def test_yaml_that_is_not_a_mapping_is_an_error(content: str, recipe_file: Callable[..., str]) -> None:
     path = recipe_file(content)
     with pytest.raises(RecipeError, match="is not a mapping of keys to values") as caught:
         build_recipe({}, path, {})
@@ -283,9 +283,19 @@ def test_yaml_that_is_no_mapping_is_an_error(content: str, recipe_file: Callable
         b"model: a\n---\nmodel: b\n",
         b"model: m\nrevision: 2024-13-45\n",
     ],
-    ids=["unclosed", "tab", "nul", "latin-1", "utf-16", "unknown anchor", "python tag", "two documents", "no such day"],
+    ids=[
+        "unclosed",
+        "tab",
+        "nul",
+        "latin-1",
+        "utf-16",
+        "unknown anchor",
+        "python tag",
+        "two documents",
+        "invalid date",
+    ],
 )
-def test_yaml_that_cannot_be_read_names_the_file(content: bytes, recipe_file: Callable[..., str]) -> None:
+def test_invalid_yaml_is_an_error_that_names_the_file(content: bytes, recipe_file: Callable[..., str]) -> None:
     path = recipe_file(content)
     with pytest.raises(RecipeError, match="cannot be read") as caught:
         build_recipe({}, path, {})
@@ -293,32 +303,32 @@ def test_yaml_that_cannot_be_read_names_the_file(content: bytes, recipe_file: Ca
     assert caught.value.hint
 
 
-def test_a_file_that_the_system_does_not_give_out_is_an_error(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "locked.yaml"
-    path.symlink_to("/proc/self/mem")  # a regular file whose first byte nobody can read, root included
+    path.symlink_to("/proc/self/mem")  # a regular file whose first byte even root cannot read
     with pytest.raises(RecipeError, match=r"locked\.yaml cannot be read"):
         build_recipe({}, str(path), {})
 
 
 @pytest.mark.parametrize("recipe", [None, "context: 64\n"], ids=["no recipe", "recipe without model"])
-def test_no_model_anywhere_says_how_to_give_one(recipe: str | None, recipe_file: Callable[..., str]) -> None:
+def test_without_a_model_the_hint_shows_how_to_name_one(recipe: str | None, recipe_file: Callable[..., str]) -> None:
     with pytest.raises(RecipeError, match="no model was named") as caught:
         build_recipe({}, recipe and recipe_file(recipe), {})
     assert "builtin:tiny" in caught.value.hint
 
 
-def test_the_model_may_come_from_any_layer(recipe_file: Callable[..., str]) -> None:
+def test_the_model_may_come_from_any_source(recipe_file: Callable[..., str]) -> None:
     assert build_recipe({}, recipe_file({}), {}).model == "someone/model"
     assert build_recipe({}, recipe_file({}), {"TCDEPLOY_MODEL": "b"}).model == "b"
     assert build_recipe({"model": "c"}, recipe_file({}), {"TCDEPLOY_MODEL": "b"}).model == "c"
 
 
-def test_recipes_are_listed_by_name_in_order() -> None:
+def test_recipes_are_listed_in_alphabetical_order() -> None:
     assert recipe_names() == sorted(path.stem for path in RECIPES.iterdir())
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in RECIPES.glob("*.yaml")))
-def test_every_shipped_recipe_can_be_asked_for(name: str) -> None:
+def test_every_shipped_recipe_is_valid(name: str) -> None:
     recipe = build_recipe({}, name, {})
     assert recipe.model
     for sizes in (recipe.buckets, recipe.batch_sizes):

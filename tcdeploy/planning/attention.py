@@ -1,0 +1,115 @@
+"""Chooses the attention backends, and the CUDA graphs that they allow. Does not import torch."""
+
+from __future__ import annotations
+
+from tcdeploy.errors import UsageError
+from tcdeploy.planning.backends import BACKENDS, Backend, Phase
+from tcdeploy.planning.capability import Supported, Unsupported, check_backend
+from tcdeploy.planning.decision import Decision, PlanInputs
+from tcdeploy.planning.recipe import Attention, Graphs
+
+# Shorter prefill buckets are not tuned over backends: attention is too small a part of their step.
+TUNED_ATTENTION_MIN_TOKENS = 4096
+
+
+def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
+    """The requested backend, or the first supported one. Raises UsageError if the requested one is unsupported."""
+    requested = inputs.recipe.attention
+    if requested is None:
+        return _first_supported("prefill", inputs, decisions)
+    match check_backend(requested, inputs):
+        case Unsupported(_, reason):
+            raise UsageError(
+                f"attention {requested} cannot be used: {reason}", "omit --attention to use the best supported backend"
+            )
+    decisions.append(Decision("prefill attention", requested, "requested" + _untested_note(BACKENDS[requested])))
+    return requested
+
+
+def decide_decode_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
+    """The requested backend if it serves decode, else the first supported one. It also writes prefill's K and V."""
+    requested = inputs.recipe.attention
+    if requested is not None and BACKENDS[requested].serves_decode:
+        decisions.append(Decision("decode attention", requested, "requested"))
+        return requested
+    return _first_supported("decode", inputs, decisions)
+
+
+def decide_alternative_attention(inputs: PlanInputs, decisions: list[Decision]) -> tuple[Attention, ...]:
+    """Backends that `--mode auto` times in long prefill buckets; none if a backend was requested."""
+    if inputs.recipe.mode != "auto" or inputs.recipe.attention:
+        return ()
+    tuned = tuple(
+        backend.name
+        for backend in BACKENDS.values()
+        if backend.selection == "tuned" and isinstance(check_backend(backend.name, inputs), Supported)
+    )
+    if tuned:
+        reason = f"installed; timed in prefill buckets of at least {TUNED_ATTENTION_MIN_TOKENS} tokens"
+        decisions.append(Decision("other attention", ",".join(tuned), reason))
+    return tuned
+
+
+def decide_graphs(inputs: PlanInputs, decode_attention: Attention, decisions: list[Decision]) -> Graphs:
+    """How CUDA graphs are captured. Raises UsageError for a request that contradicts mode, shapes or attention."""
+    recipe, requested = inputs.recipe, inputs.recipe.graphs
+    if requested == "region" and recipe.shapes == "dynamic":
+        raise UsageError(
+            "--graphs region cannot be combined with --shapes dynamic: it would capture a graph for every length",
+            "--graphs step --shapes dynamic",
+        )
+    if inputs.device == "cuda" and not BACKENDS[decode_attention].is_capturable:
+        if requested not in (None, "none"):
+            raise UsageError(
+                f"graphs {requested} cannot capture {decode_attention} attention: it reads lengths on the host",
+                "--graphs none",
+            )
+        reason = f"{decode_attention} attention reads lengths on the host"
+        decisions.append(Decision("graphs", "none", reason, is_fallback=True))
+        return "none"
+    if inputs.device == "cpu":
+        reason = "CUDA graphs require a GPU"
+        decisions.append(Decision("graphs", "none", reason, is_fallback=requested not in (None, "none")))
+        return "none"
+    if recipe.mode == "default":
+        if requested not in (None, "none"):
+            raise UsageError(
+                f"mode default does not use CUDA graphs, but graphs {requested} was requested",
+                f"--mode reduce-overhead --graphs {requested}",
+            )
+        decisions.append(Decision("graphs", "none", "mode default does not use CUDA graphs"))
+        return "none"
+    if requested:
+        decisions.append(Decision("graphs", requested, "requested"))
+        return requested
+    decisions.append(
+        Decision("graphs", "step", "one launch per step; per-region graphs took 2.4 times as long on an H100")
+    )
+    return "step"
+
+
+def _first_supported(phase: Phase, inputs: PlanInputs, decisions: list[Decision]) -> Attention:
+    """The first backend in the table that serves `phase` here. The reference backend supports every model."""
+    rejections: list[str] = []
+    for backend in BACKENDS.values():
+        if backend.selection == "tuned" or not backend.serves(phase):
+            continue
+        match check_backend(backend.name, inputs):
+            case Supported():
+                decisions.append(_selected(phase, backend, inputs, rejections))
+                return backend.name
+            case Unsupported(_, reason):
+                rejections.append(f"not {backend.name}: {reason}")
+    raise AssertionError(f"no row of the backend table serves {phase} on every machine")
+
+
+def _selected(phase: Phase, backend: Backend, inputs: PlanInputs, rejections: list[str]) -> Decision:
+    name = f"{phase} attention"
+    if inputs.device == "cpu":
+        return Decision(name, backend.name, "the other backends require a GPU")
+    reasons = [backend.reason(phase) + _untested_note(backend), *rejections]
+    return Decision(name, backend.name, "; ".join(reasons), is_fallback=backend.selection == "fallback")
+
+
+def _untested_note(backend: Backend) -> str:
+    return "" if backend.tested_on else "; this backend has not been tested"

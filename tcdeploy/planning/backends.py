@@ -1,0 +1,135 @@
+"""The attention backends: one row each, with everything that planning needs to know about them. Does not import torch.
+
+The table is in order of preference. capability.py checks a row against a machine and a model, attention.py chooses, and
+attention/backends.py holds the functions that implement each row. To add a backend, add a row here, an implementation
+there, and its name to `recipe.Attention`. No other module compares backend names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tcdeploy.planning.recipe import Attention, DType
+
+HALF_DTYPES: tuple[DType, ...] = ("bfloat16", "float16")
+ALL_DTYPES: tuple[DType, ...] = ("float32", *HALF_DTYPES)
+Phase = Literal["prefill", "decode"]
+Selection = Literal["default", "tuned", "fallback"]
+TORCH_FLASH = "torch-flash attention"  # the private interface of torch, as torch_compat/torch_flash.py names it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """What one attention backend requires and supports.
+
+    module: importable module that holds its interface; empty if the backend ships with torch or with this package.
+    distribution: package that `module` belongs to, as pip names it.
+    internal: private interface of torch that it calls, as torch_compat names it; empty for none.
+    requires_gpu: it has no CPU implementation.
+    uses_triton: its kernels, and those of the decode step around them (engine/advance.py), are written in Triton.
+    capability_majors: major compute capabilities that its kernels are built for; None for all.
+    dtypes: dtypes of Q, K and V.
+    max_head_dim: largest head dimension; None for no limit.
+    head_dim_multiple: head dimensions must be a multiple of this.
+    requires_equal_head_dims: K and V must have the same head dimension.
+    supports_softcap: logit soft-capping.
+    supports_sinks: attention sinks. For FlashAttention they are applied to its output, from the log-sum-exp.
+    is_capturable: it reads nothing on the host, so a CUDA graph can contain it.
+    serves_prefill, serves_decode: the steps that it implements.
+    writes_kv: it implements `tcdeploy::kv_write`. Required of a decode backend: prefill writes K and V with the decode
+        backend's kernel, so that one cache layout serves both.
+    tested_on: GPUs on which it was compared with the reference; empty if it was never run.
+    selection: `default` rows are chosen in table order, `tuned` ones only when timed by `--mode auto` or requested,
+        and a `fallback` only when no other row is supported.
+    prefill_reason, decode_reason: why it is chosen, as the Plan prints it.
+    """
+
+    name: Attention
+    module: str = ""
+    distribution: str = ""
+    internal: str = ""
+    requires_gpu: bool = True
+    uses_triton: bool = False
+    capability_majors: range | None = None
+    dtypes: tuple[DType, ...] = HALF_DTYPES
+    max_head_dim: int | None = 256
+    head_dim_multiple: int = 8
+    requires_equal_head_dims: bool = True
+    supports_softcap: bool = True
+    supports_sinks: bool = True
+    is_capturable: bool = False
+    serves_prefill: bool = True
+    serves_decode: bool = False
+    writes_kv: bool = False
+    tested_on: str = "H100"
+    selection: Selection = "default"
+    prefill_reason: str = "installed"
+    decode_reason: str = ""
+
+    def serves(self, phase: Phase) -> bool:
+        return self.serves_prefill if phase == "prefill" else self.serves_decode
+
+    def reason(self, phase: Phase) -> str:
+        return self.prefill_reason if phase == "prefill" else self.decode_reason
+
+
+# Timings behind the order: docs/performance.md. Prefill of 2048 tokens on an H100 takes Triton 0.113 ms and torch's
+# FlashAttention-2 0.190 ms. FlashAttention-4 takes 0.108 ms, but its first call takes 5 s, so it is only tuned.
+_ROWS = (
+    Backend(
+        name="triton",
+        uses_triton=True,
+        dtypes=ALL_DTYPES,
+        requires_equal_head_dims=False,
+        is_capturable=True,
+        serves_decode=True,
+        writes_kv=True,
+        prefill_reason="reads the paged KV cache in place; measured faster than torch's FlashAttention-2",
+        decode_reason="split-KV paged decode; FlashAttention-2 took 3 times as long on an H100",
+    ),
+    Backend(
+        name="torch-flash",
+        internal=TORCH_FLASH,
+        capability_majors=range(8, 100),
+        supports_softcap=False,
+        prefill_reason="FlashAttention-2 as shipped with torch",
+    ),
+    Backend(
+        name="flash-attn-3",
+        module="flash_attn_interface",
+        distribution="flash-attn-3",
+        capability_majors=range(9, 10),
+        tested_on="",
+    ),
+    Backend(
+        name="flash-attn-2",
+        module="flash_attn",
+        distribution="flash-attn",
+        capability_majors=range(8, 100),
+        tested_on="",
+    ),
+    Backend(
+        name="flash-attn-4",
+        module="flash_attn.cute",
+        distribution="flash-attn-4",
+        capability_majors=range(9, 12),
+        max_head_dim=128,
+        selection="tuned",
+    ),
+    Backend(
+        name="reference",
+        requires_gpu=False,
+        dtypes=ALL_DTYPES,
+        max_head_dim=None,
+        head_dim_multiple=1,
+        requires_equal_head_dims=False,
+        serves_decode=True,
+        writes_kv=True,
+        tested_on="CPU, H100",
+        selection="fallback",
+        prefill_reason="plain PyTorch",
+        decode_reason="plain PyTorch",
+    ),
+)
+BACKENDS: dict[Attention, Backend] = {row.name: row for row in _ROWS}
