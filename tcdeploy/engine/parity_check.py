@@ -45,7 +45,7 @@ def check_bucket(batch: WarmupBatch, attn_implementation: str) -> ParityCheck:
         references.append(references[0])
     logits, reference = torch.stack(compiled), torch.stack(references)
     return ParityCheck(
-        check_parity(logits, reference, batch.plan.dtype),
+        check_parity(logits, reference, batch.plan.compute_dtype),
         eager_greedy_tokens=greedy_tokens(inputs, reference),
         greedy_tokens=greedy_tokens(inputs, logits),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tcdeploy.planning.environment import TORCH_FLASH
+from tcdeploy.planning.backends import TORCH_FLASH
 from tcdeploy.torch_compat.internal import Internal, find
 
 OP = "torch:ops.aten._flash_attention_forward"

@@ -158,7 +158,7 @@ def _lists_to_tuples(value: Any) -> Any:
     ("factor", "value"),
     [
         ("torch", "2.12.0"), ("triton", "3.6.0"), ("python", "3.13.1"), ("transformers", "5.17.0"), ("cuda", "13.0"),
-        ("compiler", "g++ 13.1.0"), ("cpu", "AVX2"), ("cpu_threads", 64), ("install_paths", "/opt/python /opt/torch"),
+        ("compiler", "g++ 13.1.0"), ("cpu", "VSX"), ("cpu_threads", 64), ("install_paths", "/opt/python /opt/torch"),
         ("gpu", "NVIDIA H100 80GB HBM3"), ("gpu_capability", (9, 0)), ("gpu_multiprocessors", 132),
         ("flash_packages", (("flash-attn-4", "4.0.0"),)),
     ],
@@ -193,7 +193,7 @@ def test_on_a_gpu_the_cpu_and_the_compiler_do_not_matter(manifest: Manifest) -> 
     plan, environment = planned(manifest)
     there = changed_environment(environment, gpu="NVIDIA H100 80GB HBM3")
     gpu_manifest = dataclasses.replace(manifest, environment=dataclasses.asdict(there))
-    here = dataclasses.replace(there, cpu_threads=96, compiler="", cpu="AVX2", install_paths="/elsewhere")
+    here = dataclasses.replace(there, cpu_threads=96, compiler="", cpu="VSX", install_paths="/elsewhere")
     assert forecast(gpu_manifest, plan, here, manifest.origin).misses == ()
 
 

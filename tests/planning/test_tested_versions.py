@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from tcdeploy.planning.environment import DYNAMIC_SIZES, TORCH_FLASH, diff_environments
+from tcdeploy.planning.backends import TORCH_FLASH
+from tcdeploy.planning.environment import DYNAMIC_SIZES, diff_environments
 from tcdeploy.planning.plan import Decision, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.planning.tested_versions import TESTED_VERSIONS, tested_range, untested_packages
