@@ -39,7 +39,7 @@ def serve(
     from tcdeploy.cli import display
 
     if cache_from is None and allow_unsigned:
-        raise UsageError("--allow-unsigned requires --cache-from", "add --cache-from URL")
+        raise UsageError("--allow-unsigned needs --cache-from", "add --cache-from URL, or remove --allow-unsigned")
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if served_name is not None:
