@@ -1,4 +1,4 @@
-"""`tcdeploy serve`: an OpenAI-compatible server over the warmed programs."""
+"""`tcdeploy serve`: an OpenAI-compatible server on the warmed programs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,16 @@ if TYPE_CHECKING:
 @recipe_command
 def serve(
     recipe: Recipe,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 is all of them")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on")] = 8000,
-    api_key: Annotated[str | None, typer.Option(help="Asked of every request", envvar="TCDEPLOY_API_KEY")] = None,
-    served_name: Annotated[str | None, typer.Option(help="The model's name in the API; default: MODEL")] = None,
-    max_queued: Annotated[int, typer.Option(help="Answers that may wait beside those that run")] = 256,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds that a client may take nothing of its stream")] = 30.0,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds that running answers have after SIGTERM")] = 30.0,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one")] = 8000,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key that requests must send", envvar="TCDEPLOY_API_KEY")
+    ] = None,
+    served_model_name: Annotated[str | None, typer.Option(help="Model name in the API; default: MODEL")] = None,
+    served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
+    max_queued: Annotated[int, typer.Option(help="Choices that may wait beside the running ones")] = 256,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds until a client that does not read is dropped")] = 30.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish after SIGTERM")] = 30.0,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
@@ -36,15 +39,20 @@ def serve(
     from tcdeploy.cli import display
 
     if cache_from is None and allow_unsigned:
-        raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
+        raise UsageError("--allow-unsigned needs --cache-from", "add --cache-from URL, or remove --allow-unsigned")
     if api_key == "":
-        raise UsageError("the API key is empty", "leave out --api-key and TCDEPLOY_API_KEY to serve without one")
+        raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+    if served_name is not None:
+        print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     with display.show_progress() as progress:
-        from tcdeploy.server.run import ServerSettings, run_server
+        from tcdeploy.server.hot_path import hot_path_from_environment
+        from tcdeploy.server.run import run_server
+        from tcdeploy.server.settings import ServerSettings
 
         settings = ServerSettings(
-            host=host, port=port, api_key=api_key, model=served_name or recipe.model,
+            host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
+            hot_path=hot_path_from_environment(os.environ),
         )  # fmt: skip
 
         def deploy() -> Deployment:
@@ -61,4 +69,4 @@ def serve(
 
         code = run_server(settings, deploy, on_ready)
     sys.stdout.flush()
-    os._exit(code)  # the engine's thread may be inside a step
+    os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang

@@ -24,6 +24,7 @@ from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, m
 from tcdeploy.engine.graphs import StepGraph, StepOutput, capture_graph
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.torch_compat.body_forward import reuse_body_output
@@ -50,9 +51,8 @@ class ModelRunner:
         self.row_assignment = RowAssignment(self.state)
         self._decode = {bucket: decode_buffers(bucket, self.state, split_counters) for bucket in plan.decode_buckets}
         self._prefill: dict[Bucket, PrefillBuffers] = {}
-        self._advance_backend: Literal["triton", "reference"] = (
-            "triton" if plan.decode_attention == "triton" else "reference"
-        )
+        uses_triton = BACKENDS[plan.decode_attention].uses_triton
+        self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
         self._graphs: dict[Bucket, StepGraph] = {}
         self._pool: Any | None = None

@@ -36,7 +36,7 @@ Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
-NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS"}
+NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF"}
 
 
 def _option(default: Any, help: str) -> Any:

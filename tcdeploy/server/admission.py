@@ -1,4 +1,4 @@
-"""Whether a request may come in at all: decided before the engine or a tokenizer sees it."""
+"""Admission control: accepts or rejects a request before it reaches the tokenizer or the engine. No torch."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ REJECTION_REASONS = ("loading", "queue_full", "draining", "dead")
 
 
 class Admission:
-    """Counts the answers that are inside: those that run, and `max_queued` that may wait."""
+    """Counts the admitted choices: at most `max_running` that run and `max_queued` that wait."""
 
     def __init__(self, max_queued: int) -> None:
         self.limit = self._max_queued = max_queued
         self.num_admitted = 0
         self.rejections = Counter(dict.fromkeys(REJECTION_REASONS, 0))
-        self.closed_reason = "loading"
+        self.closed_reason = "loading"  # "" once requests are admitted
 
     def open(self, max_running: int) -> None:
-        """`max_running`: how many answers the engine works on at once. What has closed meanwhile stays closed."""
+        """Admit requests. `max_running` is the engine's largest decode batch. No effect after `close`."""
         self.limit = max_running + self._max_queued
         if self.closed_reason == "loading":
             self.closed_reason = ""
@@ -28,14 +28,19 @@ class Admission:
     def close(self, reason: str) -> None:
         self.closed_reason = reason
 
-    def acquire(self, count: int) -> None:
-        """Raises ApiError: 503 where there is no room now, 400 where there never is. `release` undoes it."""
+    def check_open(self) -> None:
+        """Raises ApiError 503 while the server is loading, draining or dead."""
         if self.closed_reason:
             self._reject(self.closed_reason, f"the server is {self.closed_reason}")
+
+    def acquire(self, count: int) -> None:
+        """Admit `count` choices; `release` undoes it. Raises ApiError: 503 if full now, 400 if over the limit alone."""
+        self.check_open()
         if count > self.limit:
-            raise bad_request(f"it asks for {count} answers, and {self.limit} is the most at a time", "n")
+            raise bad_request(f"the request has {count} choices (prompts times n); the limit is {self.limit}", "n")
         if self.num_admitted + count > self.limit:
-            self._reject("queue_full", f"{self.num_admitted} answers are inside, and {self.limit} is the most")
+            message = f"{self.num_admitted} choices are running or queued, and this request adds {count}"
+            self._reject("queue_full", f"{message}; the limit is {self.limit}")
         self.num_admitted += count
 
     def release(self, count: int) -> None:

@@ -1,7 +1,8 @@
-"""The routes: OpenAI's completions, chat completions and models, and what operating a server takes.
+"""The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-A request passes, in order: the key, the size of its body, its shape (protocol.py), admission, the tokenizer, the limits
-of the model, the engine. Each of these refuses in OpenAI's words and by the name of the field.
+A completion request passes authentication, the body limit, schema validation, admission, the tokenizer, the model's
+limits, and then the engine. Each stage rejects with OpenAI's error format and names the field. Starlette routes the
+requests; FastAPI is not used, because bodies are read and validated here and openapi.py is 70 lines.
 """
 
 from __future__ import annotations
@@ -10,23 +11,24 @@ import asyncio
 import hmac
 import logging
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
-from fastapi import FastAPI, Request
-from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
-from pydantic.json_schema import models_json_schema
+from pydantic import BaseModel
+from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
-from tcdeploy.server.active_request import ActiveRequest, EventStream, full_json, run_until_disconnect
-from tcdeploy.server.http import is_body_received
+from tcdeploy.server.active_request import ActiveRequest, full_json
+from tcdeploy.server.hot_path import direct_route, read_body
+from tcdeploy.server.openapi import openapi_document
 from tcdeploy.server.protocol import (
     ApiError,
     ChatRequest,
@@ -37,236 +39,231 @@ from tcdeploy.server.protocol import (
     bad_request,
     parse,
 )
-from tcdeploy.server.service import Service
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.sse import EventStream
 from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
-BODY_TIMEOUT_S = 60.0
-UNAUTHENTICATED_PATHS = ("/health", "/ready")  # without a key
-SCHEMA_REF_TEMPLATE = "#/components/schemas/{model}"
+UNAUTHENTICATED_PATHS = ("/health", "/ready")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
-REQUEST_MODELS = (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+REQUEST_MODELS: dict[str, type[BaseModel]] = {
+    "/v1/completions": CompletionRequest,
+    "/v1/chat/completions": ChatRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
 log = logging.getLogger("tcdeploy.server")
 
 
-def make_app(service: Service) -> ASGIApp:
-    app = FastAPI(title="tcdeploy", version=__version__)
-    app.add_exception_handler(ApiError, lambda _, error: _error_response(error))  # type: ignore[arg-type]
-    app.add_exception_handler(HTTPException, lambda _, error: _error_response(_from_http_exception(error)))  # type: ignore[arg-type]
-    app.add_exception_handler(ClientDisconnect, _client_closed_response)
-    app.add_exception_handler(Exception, lambda _, error: _error_response(_internal_error(error)))
+def make_app(state: ServerState) -> ASGIApp:
+    async def completions(request: Request) -> Response:
+        """OpenAI's completions."""
+        return await _complete(state, request, await _parse_body(state, request, CompletionRequest))
 
-    @app.get("/health")
-    async def health() -> Response:
-        """The process and its engine live."""
-        return Response(status_code=503 if service.worker.failure else 200)
+    async def chat_completions(request: Request) -> Response:
+        """OpenAI's chat completions."""
+        return await _complete(state, request, await _parse_body(state, request, ChatRequest))
 
-    @app.get("/ready")
-    async def ready() -> Response:
-        """The weights are loaded, and every bucket is warm and checked."""
-        reason = "the engine died" if service.worker.failure else service.admission.closed_reason
+    routes = [
+        *_operations_routes(state),
+        *_model_routes(state),
+        Route("/v1/completions", completions, methods=["POST"]),
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+    ]
+    document = openapi_document("tcdeploy", __version__, routes, REQUEST_MODELS)
+
+    async def openapi(_: Request) -> Response:
+        return JSONResponse(document)
+
+    async def handle_error(_: Request, error: Exception) -> Response:
+        return _error_response(error)
+
+    app = Starlette(
+        routes=[*routes, Route("/openapi.json", openapi)],
+        exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error),
+    )
+    direct_routes = {}
+    if state.settings.hot_path.direct_routes:
+        direct_routes = {
+            "/v1/completions": direct_route(completions, _logged_error_response),
+            "/v1/chat/completions": direct_route(chat_completions, _logged_error_response),
+        }
+    return _AuthMiddleware(app, state.settings.api_key, direct_routes)
+
+
+def _operations_routes(state: ServerState) -> list[Route]:
+    async def health(_: Request) -> Response:
+        """200 if the process and its engine are alive."""
+        return Response(status_code=503 if state.worker.failure else 200)
+
+    async def ready(_: Request) -> Response:
+        """200 if the model is loaded and every bucket is warm and checked."""
+        reason = "the engine died" if state.worker.failure else state.unready_reason
         return PlainTextResponse(reason or "ready", 503 if reason else 200)
 
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        return {"version": __version__}
+    async def version(_: Request) -> Response:
+        """The version of tcdeploy."""
+        return JSONResponse({"version": __version__})
 
-    @app.get("/", response_class=HTMLResponse)
-    async def index_page() -> str:
-        return status.status_page()
+    async def index_page(_: Request) -> Response:
+        """A page that shows /status."""
+        return HTMLResponse(status.status_page())
 
-    @app.get("/status")
-    async def get_status() -> dict[str, Any]:
-        """What the page at / shows."""
-        return status.status(service)
+    async def status_document(_: Request) -> Response:
+        """The figures that the page at / shows."""
+        return JSONResponse(status.status_json(state.figures(), state.metrics.recent))
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics(_: Request) -> Response:
+        """Prometheus metrics."""
+        return Response(state.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        service.require_ready()
-        return {"object": "list", "data": [service.model_card()]}
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> dict[str, Any]:
-        service.require_ready()
-        service.check_model(name)
-        return service.model_card()
-
-    @app.post("/tokenize", openapi_extra=_request_body_schema(TokenizeRequest))
-    async def tokenize(raw_request: Request) -> dict[str, Any]:
-        request = await _parse_body(service, raw_request, TokenizeRequest)
-        service.require_ready()
-        ids = await service.tokenize(request)
-        return {"tokens": ids, "count": len(ids), "max_model_len": service.limits.context}
-
-    @app.post("/detokenize", openapi_extra=_request_body_schema(DetokenizeRequest))
-    async def detokenize(raw_request: Request) -> dict[str, str]:
-        request = await _parse_body(service, raw_request, DetokenizeRequest)
-        service.require_ready()
-        return {"prompt": await service.detokenize(request.tokens)}
-
-    @app.get("/tokenizer_info")
-    async def tokenizer_info() -> dict[str, Any]:
-        """What lm-eval's remote tokenizer asks before it uses the two above."""
-        service.require_ready()
-        return service.tokenizer_info()
-
-    @app.post("/v1/completions", openapi_extra=_request_body_schema(CompletionRequest))
-    async def completions(raw_request: Request) -> Response:
-        return await _complete(service, raw_request, await _parse_body(service, raw_request, CompletionRequest))
-
-    @app.post("/v1/chat/completions", openapi_extra=_request_body_schema(ChatRequest))
-    async def chat(raw_request: Request) -> Response:
-        return await _complete(service, raw_request, await _parse_body(service, raw_request, ChatRequest))
-
-    app.openapi = lambda: _openapi_schema(app)  # type: ignore[method-assign]
-    return _AuthMiddleware(app, service, {"/v1/completions": completions, "/v1/chat/completions": chat})
+    endpoints = {
+        "/health": health, "/ready": ready, "/version": version, "/": index_page, "/status": status_document,
+        "/metrics": metrics,
+    }  # fmt: skip
+    return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 
 
-async def _complete(service: Service, raw_request: Request, request: CompletionRequest | ChatRequest) -> Response:
+def _model_routes(state: ServerState) -> list[Route]:
+    async def models(_: Request) -> Response:
+        """The served model, as a list."""
+        return JSONResponse({"object": "list", "data": [state.require_service().model_card()]})
+
+    async def model(request: Request) -> Response:
+        """The served model, by name."""
+        service = state.require_service()
+        service.check_model(request.path_params["name"])
+        return JSONResponse(service.model_card())
+
+    async def tokenizer_info(_: Request) -> Response:
+        """Special tokens and the chat template. lm-eval reads it before it uses /tokenize."""
+        return JSONResponse(state.require_service().tokenizer.info())
+
+    async def tokenize(request: Request) -> Response:
+        """Token ids of a prompt or of chat messages."""
+        body = await _parse_body(state, request, TokenizeRequest)
+        service = state.require_service()
+        ids = await service.tokenizer.tokenize(body)
+        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.limits.context})
+
+    async def detokenize(request: Request) -> Response:
+        """The text of token ids."""
+        body = await _parse_body(state, request, DetokenizeRequest)
+        return JSONResponse({"prompt": await state.require_service().tokenizer.detokenize(body.tokens)})
+
+    return [
+        Route("/v1/models", models, methods=["GET"]),
+        Route("/v1/models/{name:path}", model, methods=["GET"]),
+        Route("/tokenizer_info", tokenizer_info, methods=["GET"]),
+        Route("/tokenize", tokenize, methods=["POST"]),
+        Route("/detokenize", detokenize, methods=["POST"]),
+    ]
+
+
+async def _complete(state: ServerState, raw_request: Request, request: CompletionRequest | ChatRequest) -> Response:
     check(request)
+    state.admission.check_open()
+    service = state.require_service()
     service.count_unknown_fields(request)
     service.check_model(request.model)
-    answers = request.choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-    if not answers:
-        raise bad_request("there is no prompt", "prompt")
-    service.admission.acquire(answers)
+    num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    if not num_choices:
+        raise bad_request("prompt is an empty list", "prompt")
+    service.admission.acquire(num_choices)
     active, stream = None, None
     try:
-        prompts = await service.prompts(request)
+        prompts = await service.tokenizer.prompts(request)
         active = ActiveRequest(service, request, prompts, await service.constraint(request, prompts))
         await active.submit()
         if request.stream:
-            stream = EventStream(active, service.stall_timeout)
+            stream = EventStream(active, service.settings.stall_timeout)
             return stream
-        return JSONResponse(await run_until_disconnect(raw_request, full_json(active)))
+        return JSONResponse(await _run_until_disconnect(raw_request, full_json(active)))
     except EngineDeadError as error:
         raise ApiError(503, str(error), code=error.code) from None
     except TcdeployError as error:
         raise bad_request(error.message, None) from None
     finally:
         if active is None:
-            service.admission.release(answers)
+            service.admission.release(num_choices)
         elif stream is None:
-            active.close()  # a stream does so when it ends
+            active.close()  # a stream closes it at its end
 
 
-async def _parse_body(service: Service, raw_request: Request, kind: type[RequestT]) -> RequestT:
-    """The body, no more of it than is allowed and for no longer. Raises ApiError 408, 413, 415 or 400."""
-    content_type = raw_request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+async def _parse_body(state: ServerState, request: Request, request_type: type[RequestT]) -> RequestT:
+    """The validated JSON body. Raises ApiError 408, 413, 415 or 400."""
+    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
-        raise ApiError(415, f"the body is {content_type[:80]}, and must be application/json")
-    if is_body_received(raw_request.scope):  # a timer costs 0.05 ms where nothing else has run for some milliseconds
-        return parse(kind, await _read_body(raw_request, service.max_body_bytes))
+        raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
+    return parse(request_type, await read_body(request, state.settings.max_body_bytes, state.settings.hot_path))
+
+
+async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read_body(raw_request, service.max_body_bytes)
-    except TimeoutError:
-        raise ApiError(408, f"the body took more than {BODY_TIMEOUT_S:.0f} s") from None
-    return parse(kind, body)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        disconnect.cancel()
+        task.cancel()
 
 
-async def _read_body(raw_request: Request, max_bytes: int) -> bytes:
-    """As `raw_request.stream()` reads it, without a generator: 0.012 ms instead of 0.028, after a rest."""
-    body, is_more = bytearray(), True
-    while is_more:
-        message = await raw_request.receive()
-        if message["type"] == "http.disconnect":
-            raise ClientDisconnect
-        body += message.get("body", b"")
-        if len(body) > max_bytes:
-            raise ApiError(413, f"the body is larger than {max_bytes} bytes")
-        is_more = message.get("more_body", False)
-    return bytes(body)
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 class _AuthMiddleware:
-    """The key, and a request id on the answer. Bare ASGI: the framework's kind wakes a task for each event.
+    """Checks the API key, adds X-Request-Id, and dispatches POSTs of `direct_routes`.
 
-    `direct_routes` are endpoints that ask the framework for nothing: its routes describe them, and are passed by.
+    Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
     """
 
-    def __init__(self, app: ASGIApp, service: Service, direct_routes: dict[str, Endpoint]) -> None:
-        self._app, self._service = app, service
-        self._direct_routes: dict[str, ASGIApp] = {
-            path: _as_asgi_app(endpoint) for path, endpoint in direct_routes.items()
-        }
+    def __init__(self, app: ASGIApp, api_key: str | None, direct_routes: dict[str, ASGIApp]) -> None:
+        self._app, self._api_key, self._direct_routes = app, api_key, direct_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        raw_request = Request(scope)
+        request = Request(scope)
 
         async def send_with_request_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                request_id = raw_request.headers.get("x-request-id") or uuid.uuid4().hex
+                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
-        key, app = self._service.api_key, self._app
+        app = self._app
         if scope["method"] == "POST":
             app = self._direct_routes.get(scope["path"], app)
-        if key and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(raw_request, key):
+        if self._api_key and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(request, self._api_key):
             app = _error_response(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
         await app(scope, receive, send_with_request_id)
 
 
-def _as_asgi_app(endpoint: Endpoint) -> ASGIApp:
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            response = await endpoint(Request(scope, receive, send))
-        except ApiError as error:
-            response = _error_response(error)
-        except ClientDisconnect:
-            response = _client_closed_response()
-        except Exception as error:
-            log.exception("a request failed")
-            response = _error_response(_internal_error(error))
-        await response(scope, receive, send)
-
-    return app
+def _has_key(request: Request, key: str) -> bool:
+    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
 
 
-def _client_closed_response(*_: object) -> Response:
-    return Response(status_code=499)
+def _logged_error_response(error: Exception) -> Response:
+    """For direct routes. uvicorn logs the unexpected errors of Starlette's routes."""
+    if not isinstance(error, (ApiError, ClientDisconnect)):
+        log.error("a request failed", exc_info=error)
+    return _error_response(error)
 
 
-def _has_key(raw_request: Request, key: str) -> bool:
-    return hmac.compare_digest(raw_request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
-
-
-def _error_response(error: ApiError) -> JSONResponse:
+def _error_response(error: Exception) -> Response:
+    """The response to any exception, with OpenAI's error body."""
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=499)
+    if isinstance(error, HTTPException):  # 404 and 405 of the router
+        error = ApiError(error.status_code, str(error.detail))
+    if not isinstance(error, ApiError):
+        error = ApiError(500, f"{type(error).__name__}: {error}")
     headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
     return JSONResponse(error.body, error.status, headers)
-
-
-def _internal_error(error: Exception) -> ApiError:
-    """What nobody expected."""
-    return ApiError(500, f"{type(error).__name__}: {error}")
-
-
-def _from_http_exception(error: HTTPException) -> ApiError:
-    """404 and 405 of the framework, in OpenAI's words."""
-    return ApiError(error.status_code, str(error.detail))
-
-
-def _request_body_schema(kind: type[Any]) -> dict[str, Any]:
-    """What /openapi.json says of a body that we read ourselves."""
-    schema = {"$ref": SCHEMA_REF_TEMPLATE.format(model=kind.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-
-
-def _openapi_schema(app: FastAPI) -> dict[str, Any]:
-    """The framework's description, and the shapes of those bodies."""
-    if app.openapi_schema is None:
-        found = get_openapi(title=app.title, version=app.version, routes=app.routes)
-        _, shapes = models_json_schema(
-            [(kind, "validation") for kind in REQUEST_MODELS], ref_template=SCHEMA_REF_TEMPLATE
-        )
-        found.setdefault("components", {}).setdefault("schemas", {}).update(shapes["$defs"])
-        app.openapi_schema = found
-    return app.openapi_schema

@@ -1,19 +1,20 @@
-"""What /metrics tells: the names that vLLM's dashboards know, under our prefix, and what only we can say.
+"""Prometheus metrics: vLLM's names with the prefix `tcdeploy:`, and counters of buckets, compiles and the cache.
 
-Counted where it happens, on the event loop; what the engine itself counts is read when somebody asks. A series whose
-label is known is there from the start, at zero: whoever takes differences does not see the first of one that appears.
+Counters of requests and tokens are incremented by the event loop; figures of the engine and of admission are read at
+each scrape. Series with known labels start at zero, because `rate()` would miss the first increment of a new series.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from tcdeploy.server.status import RecentStats
+from tcdeploy.server.figures import ModelFigures, ServerFigures
+from tcdeploy.server.recent_stats import RecentStats
 
 PREFIX = "tcdeploy:"
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 30, 60)
@@ -21,118 +22,118 @@ INTER_TOKEN_BUCKETS_S = (0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.
 
 
 class Metrics:
+    """`recent` holds the latest samples for /status."""
+
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts that were admitted")
-        self.generation_tokens = self._counter("generation_tokens", "Tokens that were generated")
-        self.request_success = self._counter("request_success", "Answers that ended, by reason", ["finished_reason"])
+        self.recent = RecentStats()
+        self.prompt_tokens = self._new_counter("prompt_tokens", "Prompt tokens of admitted requests")
+        self.generation_tokens = self._new_counter("generation_tokens", "Generated tokens")
+        self.request_success = self._new_counter("request_success", "Finished requests by reason", ["finished_reason"])
         for reason in ("stop", "length"):
             self.request_success.labels(reason)
-        self.unknown_fields = self._counter("unknown_fields", "Fields of requests that nobody knows")
-        self.broken_tool_calls = self._counter("broken_tool_calls", "Answers with a tool call that could not be read")
-        self.time_to_first_token = self._histogram(
-            "time_to_first_token_seconds", "From request to first token", LATENCY_BUCKETS_S
+        self.unknown_fields = self._new_counter("unknown_fields", "Distinct unknown request fields")
+        self.broken_tool_calls = self._new_counter("broken_tool_calls", "Outputs with a tool call that failed to parse")
+        self.time_to_first_token = self._new_histogram(
+            "time_to_first_token_seconds", "Time from request to first token", LATENCY_BUCKETS_S
         )
-        self.inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Between two tokens", INTER_TOKEN_BUCKETS_S
+        self.inter_token_latency = self._new_histogram(
+            "inter_token_latency_seconds", "Time between two tokens", INTER_TOKEN_BUCKETS_S
         )
-        self.queue_time = self._histogram(
-            "request_queue_time_seconds", "From request to its first step", LATENCY_BUCKETS_S
+        self.queue_time = self._new_histogram(
+            "request_queue_time_seconds", "Time from request to its first step", LATENCY_BUCKETS_S
         )
-        self.e2e_latency = self._histogram(
-            "e2e_request_latency_seconds", "From request to last token", LATENCY_BUCKETS_S
+        self.e2e_latency = self._new_histogram(
+            "e2e_request_latency_seconds", "Time from request to last token", LATENCY_BUCKETS_S
         )
 
-    def _counter(self, name: str, documentation: str, labels: list[str] | None = None) -> Counter:
+    def _new_counter(self, name: str, documentation: str, labels: list[str] | None = None) -> Counter:
         return Counter(PREFIX + name, documentation, labels or [], registry=self.registry)
 
-    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+    def _new_histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(PREFIX + name, documentation, buckets=buckets, registry=self.registry)
 
-    def register_service(self, service: Any) -> None:
-        self.registry.register(_ServiceCollector(service))
+    def register_figures(self, collect: Callable[[], ServerFigures]) -> None:
+        """Add the figures that `collect` returns to each scrape."""
+        self.registry.register(_FiguresCollector(collect))
 
     def text(self) -> bytes:
         return generate_latest(self.registry)
 
 
 class Stopwatch:
-    """The times of one answer."""
+    """Times one choice, from its construction to its last token."""
 
-    def __init__(self, metrics: Metrics, recent: RecentStats) -> None:
-        self._metrics, self._recent, self._start, self._last = metrics, recent, time.perf_counter(), 0.0
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics, self._start, self._last = metrics, time.perf_counter(), 0.0
 
-    def token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
-        """One came at `now` (time.perf_counter)."""
+    def observe_token(self, now: float, is_last: bool, queue_seconds: float | None = None) -> None:
+        """A token arrived at `now` (time.perf_counter). `queue_seconds` is set on the first one."""
+        metrics, recent = self._metrics, self._metrics.recent
         if queue_seconds is not None:
-            self._metrics.queue_time.observe(queue_seconds)
+            metrics.queue_time.observe(queue_seconds)
         if self._last:
-            self._metrics.inter_token_latency.observe(now - self._last)
-            self._recent.inter_token_latency.append(now - self._last)
+            metrics.inter_token_latency.observe(now - self._last)
+            recent.inter_token_latency.append(now - self._last)
         else:
-            self._metrics.time_to_first_token.observe(now - self._start)
-            self._recent.time_to_first_token.append(now - self._start)
+            metrics.time_to_first_token.observe(now - self._start)
+            recent.time_to_first_token.append(now - self._start)
         self._last = now
-        self._recent.token()
-        self._metrics.generation_tokens.inc()
+        recent.observe_token()
+        metrics.generation_tokens.inc()
         if is_last:
-            self._metrics.e2e_latency.observe(now - self._start)
-            self._recent.finished += 1
+            metrics.e2e_latency.observe(now - self._start)
+            recent.finished += 1
 
 
-class _ServiceCollector:
-    """What is read, not counted: queue, cache, buckets, start-up."""
-
-    def __init__(self, service: Any) -> None:
-        self._service = service
+class _FiguresCollector:
+    def __init__(self, collect: Callable[[], ServerFigures]) -> None:
+        self._collect = collect
 
     def describe(self) -> Iterator[Metric]:
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        service = self._service
-        stats = service.worker.stats
-        yield _gauge("num_requests_waiting", "Answers that wait for a row", stats.waiting)
-        yield _gauge("num_requests_running", "Answers that run", stats.running + stats.prefilling)
-        yield _counter("num_preemptions", "Answers that had to wait again", {(): stats.preemptions})
-        rejections = {(reason,): count for reason, count in service.admission.rejections.items()}
-        yield _counter("admission_rejections", "Answers that were refused at the door", rejections, ("reason",))
-        deployment = service.worker.deployment
-        if deployment is None:
-            return
-        engine = deployment.engine
-        yield _gauge(
-            "kv_cache_usage_perc", "Share of the KV blocks in use", stats.used_blocks / engine.allocator.capacity
-        )
-        runner = engine.runner
-        step_counts = {(bucket.name,): count for bucket, count in list(runner.step_counts.items())}
-        yield _counter("bucket_hits", "Steps of each bucket", step_counts, ("bucket",))
-        padding_tokens = {(bucket.name,): count for bucket, count in list(runner.padding_tokens.items())}
-        yield _counter("bucket_padding_tokens", "Tokens computed for nobody", padding_tokens, ("bucket",))
-        passes = {(): runner.uncaptured_runs}
-        yield _counter("eager_fallbacks", "Passes without the graph that their bucket has: prompts scored", passes)
-        missed_shapes = {(shape,): count for shape, count in service.missed_shapes.counts.items()}
+        figures = self._collect()
+        stats = figures.scheduler
+        yield _gauge("num_requests_waiting", "Requests that wait for a decode row", stats.waiting)
+        yield _gauge("num_requests_running", "Requests that run", stats.running + stats.prefilling)
+        yield _counter("num_preemptions", "Preempted requests", {(): stats.preemptions})
         yield _counter(
-            "missed_shapes", "Requests that no bucket holds whole, by the one that would", missed_shapes, ("bucket",)
+            "admission_rejections", "Rejected requests by reason", _labelled(figures.rejections), ("reason",)
         )
-        yield _counter("recompiles", "Compiles since the server was ready", {(): service.compiles_since_ready()})
-        stages = {(name,): seconds for name, seconds in deployment.stage_seconds.items()}
-        yield _gauge("startup_seconds", "Seconds of each stage of the start", stages, ("stage",))
-        outcomes = {record.bucket: record.outcome for record in deployment.records}
-        info = InfoMetricFamily(PREFIX + "cache", "Where each bucket's programs came from")
-        info.add_metric([], {name.replace(":", "_"): outcome for name, outcome in outcomes.items()})
-        yield info
+        if figures.model is not None:
+            yield from _model_metrics(figures.model)
+
+
+def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
+    yield _gauge("kv_cache_usage_perc", "Share of the KV blocks in use", model.kv_cache_usage)
+    yield _counter("bucket_hits", "Steps by bucket", _labelled(model.step_counts), ("bucket",))
+    yield _counter("bucket_padding_tokens", "Padding tokens by bucket", _labelled(model.padding_tokens), ("bucket",))
+    yield _counter(
+        "eager_fallbacks", "Forward passes without the CUDA graph of their bucket", {(): model.uncaptured_runs}
+    )
+    yield _counter("missed_shapes", "Requests beyond the largest bucket", _labelled(model.missed_shapes), ("bucket",))
+    yield _counter("recompiles", "Compilations since the model was loaded", {(): model.recompiles})
+    yield _gauge("startup_seconds", "Start-up time by stage", _labelled(model.stage_seconds), ("stage",))
+    info = InfoMetricFamily(PREFIX + "cache", "Cache outcome of each bucket")
+    info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
+    yield info
+
+
+def _labelled(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:
+    return {(label,): value for label, value in values.items()}
 
 
 def _gauge(name: str, documentation: str, value: Any, labels: tuple[str, ...] = ()) -> Metric:
     family = GaugeMetricFamily(PREFIX + name, documentation, labels=labels)
-    for key, one in (value if isinstance(value, dict) else {(): value}).items():
-        family.add_metric(key, one)
+    for label_values, sample in (value if isinstance(value, dict) else {(): value}).items():
+        family.add_metric(label_values, sample)
     return family
 
 
 def _counter(name: str, documentation: str, values: Mapping[Any, float], labels: tuple[str, ...] = ()) -> Metric:
     family = CounterMetricFamily(PREFIX + name, documentation, labels=labels)
-    for key, one in values.items():
-        family.add_metric(key, one)
+    for label_values, sample in values.items():
+        family.add_metric(label_values, sample)
     return family

@@ -1,8 +1,8 @@
-"""Shapes that were asked for and are in no bucket: served all the same, and written down for the next warm-up.
+"""Records request shapes beyond the largest bucket, so that the next `tcdeploy warm` can add buckets for them.
 
-A prompt longer than the largest prefill bucket is taken in chunks; more answers at once than the largest decode bucket
-holds wait for a row. Neither compiles anything. Each shape, rounded up to the power of two that a bucket would have,
-is a line of `missed_shapes.jsonl` in the cache folder, once per process; `tcdeploy warm --from FILE` adds those.
+Such requests are served without compiling: a prompt longer than the largest prefill bucket is split into chunks, and
+requests beyond the largest decode bucket wait for a row. Each shape, rounded up to a power of two, is written once per
+process as a line of `missed_shapes.jsonl` in the cache folder. `tcdeploy warm --from FILE` adds those buckets.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 FILE_NAME = "missed_shapes.jsonl"
-MAX_BUCKET_SIZE = {"prefill": 16384, "decode": 512}  # a bucket is worth its memory up to here
+HINT = f"a server writes {FILE_NAME} into its cache folder"
+MAX_BUCKET_SIZE = {"prefill": 16384, "decode": 512}  # larger buckets are not worth their memory
 Phase = Literal["prefill", "decode"]
 log = logging.getLogger("tcdeploy.server")
 
 
 class MissedShapes:
-    """Counts every miss; writes each shape once."""
+    """Counts every miss, and writes each shape once."""
 
     def __init__(self, plan: Plan) -> None:
-        self.counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()  # misses by bucket name
         self._path = Path(plan.cache_dir) / FILE_NAME
         self._largest = {"prefill": plan.prefill_buckets[-1].size, "decode": plan.decode_buckets[-1].size}
         self._written_shapes: set[str] = set()
 
     def observe_shape(self, phase: Phase, size: int) -> None:
+        """`size` is in tokens for prefill, in sequences for decode."""
         if size <= self._largest[phase]:
             return
         shape = f"{phase}:{bucket_size_for(phase, size)}"
@@ -43,9 +45,9 @@ class MissedShapes:
         self._written_shapes.add(shape)
         try:
             with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"kind": phase, "size": bucket_size_for(phase, size)}) + "\n")
+                file.write(json.dumps({"phase": phase, "size": bucket_size_for(phase, size)}) + "\n")
         except OSError as error:
-            log.warning("a missed shape could not be written to %s: %s", self._path, error.strerror)
+            log.warning("cannot write the missed shape %s to %s: %s", shape, self._path, error.strerror)
 
 
 def bucket_size_for(phase: Phase, size: int) -> int:
@@ -53,25 +55,22 @@ def bucket_size_for(phase: Phase, size: int) -> int:
 
 
 def read_missed_shapes(path: str) -> dict[str, set[int]]:
-    """Raises UsageError for a file that is not there, or not ours."""
-    found: dict[str, set[int]] = {"prefill": set(), "decode": set()}
+    """Bucket sizes by phase. Raises UsageError if the file is missing or malformed."""
+    sizes: dict[str, set[int]] = {"prefill": set(), "decode": set()}
     try:
         for line in Path(path).read_text("utf-8").splitlines():
-            entry = json.loads(line)
-            found[entry["kind"]].add(int(entry["size"]))
+            shape = json.loads(line)
+            phase = shape["phase"] if "phase" in shape else shape["kind"]  # "kind": files of release 0.2 and earlier
+            sizes[phase].add(int(shape["size"]))
     except OSError as error:
-        raise UsageError(
-            f"{path} cannot be read: {error.strerror}", f"a server writes {FILE_NAME} into its cache folder"
-        ) from error
+        raise UsageError(f"cannot read {path}: {error.strerror}", HINT) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"{path} is no file of missed shapes", f"a server writes {FILE_NAME} into its cache folder"
-        ) from error
-    return found
+        raise UsageError(f"{path} is not a file of missed shapes", HINT) from error
+    return sizes
 
 
 def with_missed_shapes(recipe: Recipe, plan: Plan, missed_shapes: dict[str, set[int]]) -> Recipe:
-    """The recipe with a bucket more for each missed shape that the context allows; what memory allows is the plan's."""
+    """The recipe with one more bucket per missed shape, clamped to the context. The plan checks the memory."""
     prefill = {bucket.size for bucket in plan.prefill_buckets} | {
         min(size, plan.context) for size in missed_shapes["prefill"]
     }

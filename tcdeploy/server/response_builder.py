@@ -1,127 +1,23 @@
-"""From an engine's tokens to what OpenAI's API says of them: text, log-probabilities, reasons, usage.
-
-A `Choice` is one answer on its way. Two dialects (completions, chat) make JSON of it, whole or in pieces; the pieces
-of a stream put together are the whole.
-"""
+"""JSON of completions and chat completions, whole or as stream chunks. Concatenated chunks equal the whole response."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from tcdeploy.engine.sequence import NewToken, TokenLogprobs
+from tcdeploy.server.choice import Choice, ScoredToken, Usage
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest
-from tcdeploy.server.stop_strings import StopStringDetokenizer
-from tcdeploy.server.tools import ParsedDelta, ParsedToolCall, ToolCallParser
 from tcdeploy.server.vocabulary import Vocabulary
 
 
-class ScoredToken(NamedTuple):
-    """A token with its log-probabilities, and where its text begins in the answer (characters)."""
-
-    token_id: int
-    logprobs: TokenLogprobs | None  # None of a prompt's first token
-    offset: int
-
-
-@dataclass
-class Choice:
-    index: int
-    text: StopStringDetokenizer
-    prompt_tokens: int
-    wants_logprobs: bool
-    echo: str | None = None
-    prompt_token_ids: tuple[int, ...] = ()
-    num_tokens: int = 0
-    finish_reason: str = ""
-    num_chars: int = 0
-    unsent_logprobs: list[ScoredToken] = field(default_factory=list)  # not yet told
-    tool_parser: ToolCallParser | None = None  # where the answer may call tools
-    calls: list[ParsedToolCall] = field(default_factory=list)  # not yet told
-    reasoning: str = ""  # not yet told
-
-    @property
-    def has_unsent_output(self) -> bool:
-        return bool(self.finish_reason or self.unsent_logprobs or self.calls or self.reasoning)
-
-    def receive(self, token: NewToken, vocabulary: Vocabulary) -> str:
-        """The text that a token adds, calls of tools left out. Sets `finish_reason` at the end, or at a stop string."""
-        self.num_tokens += 1
-        delta = ""
-        if self.num_tokens == 1 and self.echo is not None:
-            delta = self.echo
-            if self.wants_logprobs:
-                self._add_prompt_logprobs(token.prompt_logprobs or (), vocabulary)
-        if self.wants_logprobs and token.logprobs is not None:
-            self.unsent_logprobs.append(ScoredToken(token.token_id, token.logprobs, self.num_chars + len(delta)))
-        delta += self.text.push(token.token_id)
-        if self.text.stopped:
-            self.finish_reason = "stop"
-        elif token.finish_reason:
-            delta += self.text.finish()
-            self.finish_reason = "stop" if self.text.stopped else token.finish_reason
-        if self.tool_parser is not None:
-            delta = self._parse_tool_calls(delta, self.tool_parser)
-        self.num_chars += len(delta)
-        return delta
-
-    def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
-        content = self._store_parsed(tool_parser.push(delta))
-        if self.finish_reason:
-            content += self._store_parsed(
-                tool_parser.finish(was_truncated=self.finish_reason == "length" or self.text.stopped)
-            )
-        if self.finish_reason == "stop" and tool_parser.has_calls:
-            self.finish_reason = "tool_calls"
-        return content
-
-    def _store_parsed(self, parsed: ParsedDelta) -> str:
-        self.calls += parsed.calls
-        self.reasoning += parsed.reasoning
-        return parsed.content
-
-    def take_calls(self) -> list[ParsedToolCall]:
-        taken, self.calls = self.calls, []
-        return taken
-
-    def take_reasoning(self) -> dict[str, str]:
-        taken, self.reasoning = self.reasoning, ""
-        return {"reasoning_content": taken} if taken else {}
-
-    def take_logprobs(self) -> list[ScoredToken]:
-        taken, self.unsent_logprobs = self.unsent_logprobs, []
-        return taken
-
-    def _add_prompt_logprobs(self, found: tuple[TokenLogprobs, ...], vocabulary: Vocabulary) -> None:
-        offset = 0
-        for token_id, logprobs in zip(self.prompt_token_ids, (None, *found), strict=True):
-            self.unsent_logprobs.append(ScoredToken(token_id, logprobs, offset))
-            offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
-
-
-class Usage(NamedTuple):
-    prompt_tokens: int
-    completion_tokens: int
-
-    def json(self) -> dict[str, int]:
-        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
-
-
-def total_usage(choices: list[Choice], prompts: int) -> Usage:
-    """A prompt counts once, however many choices it has."""
-    each = len(choices) // prompts
-    return Usage(sum(entry.prompt_tokens for entry in choices[::each]), sum(entry.num_tokens for entry in choices))
-
-
 class ResponseBuilder:
-    """One request's way of saying things."""
+    """Builds the JSON of one request: `delta` for a stream chunk, `full_json` for a response that is not streamed."""
 
-    def __init__(self, model: str, vocabulary: Vocabulary, prefix: str, kind: str) -> None:
+    def __init__(self, model: str, vocabulary: Vocabulary, id_prefix: str, object_type: str) -> None:
         self.common_fields = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "object": kind,
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": object_type,
             "created": int(time.time()),
             "model": model,
         }
@@ -134,6 +30,7 @@ class ResponseBuilder:
         raise NotImplementedError
 
     def first_delta(self, choice: Choice) -> dict[str, Any] | None:
+        """The chunk before the first token, if the API has one."""
         return None
 
     def envelope(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
@@ -166,13 +63,13 @@ class CompletionResponseBuilder(ResponseBuilder):
         }
 
     def _top_logprobs(self, entry: ScoredToken) -> dict[str, float] | None:
-        """Two tokens may have one text: the more likely one is told."""
+        """Log-probability by token text. If two tokens have the same text, the more likely one is returned."""
         if entry.logprobs is None:
             return None
-        found: dict[str, float] = {}
+        by_text: dict[str, float] = {}
         for token_id, value in entry.logprobs.top:
-            found.setdefault(self.vocabulary.text(token_id), value)
-        return found
+            by_text.setdefault(self.vocabulary.text(token_id), value)
+        return by_text
 
 
 class ChatResponseBuilder(ResponseBuilder):

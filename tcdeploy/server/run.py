@@ -1,8 +1,8 @@
-"""From a recipe to a listening process, and from a signal to its end.
+"""Runs the server: from a recipe to a listening process, and from a signal to its exit code.
 
-The socket answers from the first second: /health says that the process lives, /ready that it may be used, which is
-when every bucket is warm and checked. The first SIGTERM or Ctrl-C drains: nothing new comes in, what runs may finish
-within the drain time-out, the rest gets an error event. The second ends at once.
+The socket accepts connections before the model is loaded: /health reports liveness, and /ready returns 200 once every
+bucket is warm and checked. The first SIGTERM or SIGINT drains: new requests are rejected, running ones may finish
+within the drain time-out, and the rest end with an error event. A second signal exits at once.
 """
 
 from __future__ import annotations
@@ -14,48 +14,39 @@ import signal
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
 
 try:
     import uvloop
-except ImportError:  # it is not made for every system
+except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import http_protocol
-from tcdeploy.server.service import Service
+from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import Service, build_service
+from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
-if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
+if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.pipeline import Deployment
 
 DRAIN_POLL_S = 0.05
-ERROR_DELIVERY_S = 1.0  # for a client to be told of an end
-GRACEFUL_SHUTDOWN_S = 3  # for connections to close by themselves
-OnReady: TypeAlias = "Callable[[Deployment, str], None]"
-
-
-@dataclass(frozen=True)
-class ServerSettings:
-    host: str = "127.0.0.1"
-    port: int = 8000
-    api_key: str | None = None
-    model: str = ""
-    max_queued: int = 256
-    drain_timeout: float = 30.0
-    stall_timeout: float = 30.0
+ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients
+GRACEFUL_SHUTDOWN_S = 3  # uvicorn's time for open connections
+OnReady: TypeAlias = "Callable[[Deployment, str], None]"  # (deployment, address)
 
 
 def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_ready: OnReady) -> int:
-    """Serve until a signal or the engine's death; gives the exit code.
+    """Serve until a signal or the death of the engine. Returns the exit code.
 
-    Raises what `deploy` raised where it never came to be ready, and UsageError where it cannot listen.
+    Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
     """
     listener = _listen(settings.host, settings.port)
 
@@ -71,63 +62,58 @@ def _listen(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on {host} port {port}: {error}", "--port 0 takes one that is free") from error
+        raise UsageError(f"cannot listen on {host} port {port}: {error}", "--port 0 selects a free port") from error
 
 
 class _Server:
     def __init__(
         self, settings: ServerSettings, listener: socket.socket, deploy: Callable[[], Deployment], on_ready: OnReady
     ) -> None:
-        self.settings, self._listener, self._on_ready = settings, listener, on_ready
-        self.worker = Worker(deploy, self._attach, self._on_engine_ready, self._on_engine_death)
-        self.admission = Admission(settings.max_queued)
-        self.service = Service(self.worker, self.admission, settings.model, settings.api_key)
-        self.service.stall_timeout = settings.stall_timeout
+        self.settings, self._listener, self._deploy, self._on_ready = settings, listener, deploy, on_ready
+        self.worker = Worker(self._load, self._on_loaded, self._on_engine_death, settings.hot_path)
+        self.admission, self.metrics = Admission(settings.max_queued), Metrics()
+        self.state = ServerState(settings, self.worker, self.admission, self.metrics)
         self._exit_event = asyncio.Event()
         self._is_draining = False
         self._error: BaseException | None = None
 
     async def run(self) -> int:
-        config = uvicorn.Config(
-            make_app(self.service), interface="asgi3", http=http_protocol(), ws="none", lifespan="off",
-            log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-            timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
-        )  # fmt: skip
-        http = uvicorn.Server(config)
-        http.install_signal_handlers = lambda: None  # type: ignore[attr-defined]
-        http.capture_signals = contextlib.nullcontext  # type: ignore[assignment]
+        http_server = uvicorn.Server(_uvicorn_config(self.state))
+        # Signals are handled below. If uvicorn renames this method, drain is skipped and test_faults.py fails.
+        http_server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign,assignment]
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
-        listening = asyncio.create_task(http.serve(sockets=[self._listener]))
+        listening = asyncio.create_task(http_server.serve(sockets=[self._listener]))
         self.worker.start()
         await asyncio.wait(
             {listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
-        http.should_exit = True
+        http_server.should_exit = True
         await listening
         self.worker.stop()
-        if self._error is not None and self.worker.deployment is None:
+        if self._error is not None and self.state.service is None:
             raise self._error
         return 1 if self._error is not None else 0
 
-    def _attach(self, deployment: Deployment) -> None:
-        self.service.attach(deployment)
+    def _load(self) -> Service:
+        """Runs in the engine thread."""
+        return build_service(self._deploy(), self.settings, self.worker, self.admission, self.metrics)
 
-    def _on_engine_ready(self) -> None:
-        self._warm_up_task = asyncio.create_task(self._warm_up_and_open())
+    def _on_loaded(self, service: Service) -> None:
+        self.state.service = service
+        self._warmup_task = asyncio.create_task(self._warm_up_and_open(service))
 
-    async def _warm_up_and_open(self) -> None:
-        deployment, start = self.worker.deployment, time.perf_counter()
-        assert deployment is not None
-        await send_warmup_requests(self.service)
+    async def _warm_up_and_open(self, service: Service) -> None:
+        start, deployment = time.perf_counter(), service.deployment
+        await send_warmup_requests(service)
         deployment.stage_seconds["warmup_requests"] = time.perf_counter() - start
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment, self.address)
 
     @property
     def address(self) -> str:
-        """With the port that was given, where any was asked for (0)."""
+        """The URL of the server, with the port that was bound."""
         port = self._listener.getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
@@ -135,9 +121,8 @@ class _Server:
     def _on_engine_death(self, error: BaseException) -> None:
         self._error = error
         self.admission.close("dead")
-        asyncio.get_running_loop().call_later(
-            ERROR_DELIVERY_S, self._exit_event.set
-        )  # the streams tell their clients first
+        loop = asyncio.get_running_loop()
+        loop.call_later(ERROR_DELIVERY_S, self._exit_event.set)
 
     def _on_signal(self) -> None:
         if self._is_draining:
@@ -154,3 +139,11 @@ class _Server:
         while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
         self._exit_event.set()
+
+
+def _uvicorn_config(state: ServerState) -> uvicorn.Config:
+    return uvicorn.Config(
+        make_app(state), interface="asgi3", http=http_protocol(), ws="none", lifespan="off",
+        log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+    )  # fmt: skip

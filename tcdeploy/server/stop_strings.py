@@ -1,7 +1,8 @@
-"""The text of one answer while its tokens arrive: whole characters, and nothing past a stop string.
+"""Incremental detokenization with stop strings: emits whole characters, and no text of a stop string.
 
-What may be the beginning of a stop string is held back until it is one or is none, so the pieces put together are the
-text that is given at once. Of several stop strings the one that is complete first counts, however the text was cut.
+Text that may be the start of a stop string is held back until it matches or cannot match, so the concatenated pieces
+equal the text of a request that is not streamed. If several stop strings occur, the one that is complete first ends
+the text, however the tokens cut it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 
 
 class StopStringDetokenizer:
-    """`push` gives the text that a token adds; once `stopped`, the answer ends before its stop string."""
+    """The text of one choice. `push` returns the text that a token adds; after a stop string, `stopped` is True."""
 
     def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True) -> None:
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
@@ -24,12 +25,12 @@ class StopStringDetokenizer:
         return self._text_before_stop(self._stream.push(token_id))
 
     def finish(self) -> str:
-        """What was held back, at the end of the tokens."""
+        """The text that was held back, after the last token."""
         if self.stopped:
             return ""
-        last = self._text_before_stop(self._stream.finish())
-        held, self._held_back = self._held_back, ""
-        return last if self.stopped else last + held
+        tail = self._text_before_stop(self._stream.finish())
+        held_back, self._held_back = self._held_back, ""
+        return tail if self.stopped else tail + held_back
 
     def _text_before_stop(self, piece: str) -> str:
         if self.stopped:
@@ -37,17 +38,17 @@ class StopStringDetokenizer:
         if not self._stop_strings:
             return piece
         text = self._held_back + piece
-        found = [(start + len(stop), start) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
-        if found:
+        matches = [(start + len(stop), start) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
+        if matches:
             self.stopped, self._held_back = True, ""
-            return text[: min(found)[1]]
-        keep = max(_partial_stop_length(text, stop) for stop in self._stop_strings)
-        self._held_back = text[len(text) - keep :]
-        return text[: len(text) - keep]
+            return text[: min(matches)[1]]
+        num_held_back = max(_partial_stop_length(text, stop) for stop in self._stop_strings)
+        self._held_back = text[len(text) - num_held_back :]
+        return text[: len(text) - num_held_back]
 
 
 def _partial_stop_length(text: str, stop: str) -> int:
-    """How many characters at the end of `text` begin `stop`."""
+    """Length of the longest suffix of `text` that is a proper prefix of `stop`."""
     for size in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:size]):
             return size

@@ -1,18 +1,13 @@
-"""Answers that are JSON, or JSON of a schema (`response_format`, forced tool calls), by the grammars of llguidance.
+"""Structured output: JSON that follows a schema (`response_format`, forced tool calls), by llguidance's grammars.
 
-A schema is compiled beside the event loop and the engine: 0.7 ms for one of three fields, 0.1 s for one of 1,000
-(128,000 tokens, llguidance 1.9, one core), and without Python's lock. A grammar belongs to one request. To share it
-would save that time and add up its states over all who use it, until the limit of one request's states ends them all.
+Schemas are compiled in threads and without the GIL, so neither the event loop nor the engine waits. Each request
+compiles its own grammar: a shared one would save at most 0.1 s, but would add up the lexer states of all its users
+until the limit of one request ends them all.
 
-What a stranger's schema can cost is bounded: its size here, the rest by llguidance. A mask takes 0.01 to 0.2 ms, and
-under these limits 13 to 18 ms, once, in the worst that we made: 100 patterns in one array, of which each answer ends
-with an error after some 170 random tokens. Its mean is 1.1 ms. A step's masks are computed in one call: of 32 answers,
-each with a grammar of its own, they took 161 ms one by one beside a thread that kept Python busy, and 5.4 together. The
-choices of one request share a lock within the library, so theirs are computed one after another. (AMD EPYC, two cores,
-November 2026.)
-
-White space within the JSON is free up to MAX_WHITESPACE characters at a time: a model that has lost its way would fill its
-context with it.
+The cost of a client's schema is bounded: its size here, the rest by llguidance's limits (PARSER_LIMITS). The masks of
+a step are computed in one call outside the GIL; the choices of one request share a lock inside llguidance and are
+computed one after another. White space inside the JSON is limited to MAX_WHITESPACE characters in a row, because a
+model in a loop would fill its context with it. Timings: docs/performance.md.
 """
 
 from __future__ import annotations
@@ -27,18 +22,18 @@ from typing import TYPE_CHECKING, Any
 from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.server.protocol import ApiError, bad_request
 
-if TYPE_CHECKING:  # numpy takes a tenth of a second, before which no socket would answer
+if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
     import numpy
     from llguidance import LLMatcher, LLTokenizer
     from numpy.typing import NDArray
 
 MAX_SCHEMA_CHARS = 128 << 10
 MAX_WHITESPACE = 40
-COMPILE_THREADS, MASK_THREADS = 2, 4  # threads; 32 masks took 0.24, 0.29 and 0.17 ms with 1, 2 and 4 on those two cores
+COMPILE_THREADS, MASK_THREADS = 2, 4
 PARSER_LIMITS = {
-    "max_items_in_row": 8_000,  # an object of 1,000 optional fields takes 4,007
+    "max_items_in_row": 8_000,  # an object with 1,000 optional fields needs 4,007
     "step_lexer_fuel": 50_000,
-    "max_lexer_states": 20_000,  # 1 to 2 KB each
+    "max_lexer_states": 20_000,  # 1 to 2 KB per state
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
@@ -46,95 +41,97 @@ log = logging.getLogger("tcdeploy.server")
 
 
 class StructuredOutputBackend:
-    """Makes constraints for one model. Made before the server is ready: a large tokenizer holds Python's lock 0.6 s."""
+    """Compiles grammars for one model. Constructed before /ready, because a large tokenizer holds the GIL for 0.6 s."""
 
     def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
         self._tokenizer: LLTokenizer | None = None
-        self._unavailable_reason = ""  # why nothing can be constrained
+        self._unavailable_reason = ""  # "" if grammars are available
         try:
             from llguidance.hf import from_tokenizer
 
             self._tokenizer = from_tokenizer(tokenizer, eos_token=list(stop_token_ids) or None)
             self._masker = GrammarMasker(self._tokenizer)
         except ImportError:
-            self._unavailable_reason = "needs llguidance, which is not installed: pip install 'tcdeploy[structured]'"
-        except Exception as error:  # whatever a foreign library says of a foreign tokenizer
-            self._unavailable_reason = f"does not work with this model's tokenizer: {error}"
+            self._unavailable_reason = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
+        except Exception as error:  # llguidance does not document which exceptions a tokenizer may cause
+            self._unavailable_reason = f"is not supported for this model's tokenizer: {error}"
 
     @property
     def is_available(self) -> bool:
         return not self._unavailable_reason
 
-    def require(self, field: str) -> None:
-        """Raises ApiError that names `field`, whose meaning needs a grammar, where there can be none."""
+    def check_available(self, field: str) -> None:
+        """Raises ApiError 400 that names `field` if grammars are not available."""
         if self._unavailable_reason:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
-        """What holds an answer to a JSON schema. Raises ApiError that names `field`, where the schema stood."""
-        self.require(field)
+        """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
+        self.check_available(field)
         text = json.dumps(with_bounded_whitespace(schema), ensure_ascii=False)
         return await self._compile_in_thread("json_schema", text, field)
 
     async def compile_lark(self, lark: str, field: str) -> CompiledGrammar:
-        """The same of a grammar in llguidance's Lark, which was made of schemas in `field`."""
-        self.require(field)
+        """The same for a grammar in llguidance's Lark syntax, built from schemas in `field`."""
+        self.check_available(field)
         return await self._compile_in_thread("lark", lark, field)
 
-    async def _compile_in_thread(self, kind: str, text: str, field: str) -> CompiledGrammar:
+    async def _compile_in_thread(self, syntax: str, text: str, field: str) -> CompiledGrammar:
         if len(text) > MAX_SCHEMA_CHARS:
-            raise bad_request(f"the schema has {len(text)} characters, and {MAX_SCHEMA_CHARS} is the most", field)
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, kind, text, field)
+            raise bad_request(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, syntax, text, field)
 
-    def _compile(self, kind: str, text: str, field: str) -> CompiledGrammar:
+    def _compile(self, syntax: str, text: str, field: str) -> CompiledGrammar:
         from llguidance import LLMatcher, LLParserLimits
 
         assert self._tokenizer is not None
         try:
-            grammar = LLMatcher.grammar_from_lark(text) if kind == "lark" else LLMatcher.grammar_from_json_schema(text)
+            grammar = (
+                LLMatcher.grammar_from_lark(text) if syntax == "lark" else LLMatcher.grammar_from_json_schema(text)
+            )
         except ValueError as error:
             raise _schema_error(str(error), field) from None
         ll_matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
-        ll_matcher.compute_bitmask()  # most of a first token's work; and a schema that nothing satisfies is found here
+        ll_matcher.compute_bitmask()  # does most of the first token's work, and detects unsatisfiable schemas
         if ll_matcher.is_error() or ll_matcher.is_stopped():
-            raise _schema_error(ll_matcher.get_error() or "nothing satisfies it", field)
+            raise _schema_error(ll_matcher.get_error() or "no value satisfies it", field)
         return CompiledGrammar(ll_matcher, self._masker)
 
 
 class GrammarMasker:
-    """Of all answers of one model, as the engine's `Masker`: the library has threads for it, without Python's lock."""
+    """Computes the token masks of a step in llguidance's threads, without the GIL. Implements the engine's `Masker`."""
 
     def __init__(self, tokenizer: LLTokenizer) -> None:
         from llguidance import LLExecutor
         from llguidance.numpy import fill_next_token_bitmask_par
 
         self._executor, self._fill_bitmask = LLExecutor(MASK_THREADS), fill_next_token_bitmask_par
-        self._mask_words = -(-tokenizer.vocab_size // 32)  # the model may have more tokens, or fewer
+        self._mask_words = -(-tokenizer.vocab_size // 32)  # the model's vocabulary may be larger or smaller
 
     def fill(self, matcher_rows: Sequence[tuple[GrammarMatcher, int]], masks: NDArray[numpy.int32]) -> None:
         import numpy
 
-        words = masks.shape[1]
-        found = masks if words == self._mask_words else numpy.zeros((len(masks), self._mask_words), masks.dtype)
-        self._fill_bitmask(self._executor, [(position.ll_matcher, row) for position, row in matcher_rows], found)
-        if found is not masks:
+        words = masks.shape[1]  # masks: [rows, words of 32 tokens]
+        filled = masks if words == self._mask_words else numpy.zeros((len(masks), self._mask_words), masks.dtype)
+        self._fill_bitmask(self._executor, [(matcher.ll_matcher, row) for matcher, row in matcher_rows], filled)
+        if filled is not masks:
             for _, row in matcher_rows:
-                masks[row, : self._mask_words] = found[row, :words]
+                masks[row, : self._mask_words] = filled[row, :words]
 
 
 class CompiledGrammar:
-    """A compiled schema, as the engine's `Constraint`."""
+    """A compiled schema. Implements the engine's `Constraint`."""
 
-    def __init__(self, ll_matcher: LLMatcher, masks: GrammarMasker) -> None:
-        self._ll_matcher, self._masker = ll_matcher, masks
+    def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
+        self._ll_matcher, self._masker = ll_matcher, masker
 
     def start(self) -> GrammarMatcher:
-        return GrammarMatcher(self._ll_matcher.deep_copy(), self._masker)  # 10 us: the compiled parts are shared
+        return GrammarMatcher(self._ll_matcher.deep_copy(), self._masker)  # 10 us: the compiled grammar is shared
 
 
 class GrammarMatcher:
-    """One answer's place in a grammar. The library reports and does not raise; whatever it reports is for good."""
+    """The state of one choice in its grammar. llguidance reports errors without raising; an error is permanent."""
 
     def __init__(self, ll_matcher: LLMatcher, masker: GrammarMasker) -> None:
         self.ll_matcher, self.masker = ll_matcher, masker
@@ -142,14 +139,15 @@ class GrammarMatcher:
     def accept(self, token_id: int) -> MatchStatus:
         self.ll_matcher.consume_token(token_id)
         if self.ll_matcher.is_error():
-            log.warning("a grammar could not go on: %s", self.ll_matcher.get_error())
+            log.warning("a grammar failed: %s", self.ll_matcher.get_error())
             return "error"
         return "stop" if self.ll_matcher.is_stopped() else ""
 
 
 def with_bounded_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema with llguidance's option that limits white space to MAX_WHITESPACE characters in a row."""
     return {**schema, "x-guidance": {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}}
 
 
-def _schema_error(why: str, field: str) -> ApiError:
-    return bad_request(f"the schema cannot be used: {' '.join(why.split())[:500]}", field)
+def _schema_error(reason: str, field: str) -> ApiError:
+    return bad_request(f"the schema in {field} cannot be used: {' '.join(reason.split())[:500]}", field)

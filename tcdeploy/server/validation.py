@@ -1,6 +1,6 @@
-"""What a request of the right shape may ask of this server, and what that means to the engine. No torch.
+"""Checks the values and combinations of request fields, and converts them to the engine's SamplingParams. No torch.
 
-One that would change the meaning and is not supported is refused by name.
+A field that changes the output and is not supported is rejected with its name.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, G
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
-MAX_TOOLS = 128  # OpenAI's own
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that mean nothing
+MAX_TOOLS = 128  # OpenAI's limit
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that have no effect, and are accepted
     "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "echo": (None, False), "bad_words": (None, []),
     "chat_template": (None,), "continue_final_message": (None, False), "truncate_prompt_tokens": (None,),
     "allowed_token_ids": (None,), "prompt_logprobs": (None,), "include_stop_str_in_output": (None, False),
@@ -28,46 +28,54 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> the values that mean not
 
 
 class ModelLimits(NamedTuple):
-    """What a request can ask of this deployment."""
+    """Limits of the served model."""
 
-    context: int
+    context: int  # tokens of prompt and output together
     vocab_size: int
-    stop_token_ids: tuple[int, ...]  # the model's own
+    stop_token_ids: tuple[int, ...]  # from the model's generation config
 
 
 def check(request: GenerationRequest) -> None:
-    """Refuse by name what would change the meaning and is not supported, and what is out of range."""
+    """Raises ApiError 400 for unsupported fields, and for values that are invalid for every model."""
     extra = request.model_extra or {}
     for name, value in extra.items():
         if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
             raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
-    if not 1 <= request.choices <= MAX_CHOICES:
-        raise bad_request(f"n is {request.choices}, and must be from 1 to {MAX_CHOICES}", "n")
-    if len(request.stops) > MAX_STOP_STRINGS or not all(request.stops):
-        raise bad_request(f"stop takes up to {MAX_STOP_STRINGS} strings that are not empty", "stop")
+    if not 1 <= request.num_choices <= MAX_CHOICES:
+        raise bad_request(f"n is {request.num_choices}; it must be from 1 to {MAX_CHOICES}", "n")
+    if len(request.stop_strings) > MAX_STOP_STRINGS:
+        message = f"stop has {len(request.stop_strings)} strings; the limit is {MAX_STOP_STRINGS}"
+        raise bad_request(message, "stop")
+    if not all(request.stop_strings):
+        raise bad_request("stop contains an empty string", "stop")
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
-        raise bad_request(f"stop_token_ids are {MAX_STOP_TOKEN_IDS} at most", "stop_token_ids")
+        message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
+        raise bad_request(message, "stop_token_ids")
     if isinstance(request, ChatRequest):
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
-            raise bad_request("top_logprobs goes with logprobs", "top_logprobs")
+            raise bad_request(f"top_logprobs is {request.top_logprobs}, but logprobs is not true", "top_logprobs")
     for name in ("ignore_eos", "min_tokens"):
         if request.constraint_field and getattr(request, name):
             raise bad_request(
-                f"{name} does not go with {request.constraint_field}: its answer ends where the JSON does", name
+                f"{name} cannot be combined with {request.constraint_field}: the output ends where its JSON ends", name
             )
     if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options goes with stream", "stream_options")
+        raise bad_request("stream_options requires stream to be true", "stream_options")
 
 
 def _check_tools(request: ChatRequest) -> None:
     names = [tool.function.name for tool in request.tools or []]
-    if len(names) > MAX_TOOLS or len(set(names)) < len(names):
-        raise bad_request(f"tools are {MAX_TOOLS} at most, each with a name of its own", "tools")
+    if len(names) > MAX_TOOLS:
+        raise bad_request(f"tools has {len(names)} entries; the limit is {MAX_TOOLS}", "tools")
+    if len(set(names)) < len(names):
+        raise bad_request("tools contains two functions of the same name", "tools")
     if request.tool_choice not in (None, "none", "auto") and not request.forced_tools:
-        raise bad_request("tool_choice asks for a call of what is not in tools", "tool_choice")
+        raise bad_request("tool_choice requires a call of a function that is not in tools", "tool_choice")
     if request.usable_tools and request.output_schema is not None:
-        raise bad_request("response_format does not go with tools, unless tool_choice is none", "response_format")
+        raise bad_request(
+            "response_format cannot be combined with tools, unless tool_choice is none", "response_format"
+        )
 
 
 def to_sampling_params(
@@ -77,11 +85,14 @@ def to_sampling_params(
     choice: int = 0,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """How the engine is to sample choice number `choice` of a request. Raises ApiError that names the field."""
+    """Sampling parameters of choice number `choice` of a request. Raises ApiError 400 with the name of the field.
+
+    `prompt_length` is in tokens. Choices of a seeded request use consecutive seeds.
+    """
     room = limits.context - prompt_length
     if room < 1:
         raise bad_request(
-            f"the prompt has {prompt_length} tokens, and this model's context is {limits.context}",
+            f"the prompt has {prompt_length} tokens; the model's context is {limits.context}",
             "messages" if isinstance(request, ChatRequest) else "prompt", "context_length_exceeded",
         )  # fmt: skip
     length_field = "max_tokens"
@@ -106,34 +117,36 @@ def to_sampling_params(
     values = {name: value for name, (value, _) in field_values.items()}
     if request.seed is not None and choice:
         values["seed"] = (request.seed + choice) % 2**63
-    stops = () if request.ignore_eos else limits.stop_token_ids
-    own = tuple(request.stop_token_ids or ())
-    if any(not 0 <= token_id < limits.vocab_size for token_id in own):
-        raise bad_request(f"stop_token_ids go from 0 to {limits.vocab_size - 1}", "stop_token_ids")
-    echoed = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
+    model_stop_ids = () if request.ignore_eos else limits.stop_token_ids
+    request_stop_ids = tuple(request.stop_token_ids or ())
+    if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
+        raise bad_request(f"stop_token_ids contains ids outside 0..{limits.vocab_size - 1}", "stop_token_ids")
+    echo_logprobs = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     try:
         params = SamplingParams(
             **values,  # type: ignore[arg-type]
-            stop_token_ids=tuple(dict.fromkeys((*stops, *own))),
+            stop_token_ids=tuple(dict.fromkeys((*model_stop_ids, *request_stop_ids))),
             logit_bias=_parse_logit_bias(request, limits.vocab_size),
-            prompt_logprobs=request.num_logprobs if echoed else None,
+            prompt_logprobs=request.num_logprobs if echo_logprobs else None,
             constraint=constraint,
         )
-    except UsageError as error:  # the ids of stops count as biases where min_tokens forbids them
-        biased = "logit_bias" if request.logit_bias else "stop_token_ids"
-        raise _first_invalid_field(field_values) or bad_request(error.message, biased) from None
+    except UsageError as error:  # with min_tokens, stop token ids count towards the limit of logit biases
+        bias_field = "logit_bias" if request.logit_bias else "stop_token_ids"
+        raise _first_invalid_field(field_values) or bad_request(error.message, bias_field) from None
     if max_new_tokens > room:
         raise bad_request(
-            f"the prompt has {prompt_length} tokens, {length_field} is {max_new_tokens}, and this model's context is "
+            f"the prompt has {prompt_length} tokens and {length_field} is {max_new_tokens}; the model's context is "
             f"{limits.context}", length_field, "context_length_exceeded",
         )  # fmt: skip
     if (request.min_tokens or 0) > max_new_tokens:
-        raise bad_request(f"min_tokens is more than {length_field}", "min_tokens")
+        raise bad_request(
+            f"min_tokens is {request.min_tokens}, more than {length_field} ({max_new_tokens})", "min_tokens"
+        )
     return params
 
 
 def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError | None:
-    """By the name of its field, the first value that the engine does not take; `field_values`: parameter -> (value, field)."""
+    """Error for the first value that the engine rejects. `field_values` maps a parameter to (value, request field)."""
     for name, (value, field) in field_values.items():
         try:
             if value is not None:
@@ -144,11 +157,10 @@ def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError |
 
 
 def _parse_logit_bias(request: GenerationRequest, vocab_size: int) -> tuple[tuple[int, float], ...]:
-    made = []
+    biases = []
     for key, value in (request.logit_bias or {}).items():
         if not key.isascii() or not key.isdecimal() or len(key) > 10 or int(key) >= vocab_size:
-            raise bad_request(
-                f"logit_bias names {key[:40]!r}, and token ids go from 0 to {vocab_size - 1}", "logit_bias"
-            )
-        made.append((int(key), value))
-    return tuple(made)
+            message = f"logit_bias has the key {key[:40]!r}; keys are token ids from 0 to {vocab_size - 1}"
+            raise bad_request(message, "logit_bias")
+        biases.append((int(key), value))
+    return tuple(biases)

@@ -1,4 +1,4 @@
-"""Single tokens as text and as bytes, which is not the same: a token may be a part of a character."""
+"""The text and the bytes of single tokens, for log-probabilities. The two differ if a token is part of a character."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Vocabulary:
         self.bytes = functools.lru_cache(maxsize=65536)(self._bytes)
 
     def is_special(self, token_id: int) -> bool:
-        """Whether it is no text at all: the beginning that a tokenizer puts before a prompt, say."""
+        """Whether the token is a special token, such as BOS, which has no text of its own."""
         return token_id in self._special
 
     def _text(self, token_id: int) -> str:
         return str(self._tokenizer.decode([token_id], skip_special_tokens=False))
 
     def _bytes(self, token_id: int) -> bytes:
-        """What the token stands for; of a part of a character the text is U+FFFD, and this is not."""
+        """The token's bytes. A token that is part of a character has the text U+FFFD but exact bytes."""
         token = self._tokenizer.convert_ids_to_tokens(token_id) or ""
         fallback = BYTE_FALLBACK.fullmatch(token)
         if fallback:
@@ -38,7 +38,7 @@ class Vocabulary:
 
 @functools.cache
 def _byte_decoder() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE (GPT-2): those that print are themselves, the others follow 255."""
-    printing = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printing]
-    return {chr(byte): byte for byte in printing} | {chr(256 + n): byte for n, byte in enumerate(others)}
+    """GPT-2's byte-level alphabet: printable bytes map to themselves, the others to code points from 256 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -1,8 +1,8 @@
-"""The engine in a thread of its own, and the way from an event loop to it and back.
+"""Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
 
-The engine is not thread-safe, so nothing but this thread touches it: requests and cancellations go in through a queue,
-and the tokens of a step come out in one call of the event loop, which hands them to whoever waits. A step that raises
-ends the worker: what the device then holds is not known, so every open answer gets the error, and the server exits.
+The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue; the
+tokens of a step leave in one callback of the event loop. An exception in a step is fatal, because the state of the
+device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -11,29 +11,23 @@ import asyncio
 import contextlib
 import queue
 import threading
-import time
-from collections.abc import AsyncGenerator, Callable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
+from tcdeploy.server.hot_path import HotPath, sleep_after_first_token
 
-if TYPE_CHECKING:  # torch takes seconds, in which the socket already answers
-    from tcdeploy.pipeline import Deployment
+if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+    from tcdeploy.engine.engine import Engine
 
-STOP = None  # the message that ends the thread
-# Seconds without Python's lock after an answer's first token, so that the event loop sends it at once: it took 0.48 ms
-# from step to loop without, and 0.21 with (medians, a tiny model on two cores).
-FIRST_TOKEN_SLEEP_S = 0.0002
-# Seconds that a request keeps out of the engine's way at most: the next prefill is launched 0.7 ms after it came to an
-# idle engine (8B on an H100), and a step that runs takes 5 to 15 ms. Whoever waits longer goes on beside the engine.
-MAX_LAUNCH_WAIT_S = 0.02
+STOP = None  # inbox message that ends the thread
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
 
 class EngineDeadError(Exception):
-    """Nothing more will come: the engine is gone, or the server ends."""
+    """No more tokens will come: the engine has failed, or the server is shutting down."""
 
     def __init__(self, message: str, code: str = "engine_died") -> None:
         super().__init__(message)
@@ -41,14 +35,15 @@ class EngineDeadError(Exception):
 
 
 class PendingRequest:
-    """One request of the engine, on the side of the event loop. What comes for it goes to `receive`, with its name.
+    """The event loop's handle for one engine request.
 
-    None comes when the engine has made a step since it had it; of an idle engine that is the launch of its prefill.
+    `receive` is called with each new token, with an exception, or with None once the engine has launched a step after
+    accepting the request.
     """
 
     def __init__(self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback) -> None:
         self.index, self.prompt, self.params = index, prompt, params
-        self.request_id: int | None = None  # the engine's; its thread alone looks at it
+        self.request_id: int | None = None  # the engine's id; used by the engine thread only
         self.is_open = True
         self._receive = receive
 
@@ -56,27 +51,36 @@ class PendingRequest:
         self._receive(self, item)
 
 
-class Worker:
-    """Starts the deployment in its thread, then runs it until `stop`; all methods are the event loop's.
+class EngineOwner(Protocol):
+    @property
+    def engine(self) -> Engine: ...
 
-    `attach` is the thread's too: what is to be made of a deployment before anybody is told of it.
+
+LoadedT = TypeVar("LoadedT", bound=EngineOwner)
+
+
+class Worker(Generic[LoadedT]):
+    """The engine thread. All public methods are called from the event loop.
+
+    `load` runs in the thread; its result goes to `on_ready`, and its engine runs until `stop`. `on_ready` and
+    `on_death` are called on the event loop; `on_death` also if `load` raises.
     """
 
     def __init__(
         self,
-        deploy: Callable[[], Deployment],
-        attach: Callable[[Deployment], None],
-        on_ready: Callable[[], None],
+        load: Callable[[], LoadedT],
+        on_ready: Callable[[LoadedT], None],
         on_death: Callable[[BaseException], None],
+        hot_path: HotPath,
     ) -> None:
-        self.deployment: Deployment | None = None
+        self.hot_path = hot_path
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
-        self._deploy, self._attach, self._on_ready, self._on_death = deploy, attach, on_ready, on_death
-        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._open_requests: set[PendingRequest] = set()  # the loop's: all that something may still come for
-        self._by_request_id: dict[int, PendingRequest] = {}  # the thread's: those that the engine knows
-        self._new_requests: list[PendingRequest] = []  # the thread's: those that it knows since its last step
+        self._load, self._on_ready, self._on_death = load, on_ready, on_death
+        self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
+        self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
+        self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
+        self._new_requests: list[PendingRequest] = []  # thread: submitted since the last step
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -84,43 +88,41 @@ class Worker:
         self._thread.start()
 
     def submit(self, pending: PendingRequest) -> None:
-        """Queue a request; its tokens, or an error, arrive at `pending`."""
+        """Queue a request. Its tokens, or an error, arrive at `pending`."""
         if self.failure is not None:
             pending.put(EngineDeadError("the engine is not running"))
             return
         self._open_requests.add(pending)
-        self._inbox.put(lambda: self._submit(pending))
+        self._inbox.put(lambda engine: self._submit(engine, pending))
 
     def cancel(self, pending: PendingRequest) -> None:
-        """Nobody wants the rest: its blocks are free again after the step that runs."""
+        """Abort a request. Its KV blocks are free after the current step."""
         pending.is_open = False
         self._open_requests.discard(pending)
-        self._inbox.put(lambda: self._abort(pending))
+        self._inbox.put(lambda engine: self._abort(engine, pending))
 
     def stop(self) -> None:
         self._inbox.put(STOP)
 
     def fail_all(self, error: EngineDeadError) -> None:
-        """Every open answer ends with `error`; whoever waits for one cancels it."""
+        """Deliver `error` to every open request. Their owners cancel them."""
         for pending in list(self._open_requests):
             pending.put(error)
 
-    # The thread.
+    # Engine thread
 
     def _run(self) -> None:
         try:
-            deployment = self._deploy()
-            self._attach(deployment)
-            self.deployment = deployment
-            self._loop.call_soon_threadsafe(self._on_ready)
-            self._serve(deployment.engine)
+            loaded = self._load()
+            self._loop.call_soon_threadsafe(self._on_ready, loaded)
+            self._serve(loaded.engine)
         except BaseException as error:
             self.failure = error
-            with contextlib.suppress(RuntimeError):  # the loop may be gone by now
+            with contextlib.suppress(RuntimeError):  # the loop may be closed
                 self._loop.call_soon_threadsafe(self._on_engine_failure, error)
 
     def _serve(self, engine: Any) -> None:
-        while self._process_inbox(wait=not engine.has_work):
+        while self._process_inbox(engine, wait=not engine.has_work):
             if not engine.has_work:
                 continue
             tokens = engine.step()
@@ -132,11 +134,11 @@ class Worker:
                 for token in tokens:
                     if token.finish_reason:
                         del self._by_request_id[token.request_id]
-                if any(token.queue_seconds is not None for token in tokens):
-                    time.sleep(FIRST_TOKEN_SLEEP_S)
+                if self.hot_path.first_token_sleep:
+                    sleep_after_first_token(tokens)
 
-    def _process_inbox(self, wait: bool) -> bool:
-        """Do what was asked since the last step; False where that is to stop."""
+    def _process_inbox(self, engine: Engine, wait: bool) -> bool:
+        """Process the messages since the last step. False: stop."""
         while True:
             try:
                 message = self._inbox.get(block=wait)
@@ -144,30 +146,28 @@ class Worker:
                 return True
             if message is STOP:
                 return False
-            message()
+            message(engine)
             wait = False
 
-    def _submit(self, pending: PendingRequest) -> None:
-        assert self.deployment is not None
-        if not pending.is_open:  # cancelled before it came here
+    def _submit(self, engine: Engine, pending: PendingRequest) -> None:
+        if not pending.is_open:  # cancelled meanwhile
             return
         try:
-            pending.request_id = self.deployment.engine.submit(pending.prompt, pending.params)
+            pending.request_id = engine.submit(pending.prompt, pending.params)
         except TcdeployError as error:
             self._loop.call_soon_threadsafe(pending.put, error)
             return
         self._by_request_id[pending.request_id] = pending
         self._new_requests.append(pending)
 
-    def _abort(self, pending: PendingRequest) -> None:
-        assert self.deployment is not None
+    def _abort(self, engine: Engine, pending: PendingRequest) -> None:
         if pending.request_id in self._by_request_id:  # else it has finished
             del self._by_request_id[pending.request_id]
             self._new_requests = [other for other in self._new_requests if other is not pending]
-            self.deployment.engine.abort(pending.request_id)
-            self.stats = self.deployment.engine.scheduler.stats
+            engine.abort(pending.request_id)
+            self.stats = engine.scheduler.stats
 
-    # The event loop.
+    # Event loop
 
     def _deliver(self, new_requests: list[PendingRequest], outputs: list[tuple[PendingRequest, NewToken]]) -> None:
         for pending in new_requests:
@@ -180,84 +180,3 @@ class Worker:
     def _on_engine_failure(self, error: BaseException) -> None:
         self.fail_all(EngineDeadError(str(error) or type(error).__name__))
         self._on_death(error)
-
-
-class RequestGroup:
-    """The answers to one request of a client, which may be several choices to several prompts, as one stream.
-
-    A step's tokens reach hundreds of streams at once, in a few milliseconds, so what is done for each counts: a list
-    and a future, no queue and no task.
-    """
-
-    def __init__(self, worker: Worker, prompts_and_params: list[tuple[list[int], SamplingParams]]) -> None:
-        self._worker = worker
-        self._new_tokens: list[tuple[PendingRequest, NewToken]] = []
-        self._failure: Exception | None = None
-        self._waiter: asyncio.Future[None] | None = None
-        self._is_starting = False
-        self.pending_requests = [
-            PendingRequest(index, *one, self._receive) for index, one in enumerate(prompts_and_params)
-        ]
-
-    async def start(self) -> None:
-        """To the engine with it, and out of its way until that has made a step since; `close` must follow.
-
-        Its thread needs Python's lock to launch a step, and would wait for whatever the loop does next.
-        """
-        for pending in self.pending_requests:
-            self._worker.submit(pending)
-        if self._failure is None:
-            self._is_starting = True
-            await self._wait(MAX_LAUNCH_WAIT_S)
-            self._is_starting = False
-
-    async def tokens(
-        self, timeout_s: float | None = None
-    ) -> AsyncGenerator[list[tuple[PendingRequest, NewToken]], None]:
-        """All that has come since the last time, until all answers are complete or cancelled.
-
-        An empty list says that nothing came for `timeout_s` seconds. Raises TcdeployError where the engine refused a
-        request, EngineDeadError where it is no more.
-        """
-        while any(pending.is_open for pending in self.pending_requests):
-            if not self._new_tokens and self._failure is None:
-                await self._wait(timeout_s)
-            arrived, self._new_tokens = self._new_tokens, []
-            if arrived or self._failure is None:
-                yield arrived
-            else:
-                raise self._failure
-
-    def cancel(self, pending: PendingRequest) -> None:
-        """Nobody wants the rest of this one."""
-        if pending.is_open:
-            self._worker.cancel(pending)
-
-    def close(self) -> None:
-        """Nobody wants the rest of any."""
-        for pending in self.pending_requests:
-            self.cancel(pending)
-
-    def _receive(self, pending: PendingRequest, item: NewToken | Exception | None) -> None:
-        if isinstance(item, Exception):
-            self._failure = item
-        elif item is not None and pending.is_open:
-            self._new_tokens.append((pending, item))
-        if item is not None or self._is_starting:  # later it is no news: who waits for tokens would find none
-            self._wake()
-
-    async def _wait(self, timeout_s: float | None) -> None:
-        """Return when something has arrived, or after `timeout_s` seconds."""
-        loop = asyncio.get_running_loop()
-        self._waiter = loop.create_future()
-        timer = None if timeout_s is None else loop.call_later(timeout_s, self._wake)
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
-            if timer is not None:
-                timer.cancel()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)

@@ -1,4 +1,4 @@
-"""The real command, serving the embedded model in a process of its own, as its clients find it."""
+"""Fixtures that run `tcdeploy serve` with the embedded model in a separate process."""
 
 from __future__ import annotations
 
@@ -29,31 +29,30 @@ FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
 class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
     address: str
-    stderr: list[str]  # its lines on stderr
+    stderr: list[str]  # lines so far
 
     @property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0)
 
     def metric(self, name: str, **labels: str) -> float:
-        """One sample of /metrics; 0 where there is none."""
-        wanted = f"tcdeploy:{name}" + (
-            "{" + ",".join(f'{key}="{value}"' for key, value in labels.items()) + "}" if labels else ""
-        )
+        """One sample of /metrics; 0 if it does not exist."""
+        label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())
+        sample = f"tcdeploy:{name}" + (f"{{{label_text}}}" if labels else "")
         for line in httpx.get(f"{self.address}/metrics").text.splitlines():
-            if line.startswith(f"{wanted} "):
+            if line.startswith(f"{sample} "):
                 return float(line.rsplit(" ", 1)[1])
         return 0.0
 
     @property
     def steps(self) -> float:
-        """That the engine has run since it was ready."""
+        """Engine steps since the start."""
         lines = httpx.get(f"{self.address}/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tcdeploy:bucket_hits_total"))
 
     @property
     def resident_bytes(self) -> int:
-        """Memory of the process."""
+        """Resident memory of the process."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(next(line for line in status.splitlines() if line.startswith("VmRSS:")).split()[1]) << 10
 
@@ -64,7 +63,7 @@ class ServerProcess:
         return connection
 
     def wait_until_idle(self, seconds: float) -> float:
-        """Wait until nothing runs and no block is in use; the seconds that took, at most `seconds`."""
+        """Wait at most `seconds` until no request runs and no KV block is in use. Returns the seconds waited."""
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             if not any(
@@ -76,7 +75,7 @@ class ServerProcess:
 
 
 def raw_post(path: str, body: bytes) -> bytes:
-    """A request as it goes over the wire."""
+    """The bytes of an HTTP request."""
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
     return f"{head}\r\n\r\n".encode() + body
 
@@ -85,17 +84,17 @@ def raw_post(path: str, body: bytes) -> bytes:
 def serving(
     home: Path, cache: Path, *flags: str, fork_server: ForkServer | None = None, script: str = "", model: str = TINY
 ) -> Iterator[ServerProcess]:
-    """`script` runs in the server's process before the command does."""
-    asked = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
+    """Start a server and yield it once it is ready. `script` runs in its process before the command."""
+    arguments = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
     environ = cli_environment(home)
     process: subprocess.Popen[str] | ForkedProcess
     if fork_server is not None and fork_server.supports(environ):
-        process = fork_server.popen(*asked, environ=environ, script=script)
+        process = fork_server.popen(*arguments, environ=environ, script=script)
     else:
-        command = cli_command(*asked)
+        command = cli_command(*arguments)
         if script:
             run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
-            command = [command[0], "-c", f"{script}\n{run}", *asked]
+            command = [command[0], "-c", f"{script}\n{run}", *arguments]
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
         )
@@ -121,12 +120,12 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it as it was; a new process, as for users."""
-    with serving(tmp_path_factory.mktemp("home"), warm_cache) as found:
-        yield found
+    """One server for all tests that leave it unchanged; started as a new process, as users do."""
+    with serving(tmp_path_factory.mktemp("home"), warm_cache) as started:
+        yield started
 
 
 @pytest.fixture
 def serve(tmp_path: Path, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Callable[..., Any]:
-    """A server of one's own, from the same warm cache."""
-    return lambda *flags, **asked: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **asked)
+    """Starts a server for one test, from the same warm cache."""
+    return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **options)

@@ -1,4 +1,4 @@
-"""What no client should send: ten thousand mutilated requests, bytes that are no HTTP, heads and bodies without end."""
+"""Malformed input: ten thousand mutated requests, bytes that are not HTTP, endless headers and bodies."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ ODDITIES = [
 ]  # fmt: skip
 
 
-def mutilated(source: random.Random) -> tuple[str, bytes]:
-    """A request of ours with one to four things done to its bytes, or with one field made something else."""
-    path, asked = source.choice(BODIES)
+def mutated_request(source: random.Random) -> tuple[str, bytes]:
+    """The path and body of a valid request with one field replaced, or with one to four random edits."""
+    path, fields = source.choice(BODIES)
     if source.random() < 0.4:
-        marked = {**asked, source.choice([*asked, "top_p", "n", "min_tokens", "top_k", "response_format"]): "@@"}
+        name = source.choice([*fields, "top_p", "n", "min_tokens", "top_k", "response_format"])
+        marked = {**fields, name: "@@"}
         return path, json.dumps(marked).encode().replace(b'"@@"', source.choice(ODDITIES))
-    body = bytearray(json.dumps(asked, ensure_ascii=False).encode())
+    body = bytearray(json.dumps(fields, ensure_ascii=False).encode())
     for _ in range(source.randint(1, 4)):
         at = source.randrange(len(body) + 1)
         end = min(len(body), at + source.randint(0, 12))
@@ -50,19 +51,21 @@ def mutilated(source: random.Random) -> tuple[str, bytes]:
     return path, bytes(body)
 
 
-def test_ten_thousand_mutilated_requests_meet_no_server_error(serve: Callable[..., Any]) -> None:
+def test_ten_thousand_mutated_requests_cause_no_server_error(serve: Callable[..., Any]) -> None:
     source = random.Random(8)
-    requests = iter([mutilated(source) for _ in range(REQUESTS)])
+    requests = iter([mutated_request(source) for _ in range(REQUESTS)])
     statuses: Counter[int] = Counter()
 
     async def client(session: aiohttp.ClientSession, address: str) -> None:
         for path, body in requests:
-            async with session.post(address + path, data=body, headers={"content-type": "application/json"}) as answer:
-                told = await answer.read()
-            statuses[answer.status] += 1
-            assert answer.status < 500 or answer.status in (501, 503), (path, body[:300], told[:300])
-            if answer.status >= 400:
-                assert set(json.loads(told)["error"]) == {"message", "type", "param", "code"}, (path, body[:300])
+            async with session.post(
+                address + path, data=body, headers={"content-type": "application/json"}
+            ) as response:
+                content = await response.read()
+            statuses[response.status] += 1
+            assert response.status < 500 or response.status in (501, 503), (path, body[:300], content[:300])
+            if response.status >= 400:
+                assert set(json.loads(content)["error"]) == {"message", "type", "param", "code"}, (path, body[:300])
 
     async def all_clients(address: str) -> None:
         async with aiohttp.ClientSession() as session:
@@ -79,11 +82,11 @@ def test_ten_thousand_mutilated_requests_meet_no_server_error(serve: Callable[..
         assert server.metric("recompiles_total") == 0
 
 
-def test_bytes_that_are_no_http(server: ServerProcess) -> None:
+def test_random_bytes_cause_no_server_error(server: ServerProcess) -> None:
     source = random.Random(9)
-    whole = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n" + b'{"prompt": "a"}'
+    valid = b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 15\r\n\r\n" + b'{"prompt": "a"}'
     for _ in range(300):
-        sent = bytearray(whole if source.random() < 0.7 else source.randbytes(200))
+        sent = bytearray(valid if source.random() < 0.7 else source.randbytes(200))
         for _ in range(source.randint(1, 5)):
             sent[source.randrange(len(sent))] = source.randrange(256)
         with server.connect() as connection:
@@ -96,17 +99,17 @@ def test_bytes_that_are_no_http(server: ServerProcess) -> None:
 
 
 @pytest.mark.parametrize("begin", [b"GET /", b"GET /health HTTP/1.1\r\nhost: x\r\nx-long: "], ids=["path", "header"])
-def test_a_head_without_end_is_cut(server: ServerProcess, begin: bytes) -> None:
+def test_endless_headers_close_the_connection(server: ServerProcess, begin: bytes) -> None:
     before, sent = server.resident_bytes, 0
     with server.connect() as connection, pytest.raises(ConnectionError):
         connection.sendall(begin)
         while sent < 100 << 20:
             sent += connection.send(b"a" * 65536)
-    assert sent < 32 << 20, "what the kernel holds, and no more"
+    assert sent < 32 << 20, "no more than the kernel buffers"
     assert server.resident_bytes - before < GROWTH_BYTES
 
 
-def test_a_body_of_100_megabytes_is_cut(server: ServerProcess) -> None:
+def test_a_body_of_100_megabytes_is_413(server: ServerProcess) -> None:
     before = server.resident_bytes
     with server.connect() as connection:
         connection.sendall(b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-length: 104857600\r\n\r\n")
@@ -117,27 +120,29 @@ def test_a_body_of_100_megabytes_is_cut(server: ServerProcess) -> None:
     assert server.resident_bytes - before < GROWTH_BYTES
 
 
-SHORT_TIMEOUTS = "from tcdeploy.server import api, http; http.REQUEST_TIMEOUT_S = api.BODY_TIMEOUT_S = 1.0"
+SHORT_TIMEOUTS = "from tcdeploy.server import hot_path, http; http.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 1.0"
 
 
 @pytest.mark.parametrize("is_one_packet", [True, False])
 @pytest.mark.parametrize(
-    "begun", [b"POST /tokenize HTTP/1.1\r\nhost", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
+    "incomplete", [b"POST /tokenize HTTP/1.1\r\nhost", b"POST /tokenize HTTP/1.1\r\ncontent-length: 9\r\n\r\n{"]
 )
-def test_so_are_those_behind_a_whole_request(serve: Callable[..., Any], begun: bytes, is_one_packet: bool) -> None:
-    whole = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
+def test_slow_headers_and_bodies_after_a_complete_request_time_out(
+    serve: Callable[..., Any], incomplete: bytes, is_one_packet: bool
+) -> None:
+    complete = b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n"
     with serve(script=SHORT_TIMEOUTS) as server, server.connect() as connection:
-        connection.sendall(whole + begun if is_one_packet else whole)
-        told = connection.recv(4096)
+        connection.sendall(complete + incomplete if is_one_packet else complete)
+        received = connection.recv(4096)
         if not is_one_packet:
-            connection.sendall(begun)
+            connection.sendall(incomplete)
         connection.settimeout(20)
         while part := connection.recv(4096):
-            told += part
-    assert b" 200 " in told and b" 408 " in told
+            received += part
+    assert b" 200 " in received and b" 408 " in received
 
 
-def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callable[..., Any]) -> None:
+def test_slow_headers_and_bodies_time_out(serve: Callable[..., Any]) -> None:
     with serve(script=SHORT_TIMEOUTS) as server:
         slow = [server.connect() for _ in range(100)]
         for number, connection in enumerate(slow):
@@ -148,24 +153,24 @@ def test_heads_and_bodies_that_do_not_come_to_an_end_are_given_up(serve: Callabl
         start = time.monotonic()
         assert httpx.post(f"{server.address}/tokenize", json={"prompt": "a"}).status_code == 200
         for number, connection in enumerate(slow):
-            told = connection.recv(4096)
-            while not told.endswith(b"}"):  # the body may come in a packet of its own
+            received = connection.recv(4096)
+            while not received.endswith(b"}"):  # the body may arrive in a separate packet
                 part = connection.recv(4096)
-                assert part, told
-                told += part
-            assert b" 408 " in told and json.loads(told.partition(b"\r\n\r\n")[2])["error"]["message"], number
+                assert part, received
+                received += part
+            assert b" 408 " in received and json.loads(received.partition(b"\r\n\r\n")[2])["error"]["message"], number
             connection.close()
         assert time.monotonic() - start < 10
 
 
-def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Callable[..., Any]) -> None:
-    """The first is answered before its body came; the second has a line too many behind it, and a stream to end."""
-    with serve(script=SHORT_TIMEOUTS) as server, server.connect() as unwanted, server.connect() as streaming:
-        unwanted.sendall(
+def test_a_rejected_upload_times_out_and_trailing_bytes_do_not_end_a_stream(serve: Callable[..., Any]) -> None:
+    """The upload is rejected before its body arrives. The stream's request is followed by an extra line break."""
+    with serve(script=SHORT_TIMEOUTS) as server, server.connect() as rejected, server.connect() as streaming:
+        rejected.sendall(
             b"POST /tokenize HTTP/1.1\r\nhost: x\r\ncontent-type: text/plain\r\ncontent-length: 99\r\n\r\n"
         )
-        assert b" 415 " in unwanted.recv(4096)
-        unwanted.sendall(b"a")
+        assert b" 415 " in rejected.recv(4096)
+        rejected.sendall(b"a")
         body = {
             "prompt": [5, 6],
             "max_tokens": 600,
@@ -174,16 +179,16 @@ def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Ca
             "stream_options": {"include_usage": True},
         }
         streaming.sendall(raw_post(COMPLETIONS, json.dumps(body).encode()) + b"\r\n")
-        told = b""
-        while not told.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+        received = b""
+        while not received.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             part = streaming.recv(1 << 16)
-            assert part, told[-300:]
-            told += part
-        events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith(b"data: {")]
+            assert part, received[-300:]
+            received += part
+        events = [json.loads(line[6:]) for line in received.splitlines() if line.startswith(b"data: {")]
         assert not any("error" in event for event in events) and events[-1]["usage"]["completion_tokens"] == 600
-        unwanted.settimeout(10)
+        rejected.settimeout(10)
         with contextlib.suppress(ConnectionError):
-            while unwanted.recv(4096):
+            while rejected.recv(4096):
                 pass
 
 
@@ -195,19 +200,19 @@ def test_an_upload_nobody_wants_and_bytes_behind_a_request_are_bounded(serve: Ca
     ],
     ids=["messages", "texts", "prompts"],
 )  # fmt: skip
-def test_a_large_body_that_is_wrong_is_refused_and_nobody_waits(server: ServerProcess, body: bytes) -> None:
-    before, longest, answers = server.resident_bytes, 0.0, []
+def test_a_large_invalid_body_is_400_and_does_not_block_other_requests(server: ServerProcess, body: bytes) -> None:
+    before, longest, statuses = server.resident_bytes, 0.0, []
 
-    def ask() -> None:
+    def send() -> None:
         headers = {"content-type": "application/json"}
         path = CHAT if b"messages" in body[:20] else COMPLETIONS
-        answers.append(httpx.post(server.address + path, content=body, headers=headers, timeout=60).status_code)
+        statuses.append(httpx.post(server.address + path, content=body, headers=headers, timeout=60).status_code)
 
-    asking = threading.Thread(target=ask)
-    asking.start()
-    while asking.is_alive():
+    sending = threading.Thread(target=send)
+    sending.start()
+    while sending.is_alive():
         start = time.monotonic()
         assert httpx.get(f"{server.address}/health").status_code == 200
         longest = max(longest, time.monotonic() - start)
-    assert answers == [400] and longest < 1.0, (answers, longest)
+    assert statuses == [400] and longest < 1.0, (statuses, longest)
     assert server.resident_bytes - before < 2 * GROWTH_BYTES

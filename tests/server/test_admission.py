@@ -1,4 +1,4 @@
-"""Who comes in, and who is told to come back."""
+"""Admission: which requests are admitted, which are rejected for now, and which can never be admitted."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from tcdeploy.server.admission import Admission
 from tcdeploy.server.protocol import ApiError
 
 
-def test_as_many_as_run_and_wait_come_in() -> None:
+def test_running_and_queued_choices_are_admitted_up_to_the_limit() -> None:
     admission = Admission(max_queued=2)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError) as rejection:
         admission.acquire(1)
-    assert (refused.value.status, refused.value.code) == (503, "loading")
+    assert (rejection.value.status, rejection.value.code) == (503, "loading")
     admission.open(max_running=4)
     admission.acquire(5)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError, match="5 choices are running or queued.* adds 2; the limit is 6") as rejection:
         admission.acquire(2)
-    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (503, "queue_full", 1)
+    assert (rejection.value.status, rejection.value.code, rejection.value.retry_after) == (503, "queue_full", 1)
     admission.release(1)
     admission.acquire(2)
     assert admission.num_admitted == 6
     assert (admission.rejections["loading"], admission.rejections["queue_full"]) == (1, 1)
 
 
-def test_what_never_fits_is_not_told_to_come_back() -> None:
+def test_a_request_over_the_limit_alone_gets_400_and_no_retry_after() -> None:
     admission = Admission(max_queued=2)
     admission.open(max_running=4)
-    with pytest.raises(ApiError) as refused:
+    with pytest.raises(ApiError, match="has 7 choices .*; the limit is 6") as rejection:
         admission.acquire(7)
-    assert (refused.value.status, refused.value.param) == (400, "n")
+    assert (rejection.value.status, rejection.value.param) == (400, "n")
     assert admission.num_admitted == 0 and not sum(admission.rejections.values())

@@ -1,8 +1,9 @@
-"""What every answer has, whichever way it went: through the framework's routes or past them."""
+"""What every response has, on direct routes and on Starlette's: OpenAI's errors, a request id, authentication."""
 
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import inspect
 import logging
 from types import SimpleNamespace
@@ -12,92 +13,140 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
+from tcdeploy.server.hot_path import HotPath
+from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
-from tcdeploy.server.service import Prompt, Service
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import Service
+from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.tokenization import Prompt
 from tcdeploy.server.validation import ModelLimits, to_sampling_params
 
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})
 CHAT = ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
 MODELS = ("GET", "/v1/models", None)
+SIMPLE_PATH = HotPath(direct_routes=False, first_token_sleep=False, own_body_reader=False, wait_for_launch=False)
 
 
-def ask(service: Service, method: str, path: str, body: Any, **headers: str) -> httpx.Response:
-    async def answer() -> httpx.Response:
-        transport = httpx.ASGITransport(make_app(service), raise_app_exceptions=False)
+def fail(*_: object) -> None:
+    raise RuntimeError("out of order")
+
+
+class FailingService(Service):
+    def model_card(self) -> dict[str, Any]:
+        raise RuntimeError("out of order")
+
+
+def send_request(state: ServerState, method: str, path: str, body: Any, **headers: str) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(state), raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return await client.request(method, path, json=body, headers=headers)
 
-    return asyncio.run(answer())
+    return asyncio.run(send())
 
 
-@pytest.fixture
-def service(monkeypatch: pytest.MonkeyPatch) -> Service:
-    """One in which whatever needs the model is out of order."""
-
-    def fail(*_: object) -> None:
-        raise RuntimeError("out of order")
-
-    made = Service(SimpleNamespace(failure=None, deployment=object()), Admission(1), "tiny", "secret")  # type: ignore[arg-type]
-    made.admission.open(1)
-    monkeypatch.setattr(made, "prompts", fail)
-    monkeypatch.setattr(made, "model_card", fail)
-    return made
+def fake_worker(hot_path: HotPath, **attributes: Any) -> Any:
+    return SimpleNamespace(failure=None, stats=SchedulerStats(0, 0, 0, 0, 0), hot_path=hot_path, **attributes)
 
 
-@pytest.mark.parametrize("asked", [COMPLETION, CHAT, MODELS])
-def test_what_nobody_expected_is_500_is_logged_and_leaves_nobody_inside(
-    asked: Any, service: Service, caplog: pytest.LogCaptureFixture
+@pytest.fixture(params=[HotPath(), SIMPLE_PATH], ids=["hot path", "simple path"])
+def state(request: pytest.FixtureRequest) -> ServerState:
+    """A ready server whose tokenizer and model card raise RuntimeError."""
+    settings = ServerSettings(model="tiny", api_key="secret", hot_path=request.param)
+    admission, metrics, worker = Admission(1), Metrics(), fake_worker(request.param)
+    admission.open(1)
+    service = FailingService(
+        settings=settings, deployment=None, worker=worker, admission=admission, metrics=metrics,
+        tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100, ()),
+        structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0,
+    )  # type: ignore[arg-type]  # fmt: skip
+    return ServerState(settings, worker, admission, metrics, service=service)
+
+
+def loading_state() -> ServerState:
+    return ServerState(ServerSettings(model="tiny"), fake_worker(HotPath()), Admission(1))
+
+
+@pytest.mark.parametrize("request_line", [COMPLETION, CHAT, MODELS])
+def test_an_unexpected_error_is_500_is_logged_and_releases_the_admission(
+    request_line: Any, state: ServerState, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR, "tcdeploy.server"):
-        answer = ask(service, *asked, authorization="Bearer secret")
-    assert (answer.status_code, answer.json()["error"]["message"]) == (500, "RuntimeError: out of order")
-    assert service.admission.num_admitted == 0
-    assert asked is MODELS or "a request failed" in caplog.text  # the framework's routes raise it on to uvicorn
+        response = send_request(state, *request_line, authorization="Bearer secret")
+    assert (response.status_code, response.json()["error"]["message"]) == (500, "RuntimeError: out of order")
+    assert state.admission.num_admitted == 0
+    is_direct = state.settings.hot_path.direct_routes and request_line is not MODELS
+    assert ("a request failed" in caplog.text) == is_direct  # uvicorn logs the others, which Starlette raises again
 
 
-@pytest.mark.parametrize("asked", [COMPLETION, CHAT, MODELS])
-def test_every_answer_has_a_request_id_and_wants_the_key(asked: Any, service: Service) -> None:
-    refused = ask(service, *asked)
-    assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert len(refused.headers["x-request-id"]) == 32
-    named = ask(service, *asked, **{"authorization": "Bearer secret", "x-request-id": "mine"})
-    assert named.headers["x-request-id"] == "mine"
+@pytest.mark.parametrize("request_line", [COMPLETION, CHAT, MODELS])
+def test_every_response_has_a_request_id_and_requires_the_key(request_line: Any, state: ServerState) -> None:
+    rejected = send_request(state, *request_line)
+    assert (rejected.status_code, rejected.json()["error"]["code"]) == (401, "invalid_api_key")
+    assert len(rejected.headers["x-request-id"]) == 32
+    accepted = send_request(state, *request_line, **{"authorization": "Bearer secret", "x-request-id": "mine"})
+    assert accepted.headers["x-request-id"] == "mine"
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("end", [RuntimeError("out of order"), asyncio.CancelledError()])
-def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
-    end: BaseException, stream: bool, service: Service, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RuntimeError("out of order"), asyncio.CancelledError()], ids=repr)
+def test_a_failure_after_submission_cancels_the_request_and_releases_the_admission(
+    error: BaseException, stream: bool, state: ServerState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before there is an answer that could close it."""
-    given: list[Any] = []
-    taken_back: list[Any] = []
+    """The failure happens before a response exists that could close the request."""
+    submitted: list[Any] = []
+    cancelled: list[Any] = []
 
     async def prompts(_: object) -> list[Prompt]:
         return [Prompt([1], None)]
 
-    def fail(*_: object) -> None:
-        assert service.admission.num_admitted == len(given) == 1, "the engine has it"
-        raise end
+    def fail_in_builder(*_: object) -> None:
+        assert state.admission.num_admitted == len(submitted) == 1, "the engine has the request"
+        raise error
 
-    monkeypatch.setattr(service, "prompts", prompts)
-    service.limits = ModelLimits(64, 100, ())
-    service.worker = SimpleNamespace(failure=None, submit=given.append, cancel=taken_back.append)  # type: ignore[assignment]
-    service.vocabulary, service.tokenizer = None, None  # type: ignore[assignment]
-    monkeypatch.setattr("tcdeploy.server.active_request.Completions", fail)
+    assert state.service is not None
+    worker = fake_worker(state.settings.hot_path, submit=submitted.append, cancel=cancelled.append)
+    tokenizer: Any = SimpleNamespace(prompts=prompts, tokenizer=None)
+    state.service = dataclasses.replace(state.service, worker=worker, tokenizer=tokenizer)
+    monkeypatch.setattr("tcdeploy.server.active_request.CompletionResponseBuilder", fail_in_builder)
     body = {"prompt": [1], "stream": stream}
-    if isinstance(end, asyncio.CancelledError):
+    if isinstance(error, asyncio.CancelledError):
         with pytest.raises(asyncio.CancelledError):
-            ask(service, "POST", "/v1/completions", body, authorization="Bearer secret")
+            send_request(state, "POST", "/v1/completions", body, authorization="Bearer secret")
     else:
-        assert ask(service, "POST", "/v1/completions", body, authorization="Bearer secret").status_code == 500
-    assert service.admission.num_admitted == 0 and taken_back == given
+        response = send_request(state, "POST", "/v1/completions", body, authorization="Bearer secret")
+        assert response.status_code == 500
+    assert state.admission.num_admitted == 0 and cancelled == submitted
+
+
+def test_a_loading_server_answers_operations_and_rejects_the_rest() -> None:
+    state = loading_state()
+    for path in ("/health", "/metrics", "/status", "/", "/version", "/openapi.json"):
+        assert send_request(state, "GET", path, None).status_code == 200, path
+    ready = send_request(state, "GET", "/ready", None)
+    assert (ready.status_code, ready.text) == (503, "loading")
+    tokenize = ("POST", "/tokenize", {"prompt": "a"})
+    for request_line in (COMPLETION, CHAT, MODELS, tokenize, ("GET", "/tokenizer_info", None)):
+        response = send_request(state, *request_line)
+        assert (response.status_code, response.json()["error"]["code"]) == (503, "loading"), request_line
+        assert response.headers["retry-after"] == "1"
+    assert state.admission.rejections["loading"] == 2, "completions are counted"
+
+
+@pytest.mark.parametrize("hot_path", [HotPath(), SIMPLE_PATH], ids=["hot path", "simple path"])
+def test_a_body_over_the_limit_is_413(hot_path: HotPath) -> None:
+    state = loading_state()
+    state.settings = dataclasses.replace(state.settings, max_body_bytes=100, hot_path=hot_path)
+    response = send_request(state, "POST", "/v1/completions", {"prompt": "a" * 100})
+    assert (response.status_code, response.json()["error"]["message"]) == (413, "the body is larger than 100 bytes")
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("fields", "param"),
     [
         ({"temperature": -1, "max_tokens": 1000}, "temperature"),
         ({"max_tokens": -1, "min_tokens": 3}, "max_tokens"),
@@ -107,15 +156,15 @@ def test_what_fails_when_the_engine_has_it_leaves_nobody_inside(
         ({"top_p": 3, "stop_token_ids": [1000]}, "stop_token_ids"),
     ],
 )
-def test_of_two_wrong_fields_one_is_named(asked: dict[str, Any], named: str) -> None:
-    request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **asked}).content)
-    with pytest.raises(ApiError) as refused:
+def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) -> None:
+    request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **fields}).content)
+    with pytest.raises(ApiError) as rejection:
         to_sampling_params(request, 1, ModelLimits(64, 100, ()))
-    assert refused.value.body["error"]["param"] == named
+    assert rejection.value.body["error"]["param"] == param
 
 
-def test_uvicorn_s_send_waits_for_the_client_alone() -> None:
-    """Where this fails, `is_write_paused` tells too little, and an event may wait without a time-out."""
+def test_uvicorns_send_waits_only_for_the_write_buffer() -> None:
+    """If this fails, `is_write_paused` is not sufficient, and an event may wait without a time-out."""
     source = inspect.getsource(RequestResponseCycle.send)
     assert source.count("await ") == source.count("await self.flow.drain()") == 1
     assert source.index("if self.flow.write_paused") < source.index("await ")

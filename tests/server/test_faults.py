@@ -1,4 +1,4 @@
-"""What production does to a server: too many, gone, slow, killed, told to end."""
+"""Faults of production: overload, disconnects, slow clients, SIGTERM, a dead engine, invalid requests."""
 
 from __future__ import annotations
 
@@ -22,73 +22,73 @@ LONG = {"messages": QUESTION, "max_tokens": 900, "temperature": 0, "ignore_eos":
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """Of a stream to its end; [DONE] as it stands."""
+    """All events of a stream; the last one is "[DONE]"."""
     data = [line[6:] for line in response.iter_lines() if line.startswith("data: ")]
-    return [one if one == "[DONE]" else json.loads(one) for one in data]
+    return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
 def open_streams(server: ServerProcess, count: int) -> list[Any]:
-    """Streams that have begun; whoever opens them closes them."""
+    """Open `count` streams. The caller closes them."""
     client = httpx.Client(timeout=60)
-    opened = [
+    streams = [
         client.send(client.build_request("POST", server.address + CHAT, json=LONG), stream=True) for _ in range(count)
     ]
-    for response in opened:
+    for response in streams:
         assert response.status_code == 200
-    return opened
+    return streams
 
 
-def test_beyond_the_queue_a_request_is_refused_at_once_and_what_runs_goes_on(serve: Callable[..., Any]) -> None:
-    """The median of a hundred refusals, and rates over a second: a machine that is busy now and then can keep them."""
+def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
+    """Uses the median of a hundred rejections and rates over a second, so that a busy machine passes."""
     with serve("--max-queued", "1") as server:
-        opened = open_streams(server, 5)  # four run, one waits
+        streams = open_streams(server, 5)  # four run, one waits
         time.sleep(0.3)
         rates, seconds = [], []
         with httpx.Client() as client:
-            for is_refused in (False, True):
+            for send_more in (False, True):
                 begin, before = time.perf_counter(), server.metric("generation_tokens_total")
-                while len(seconds) < 100 if is_refused else time.perf_counter() - begin < 1.0:
+                while len(seconds) < 100 if send_more else time.perf_counter() - begin < 1.0:
                     start = time.perf_counter()
-                    answer = client.post(server.address + CHAT, json=LONG) if is_refused else None
+                    response = client.post(server.address + CHAT, json=LONG) if send_more else None
                     time.sleep(0.005)
-                    if answer is not None:
+                    if response is not None:
                         seconds.append(time.perf_counter() - start - 0.005)
-                        assert answer.status_code == 503 and answer.headers["retry-after"] == "1"
-                        assert answer.json()["error"]["code"] == "queue_full"
+                        assert response.status_code == 503 and response.headers["retry-after"] == "1"
+                        assert response.json()["error"]["code"] == "queue_full"
                 rates.append((server.metric("generation_tokens_total") - before) / (time.perf_counter() - begin))
-        assert server.metric("num_requests_running") == 4, "they ran all the time"
+        assert server.metric("num_requests_running") == 4, "the streams still run"
         assert sorted(seconds)[50] < 0.05
         assert rates[1] > rates[0] / 2, rates
         assert server.metric("admission_rejections_total", reason="queue_full") == 100
-        for response in opened:
+        for response in streams:
             response.close()
         time.sleep(0.5)
         assert httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 2}).status_code == 200
 
 
-def test_sigterm_lets_running_answers_finish_and_takes_no_new_ones(serve: Callable[..., Any]) -> None:
+def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "60") as server:
         [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert httpx.get(f"{server.address}/ready").status_code == 503
-        refused = httpx.post(server.address + CHAT, json={"messages": QUESTION})
-        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
-        found = events(running)
-        assert found[-1] == "[DONE]" and found[-2]["choices"][0]["finish_reason"] == "length"
+        rejected = httpx.post(server.address + CHAT, json={"messages": QUESTION})
+        assert (rejected.status_code, rejected.json()["error"]["code"]) == (503, "draining")
+        *_, last, done = events(running)
+        assert done == "[DONE]" and last["choices"][0]["finish_reason"] == "length"
         assert server.process.wait(timeout=10) == 0
 
 
-def test_what_does_not_finish_in_time_gets_an_error_event(serve: Callable[..., Any]) -> None:
+def test_a_request_over_the_drain_timeout_gets_an_error_event(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "0.2") as server:
         [running] = open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
-        found = events(running)
-        assert found[-1] == "[DONE]" and "shutting down" in found[-2]["error"]["message"]
+        *_, last, done = events(running)
+        assert done == "[DONE]" and "shutting down" in last["error"]["message"]
         assert server.process.wait(timeout=10) == 0
 
 
-def test_a_second_sigterm_ends_at_once(serve: Callable[..., Any]) -> None:
+def test_a_second_sigterm_exits_at_once(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "60") as server:
         open_streams(server, 1)
         server.process.send_signal(signal.SIGTERM)
@@ -97,7 +97,7 @@ def test_a_second_sigterm_ends_at_once(serve: Callable[..., Any]) -> None:
         assert server.process.wait(timeout=2) != 0
 
 
-def test_a_client_that_does_not_read_is_let_go_and_harms_nobody(serve: Callable[..., Any]) -> None:
+def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serve: Callable[..., Any]) -> None:
     with serve("--stall-timeout", "1") as server:
         body = json.dumps({**LONG, "n": 3, "logprobs": True, "top_logprobs": 20}).encode()  # some 8 MB of events
         host, port = server.address.removeprefix("http://").split(":")
@@ -112,27 +112,29 @@ def test_a_client_that_does_not_read_is_let_go_and_harms_nobody(serve: Callable[
             while server.metric("num_requests_running") and time.monotonic() < deadline:
                 slow.recv(1)
                 time.sleep(0.2)
-        assert any("was let go" in line for line in server.stderr)
+        assert any("the client did not read" in line for line in server.stderr)
         assert server.metric("kv_cache_usage_perc") == 0
-        assert server.metric("request_success_total", finished_reason="length") == 1, "the slow one ended early"
+        assert server.metric("request_success_total", finished_reason="length") == 1, (
+            "only the other request reached its end"
+        )
 
 
-def test_200_clients_that_leave_at_once_leave_nothing_behind(serve: Callable[..., Any]) -> None:
-    """Some have their first tokens, some are in prefill, most wait."""
+def test_200_simultaneous_disconnects_free_everything_within_two_seconds(serve: Callable[..., Any]) -> None:
+    """Some requests have first tokens, some are in prefill, most are queued."""
     with serve("--max-queued", "400") as server:
         body = json.dumps(
             {**LONG, "messages": [{"role": "user", "content": "long " * 100}], "max_tokens": 400}
         ).encode()
-        gone = [server.connect() for _ in range(200)]
-        for number, connection in enumerate(gone):
+        connections = [server.connect() for _ in range(200)]
+        for number, connection in enumerate(connections):
             connection.sendall(raw_post(CHAT, body))
             if number < 3:
                 assert b"data: " in connection.recv(4096) + connection.recv(4096)
         deadline = time.monotonic() + 10
         while server.metric("num_requests_running") + server.metric("num_requests_waiting") < 150:
-            assert time.monotonic() < deadline, "most of them are inside by now"
+            assert time.monotonic() < deadline, "most requests are running or queued by now"
             time.sleep(0.05)
-        for connection in gone:
+        for connection in connections:
             connection.close()
         assert server.wait_until_idle(10) < 2
         start = time.monotonic()
@@ -141,17 +143,17 @@ def test_200_clients_that_leave_at_once_leave_nothing_behind(serve: Callable[...
         assert server.metric("recompiles_total") == 0
 
 
-def test_when_blocks_run_out_answers_wait_and_stay_the_same(serve: Callable[..., Any]) -> None:
-    def ask(server: ServerProcess, number: int) -> Any:
+def test_preemption_does_not_change_the_output(serve: Callable[..., Any]) -> None:
+    def complete(server: ServerProcess, number: int) -> Any:
         prompt = [20 + (number * 37 + position * 11) % 900 for position in range(250)]
-        asked = {"prompt": prompt, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
-        return httpx.post(f"{server.address}/v1/completions", json=asked, timeout=120).json()["choices"][0]["text"]
+        body = {"prompt": prompt, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+        return httpx.post(f"{server.address}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
 
-    with serve("--context", "512", "--kv-blocks", "60") as server:  # one answer takes 24
-        alone = [ask(server, number) for number in range(6)]
+    with serve("--context", "512", "--kv-blocks", "60") as server:  # a request takes 24
+        alone = [complete(server, number) for number in range(6)]
         assert server.metric("num_preemptions_total") == 0
         with ThreadPoolExecutor(6) as pool:
-            together = list(pool.map(lambda number: ask(server, number), range(6)))
+            together = list(pool.map(lambda number: complete(server, number), range(6)))
         assert server.metric("num_preemptions_total") > 0
         assert together == alone
         assert server.wait_until_idle(2) < 2 and server.metric("recompiles_total") == 0
@@ -161,14 +163,14 @@ ENGINE_DIES = """
 from tcdeploy.engine import engine
 step = engine.Engine.step
 def dying(self):
-    if any(len(one.token_ids) - one.prompt_length > 10 for one in self.scheduler.running):  # no rehearsal
+    if any(len(item.token_ids) - item.prompt_length > 10 for item in self.scheduler.running):  # not in warm-up
         raise RuntimeError("the device is gone")
     return step(self)
 engine.Engine.step = dying
 """
 
 
-def test_when_the_engine_dies_streams_say_so_and_the_process_ends(serve: Callable[..., Any]) -> None:
+def test_a_dead_engine_ends_streams_with_an_error_and_stops_the_process(serve: Callable[..., Any]) -> None:
     with serve(script=ENGINE_DIES) as server:
         [running] = open_streams(server, 1)
         health: list[tuple[float, int]] = []
@@ -183,13 +185,13 @@ def test_when_the_engine_dies_streams_say_so_and_the_process_ends(serve: Callabl
 
         watcher = threading.Thread(target=watch)
         watcher.start()
-        found = events(running)
+        *_, last, done = events(running)
         died = time.monotonic()
-        assert found[-1] == "[DONE]" and "the device is gone" in found[-2]["error"]["message"]
+        assert done == "[DONE]" and "the device is gone" in last["error"]["message"]
         assert server.process.wait(timeout=10) not in (0, None)
         watcher.join()
-        sick = [when for when, status in health if status == 503]
-        assert sick and sick[0] - died < 1
+        unhealthy = [when for when, status in health if status == 503]
+        assert unhealthy and unhealthy[0] - died < 1
 
 
 @pytest.mark.parametrize(
@@ -200,29 +202,29 @@ def test_when_the_engine_dies_streams_say_so_and_the_process_ends(serve: Callabl
         (b'{"prompt": "' + b"x" * (9 << 20) + b'"}', {}, 413),
     ],
 )  # fmt: skip
-def test_bytes_that_are_no_request(server: ServerProcess, content: bytes, headers: dict[str, str], status: int) -> None:
-    found = httpx.post(
+def test_an_invalid_body_gets_openais_error(
+    server: ServerProcess, content: bytes, headers: dict[str, str], status: int
+) -> None:
+    response = httpx.post(
         f"{server.address}/v1/completions", content=content, headers={"content-type": "application/json", **headers}
     )
-    assert found.status_code == status
-    assert set(found.json()["error"]) == {"message", "type", "param", "code"}
+    assert response.status_code == status
+    assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/nothing", 404), ("GET", CHAT, 405)])
-def test_the_frameworks_own_errors_have_openais_shape(
-    server: ServerProcess, method: str, path: str, status: int
-) -> None:
-    found = httpx.request(method, server.address + path)
-    assert found.status_code == status and found.json()["error"]["message"]
+def test_errors_of_the_router_have_openais_shape(server: ServerProcess, method: str, path: str, status: int) -> None:
+    response = httpx.request(method, server.address + path)
+    assert response.status_code == status and response.json()["error"]["message"]
 
 
-def test_a_key_guards_all_but_health_and_readiness(serve: Callable[..., Any]) -> None:
+def test_the_api_key_is_required_except_for_health_and_ready(serve: Callable[..., Any]) -> None:
     with serve("--api-key", "secret") as server:
         assert httpx.get(f"{server.address}/health").status_code == 200
         assert httpx.get(f"{server.address}/ready").status_code == 200
         for key in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
-            found = httpx.get(f"{server.address}/v1/models", headers=key)
-            assert (found.status_code, found.json()["error"]["code"]) == (401, "invalid_api_key")
-        right = {"authorization": "Bearer secret", "x-request-id": "mine"}
-        found = httpx.get(f"{server.address}/v1/models", headers=right)
-        assert found.status_code == 200 and found.headers["x-request-id"] == "mine"
+            rejected = httpx.get(f"{server.address}/v1/models", headers=key)
+            assert (rejected.status_code, rejected.json()["error"]["code"]) == (401, "invalid_api_key")
+        headers = {"authorization": "Bearer secret", "x-request-id": "mine"}
+        accepted = httpx.get(f"{server.address}/v1/models", headers=headers)
+        assert accepted.status_code == 200 and accepted.headers["x-request-id"] == "mine"

@@ -1,4 +1,4 @@
-"""What scrapes /metrics takes differences: a series that appears with its first event hides that event."""
+"""Series with known labels exist from the start, because `rate()` misses the first increment of a new series."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.server.conftest import ServerProcess
 
 
-def test_every_series_of_a_known_label_is_there_before_its_first_event(serve: Callable[..., Any]) -> None:
+def test_every_series_with_a_known_label_starts_at_zero(serve: Callable[..., Any]) -> None:
     def samples(server: ServerProcess) -> dict[tuple[str, ...], float]:
         families = text_string_to_metric_families(httpx.get(f"{server.address}/metrics").text)
-        found = [sample for family in families if family.type == "counter" for sample in family.samples]
-        return {(one.name, *one.labels.values()): one.value for one in found if one.name.endswith("_total")}
+        counters = [sample for family in families if family.type == "counter" for sample in family.samples]
+        return {
+            (sample.name, *sample.labels.values()): sample.value
+            for sample in counters
+            if sample.name.endswith("_total")
+        }
 
     with serve() as server:
         before = samples(server)

@@ -1,4 +1,4 @@
-"""What no bucket holds is served by those there are, written down, and warmed next time."""
+"""Shapes beyond the largest bucket are served, recorded once per process, and added by `warm --from`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from tests.conftest import TINY
 from tests.server.conftest import ServerProcess
 
 
-def test_a_prompt_beyond_the_buckets_is_served_counted_and_written_once(
+def test_a_prompt_beyond_the_largest_bucket_is_served_counted_and_recorded_once(
     server: ServerProcess, warm_cache: Path
 ) -> None:
-    def lines() -> int:
-        found = [json.loads(line) for line in written.read_text().splitlines()] if written.exists() else []
-        return found.count({"kind": "prefill", "size": 256})
+    def count_records() -> int:
+        records = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+        return records.count({"phase": "prefill", "size": 256})
 
-    written = warm_cache / "missed_shapes.jsonl"
-    before, lines_before = server.metric("missed_shapes_total", bucket="prefill:256"), lines()
+    file = warm_cache / "missed_shapes.jsonl"
+    before, records_before = server.metric("missed_shapes_total", bucket="prefill:256"), count_records()
     for _ in range(2):
-        answer = server.client.completions.create(model=TINY, prompt=[40] * 200, max_tokens=2)
-        assert answer.usage is not None and answer.usage.prompt_tokens == 200
+        completion = server.client.completions.create(model=TINY, prompt=[40] * 200, max_tokens=2)
+        assert completion.usage is not None and completion.usage.prompt_tokens == 200
     assert server.metric("missed_shapes_total", bucket="prefill:256") == before + 2
     assert server.metric("recompiles_total") == 0
-    assert lines() == lines_before + (before == 0) >= 1, "once per process"
+    assert count_records() == records_before + (before == 0) >= 1, "once per process"
 
 
-def test_warm_takes_them_up(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_warm_adds_a_bucket_per_recorded_shape(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+    """The last record has the key of release 0.2, "kind"."""
     missed_shapes = tmp_path / "missed_shapes.jsonl"
-    shapes = [{"kind": "prefill", "size": 256}, {"kind": "decode", "size": 8}, {"kind": "prefill", "size": 256}]
+    shapes = [{"phase": "prefill", "size": 256}, {"phase": "decode", "size": 8}, {"kind": "prefill", "size": 256}]
     missed_shapes.write_text("\n".join(map(json.dumps, shapes)))
     flags = ("--buckets", "32,128", "--batch-sizes", "1,4", "--cache-dir", str(tmp_path / "cache"))
     result = run_cli("warm", TINY, *flags, "--from", str(missed_shapes), "--dry-run", "--json")
@@ -41,8 +42,10 @@ def test_warm_takes_them_up(run_cli: Callable[..., Any], tmp_path: Path) -> None
     assert buckets == [("prefill", size) for size in (32, 128, 256)] + [("decode", size) for size in (1, 4, 8)]
 
 
-@pytest.mark.parametrize("content", [None, "no json", '{"kind": "other", "size": 1}', "[1]"])
-def test_a_file_that_is_none_is_refused(run_cli: Callable[..., Any], tmp_path: Path, content: str | None) -> None:
+@pytest.mark.parametrize("content", [None, "no json", '{"phase": "other", "size": 1}', "[1]"])
+def test_a_missing_or_malformed_file_is_a_usage_error(
+    run_cli: Callable[..., Any], tmp_path: Path, content: str | None
+) -> None:
     missed_shapes = tmp_path / "missed.jsonl"
     if content is not None:
         missed_shapes.write_text(content)

@@ -1,4 +1,4 @@
-"""What a server makes of a cache that is damaged, or that comes from elsewhere."""
+"""Serving from a damaged cache, and from an imported bundle."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tests.server.conftest import FLAGS, ServerProcess, serving
 
 @pytest.fixture(scope="module")
 def plan_key(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess) -> str:
-    """Of what these tests serve: other tests leave plans of theirs in the same cache."""
-    asked = cli_command("warm", TINY, *FLAGS[:4], "--cache-dir", str(warm_cache), "--dry-run", "--json")
-    home = cli_environment(tmp_path_factory.mktemp("asking"))
-    done = subprocess.run(asked, check=True, env=home, capture_output=True, text=True)
-    key: str = json.loads(done.stdout)["plan"]["key"]
+    """Key of the plan that these tests serve. Other tests add plans to the same cache."""
+    command = cli_command("warm", TINY, *FLAGS[:4], "--cache-dir", str(warm_cache), "--dry-run", "--json")
+    home = cli_environment(tmp_path_factory.mktemp("dry-run"))
+    completed = subprocess.run(command, check=True, env=home, capture_output=True, text=True)
+    key: str = json.loads(completed.stdout)["plan"]["key"]
     return key
 
 
 @pytest.fixture
 def damaged(tmp_path: Path, warm_cache: Path, plan_key: str) -> tuple[Path, Path]:
-    """A copy of the warm cache, and the compiled library in it that has one bit less or more."""
+    """A copy of the warm cache, and a compiled library in it with one flipped bit."""
     cache = tmp_path / "cache"
     shutil.copytree(warm_cache, cache)
     manifest = cache / "manifests" / f"{plan_key}.json"
-    named = [cache / file["path"] for file in json.loads(manifest.read_text())["files"]]
-    library = next(path for path in named if path.name.endswith(".main.so"))
+    files = [cache / file["path"] for file in json.loads(manifest.read_text())["files"]]
+    library = next(path for path in files if path.name.endswith(".main.so"))
     content = bytearray(library.read_bytes())
     content[len(content) // 2] ^= 1
     library.write_bytes(content)
@@ -42,16 +42,16 @@ def damaged(tmp_path: Path, warm_cache: Path, plan_key: str) -> tuple[Path, Path
 def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], tmp_path: Path) -> None:
     cache, library = damaged
     command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, "--cache-dir", str(cache)], capture_output=True, text=True, timeout=120,
         env=cli_environment(tmp_path),
     )  # fmt: skip
-    assert done.returncode == 5, done.stderr
-    assert f"{library} has other bytes" in done.stderr and "--on-bad-cache rebuild" in done.stderr
-    assert "ready: " not in done.stdout and "Traceback" not in done.stderr
+    assert completed.returncode == 5, completed.stderr
+    assert f"{library} has other bytes" in completed.stderr and "--on-bad-cache rebuild" in completed.stderr
+    assert "ready: " not in completed.stdout and "Traceback" not in completed.stderr
 
 
-def test_asked_to_rebuild_it_compiles_and_serves(
+def test_on_bad_cache_rebuild_compiles_and_serves(
     damaged: tuple[Path, Path], tmp_path: Path, fork_server: ForkServer
 ) -> None:
     cache, library = damaged
@@ -59,26 +59,26 @@ def test_asked_to_rebuild_it_compiles_and_serves(
         assert any(", miss," in line for line in server.stderr)
         assert httpx.get(f"{server.address}/ready").status_code == 200
         assert server.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
-    assert library.exists(), "made again, under the same name"
+    assert library.exists(), "rebuilt under the same name"
 
 
-def test_a_server_starts_from_a_bundle_and_refuses_one_that_nobody_signed(
+def test_a_server_starts_from_a_signed_bundle_and_rejects_an_unsigned_one(
     warm_cache: Path, plan_key: str, tmp_path: Path
 ) -> None:
     bundle, cache = tmp_path / "tiny.tcb", tmp_path / "fetched"
     keys = tmp_path / "keys"
-    for words in (
+    for arguments in (
         ("cache", "keygen", str(tmp_path / "ci")),
         ("cache", "trust", "ci", str(tmp_path / "ci.pub"), "--trusted-keys", str(keys)),
         ("cache", "pack", str(warm_cache), "--plan", plan_key, "-o", str(bundle)),
     ):
-        subprocess.run(cli_command(*words), check=True, env=cli_environment(tmp_path), capture_output=True)
+        subprocess.run(cli_command(*arguments), check=True, env=cli_environment(tmp_path), capture_output=True)
     flags = ("--cache-from", str(bundle), "--trusted-keys", str(keys))
     command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--cache-dir", str(cache))
-    refused = subprocess.run(
+    rejected = subprocess.run(
         [*command, "--port", "0", *flags], capture_output=True, text=True, timeout=120, env=cli_environment(tmp_path)
     )
-    assert refused.returncode == 4 and "is not signed" in refused.stderr, refused.stderr
+    assert rejected.returncode == 4 and "is not signed" in rejected.stderr, rejected.stderr
     assert not cache.exists()
     sign = cli_command("cache", "sign", str(bundle), "--key", str(tmp_path / "ci.key"))
     subprocess.run(sign, check=True, env=cli_environment(tmp_path), capture_output=True)

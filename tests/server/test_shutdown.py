@@ -1,4 +1,4 @@
-"""Starts that fail and ends that must come: nothing hangs, and whoever waits is told."""
+"""Failing starts and shutdown in unusual states: nothing hangs, and waiting clients get an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import time
 from tcdeploy.engine import engine
 step = engine.Engine.step
 def dying(self):
-    if any(len(one.token_ids) - one.prompt_length > 10 for one in self.scheduler.running):  # no rehearsal
+    if any(len(item.token_ids) - item.prompt_length > 10 for item in self.scheduler.running):  # not in warm-up
         time.sleep(2)
         raise RuntimeError("the device is gone")
     return step(self)
@@ -34,54 +34,55 @@ SLOW_START = """
 import time
 from tcdeploy import pipeline
 prepare = pipeline.prepare
-pipeline.prepare = lambda *given: (time.sleep(4), prepare(*given))[1]
+pipeline.prepare = lambda *arguments: (time.sleep(4), prepare(*arguments))[1]
 """
 
 
-def test_who_asks_while_the_engine_dies_is_told_too(serve: Callable[..., Any]) -> None:
+def test_a_request_sent_while_the_engine_dies_gets_an_error(serve: Callable[..., Any]) -> None:
     with serve(script=SLOW_DEATH) as server:
         [running] = open_streams(server, 1)
-        time.sleep(1)  # in the step that dies
-        late: list[httpx.Response] = []
-        asking = threading.Thread(
-            target=lambda: late.append(
+        time.sleep(1)  # the failing step runs
+        late_responses: list[httpx.Response] = []
+        sending = threading.Thread(
+            target=lambda: late_responses.append(
                 httpx.post(server.address + CHAT, json={"messages": QUESTION, "max_tokens": 3}, timeout=20)
             )
         )
-        asking.start()
+        sending.start()
         assert "the device is gone" in events(running)[-2]["error"]["message"]
-        asking.join()
-        assert (late[0].status_code, late[0].json()["error"]["code"]) == (503, "engine_died")
+        sending.join()
+        [late] = late_responses
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "engine_died")
         assert server.process.wait(timeout=15) == 1
 
 
-def test_a_client_that_reads_nothing_does_not_hold_up_the_end(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "60", "--drain-timeout", "1") as server, socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+def test_a_client_that_does_not_read_does_not_delay_shutdown(serve: Callable[..., Any]) -> None:
+    with serve("--stall-timeout", "60", "--drain-timeout", "1") as server, socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
-        deaf.connect((host, int(port)))
-        deaf.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
-        deaf.recv(1)
+        stalled.connect((host, int(port)))
+        stalled.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        stalled.recv(1)
         time.sleep(3)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=15) == 0
 
 
-def test_a_client_that_reads_nothing_loses_its_connection(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "1") as server, socket.socket() as deaf:
-        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+def test_a_client_that_does_not_read_loses_its_connection(serve: Callable[..., Any]) -> None:
+    with serve("--stall-timeout", "1") as server, socket.socket() as stalled:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
-        deaf.connect((host, int(port)))
-        deaf.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        stalled.connect((host, int(port)))
+        stalled.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
         deadline = time.monotonic() + 60
-        while not any("was let go" in line for line in server.stderr) and time.monotonic() < deadline:
+        while not any("the client did not read" in line for line in server.stderr) and time.monotonic() < deadline:
             time.sleep(0.1)
-        told, part = b"", b"x"
+        received, part = b"", b"x"
         with contextlib.suppress(ConnectionError):
             while part:
-                part = deaf.recv(1 << 20)
-                told += part
-        assert not told.endswith(b"0\r\n\r\n"), "cut, not ended"
+                part = stalled.recv(1 << 20)
+                received += part
+        assert not received.endswith(b"0\r\n\r\n"), "aborted, not completed"
         assert server.wait_until_idle(5) < 5
         assert not any("Traceback" in line for line in server.stderr)
 
@@ -96,7 +97,7 @@ def start_server(home: Path, *flags: str, script: str = "") -> subprocess.Popen[
     )
 
 
-def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> None:
+def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = start_server(
@@ -105,11 +106,11 @@ def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> Non
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
-            found = httpx.get(f"{address}/ready")
+            response = httpx.get(f"{address}/ready")
             break
         except httpx.TransportError:
             time.sleep(0.05)
-    assert (found.status_code, found.text) == (503, "loading")
+    assert (response.status_code, response.text) == (503, "loading")
     for path in ("/metrics", "/status", "/"):
         assert httpx.get(address + path).status_code == 200
     assert httpx.post(address + CHAT, json={"messages": QUESTION}).json()["error"]["code"] == "loading"
@@ -118,7 +119,7 @@ def test_sigterm_while_it_loads_ends_it(tmp_path: Path, warm_cache: Path) -> Non
     assert "ready: " not in (process.stdout.read() if process.stdout else "")
 
 
-def test_what_keeps_it_from_starting_is_said(tmp_path: Path, warm_cache: Path) -> None:
+def test_a_failing_start_reports_its_reason(tmp_path: Path, warm_cache: Path) -> None:
     missing = start_server(tmp_path, str(tmp_path / "nothing"), "--port", "0")
     _, stderr = missing.communicate(timeout=60)
     assert missing.returncode == 1 and "nothing does not exist" in stderr and "Traceback" not in stderr
@@ -129,15 +130,15 @@ def test_what_keeps_it_from_starting_is_said(tmp_path: Path, warm_cache: Path) -
     assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in stderr and "Traceback" not in stderr
 
 
-ATTACH_FAILS = """
-from tcdeploy.server import service
-def attach(self, deployment):
+BUILD_FAILS = """
+from tcdeploy.server import run
+def build_service(*_):
     raise RuntimeError("a tokenizer of another kind")
-service.Service.attach = attach
+run.build_service = build_service
 """
 
 
-def test_a_server_that_cannot_use_its_model_ends(tmp_path: Path, warm_cache: Path) -> None:
-    broken = start_server(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=ATTACH_FAILS)
+def test_a_server_whose_service_cannot_be_built_exits_with_1(tmp_path: Path, warm_cache: Path) -> None:
+    broken = start_server(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=BUILD_FAILS)
     _, stderr = broken.communicate(timeout=60)
     assert broken.returncode == 1 and "a tokenizer of another kind" in stderr

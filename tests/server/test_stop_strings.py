@@ -1,4 +1,4 @@
-"""Text in pieces is the text at once: whole characters, and not a character of a stop string."""
+"""Streamed pieces concatenate to the whole text, contain whole characters only, and end before a stop string."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXTS = (
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    """The embedded model's: bytes that no merge covers are tokens of their own, so characters are cut all the time."""
+    """The embedded model's tokenizer. Its byte tokens split most non-ASCII characters."""
     from transformers import AutoTokenizer
 
     from tcdeploy.models.load import resolve_model_path
@@ -29,42 +29,42 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 
 def pieces(tokenizer: PreTrainedTokenizerBase, ids: list[int], stop_strings: tuple[str, ...] = ()) -> list[str]:
-    text = StopStringDetokenizer(tokenizer, stop_strings)
-    found = []
+    detokenizer = StopStringDetokenizer(tokenizer, stop_strings)
+    texts = []
     for token_id in ids:
-        found.append(text.push(token_id))
-        if text.stopped:
-            return found
-    return [*found, text.finish()]
+        texts.append(detokenizer.push(token_id))
+        if detokenizer.stopped:
+            return texts
+    return [*texts, detokenizer.finish()]
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_pieces_are_whole_characters_and_make_the_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+def test_pieces_are_whole_characters_and_concatenate_to_the_text(tokenizer: PreTrainedTokenizerBase, text: str) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    found = pieces(tokenizer, ids)
-    assert "".join(found) == tokenizer.decode(ids) == text
-    assert not any("\ufffd" in piece for piece in found)
+    texts = pieces(tokenizer, ids)
+    assert "".join(texts) == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in piece for piece in texts)
 
 
-def test_a_character_that_the_answer_left_open_is_told_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_an_incomplete_last_character_is_emitted_at_the_end(tokenizer: PreTrainedTokenizerBase) -> None:
     ids = tokenizer("a🙂", add_special_tokens=False).input_ids[:-1]
     assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids)
 
 
 @settings(max_examples=300, deadline=None)
 @given(data=st.data(), text=st.sampled_from(TEXTS))
-def test_whatever_the_stop_string_the_text_ends_before_it(
+def test_the_text_ends_before_any_stop_string(
     tokenizer: PreTrainedTokenizerBase, data: st.DataObject, text: str
 ) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
     stop = text[start : start + data.draw(st.integers(1, 6))]
     stop_strings = (stop, data.draw(st.text(min_size=1, max_size=3)))
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    ends = [(found + len(one), found) for one in stop_strings if (found := text.find(one)) >= 0]
-    assert "".join(pieces(tokenizer, ids, stop_strings)) == text[: min(ends)[1]], "the one that is complete first"
+    matches = [(start + len(stop), start) for stop in stop_strings if (start := text.find(stop)) >= 0]
+    assert "".join(pieces(tokenizer, ids, stop_strings)) == text[: min(matches)[1]], "the first complete one counts"
 
 
-def test_random_tokens_in_pieces_are_random_tokens_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_random_tokens_decode_in_pieces_as_at_once(tokenizer: PreTrainedTokenizerBase) -> None:
     source = random.Random(4)
     for _ in range(50):
         ids = [source.randrange(tokenizer.vocab_size) for _ in range(40)]

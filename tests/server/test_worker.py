@@ -1,4 +1,4 @@
-"""The engine's thread, with an engine that is none: what it hands to the event loop, and who lets whom go first."""
+"""The engine thread with a fake engine: what it delivers to the event loop, and when each side yields the GIL."""
 
 from __future__ import annotations
 
@@ -12,111 +12,130 @@ from typing import Any
 import pytest
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
-from tcdeploy.server import worker
-from tcdeploy.server.worker import RequestGroup, Worker
+from tcdeploy.server import hot_path
+from tcdeploy.server.hot_path import HotPath
+from tcdeploy.server.request_group import RequestGroup
+from tcdeploy.server.worker import Worker
 
 
-class Engine:
-    """Each request gets three tokens, the first of which tells how long it waited. A step gives what the one before it
-    made, so a request's first gives nothing."""
+class FakeEngine:
+    """Generates three tokens per request; the first has `queue_seconds`.
+
+    Like the real engine, a step returns the tokens of the step before, so a request's first step returns none.
+    """
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(stats=None)
-        self.steps = threading.Semaphore(100)  # that it may make
-        self._asked: dict[int, int] = {}
+        self.steps = threading.Semaphore(100)  # steps that may run
+        self._num_steps: dict[int, int] = {}  # by request id
 
     @property
     def has_work(self) -> bool:
-        return bool(self._asked)
+        return bool(self._num_steps)
 
     def submit(self, prompt: list[int], params: SamplingParams) -> int:
-        self._asked[len(self._asked)] = -1
-        return len(self._asked) - 1
+        self._num_steps[len(self._num_steps)] = -1
+        return len(self._num_steps) - 1
 
     def step(self) -> list[NewToken]:
         assert self.steps.acquire(timeout=60)
-        told = []
-        for request_id in list(self._asked):
-            self._asked[request_id] += 1
-            number = self._asked[request_id]
+        tokens = []
+        for request_id in list(self._num_steps):
+            self._num_steps[request_id] += 1
+            number = self._num_steps[request_id]
             if number == 0:
                 continue
-            told.append(
+            tokens.append(
                 NewToken(
                     request_id=request_id, token_id=number, finish_reason="length" if number == 3 else "",
                     queue_seconds=0.0 if number == 1 else None,
                 )
             )  # fmt: skip
             if number == 3:
-                del self._asked[request_id]
-        return told
+                del self._num_steps[request_id]
+        return tokens
 
 
 @contextlib.asynccontextmanager
-async def started_group(engine: Engine) -> AsyncIterator[RequestGroup]:
-    """A request to a worker of this engine, not yet started; at the end the worker stops as it should."""
+async def request_group(engine: FakeEngine, switches: HotPath = HotPath()) -> AsyncIterator[RequestGroup]:  # noqa: B008
+    """A request to a running worker, not yet submitted. The worker must stop without an error."""
     ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     deployment: Any = SimpleNamespace(engine=engine)
-    one = Worker(lambda: deployment, lambda _: None, lambda: ready.set_result(None), ready.set_exception)
-    one.start()
+    worker = Worker(lambda: deployment, lambda _: ready.set_result(None), ready.set_exception, switches)
+    worker.start()
     await ready
     try:
-        yield RequestGroup(one, [([7], SamplingParams(max_new_tokens=3))])
+        yield RequestGroup(worker, [([7], SamplingParams(max_new_tokens=3))])
     finally:
         engine.steps.release(100)
-        one.stop()
-        one._thread.join(10)
-    assert one.failure is None and not one._thread.is_alive()
+        worker.stop()
+        worker._thread.join(10)
+    assert worker.failure is None and not worker._thread.is_alive()
 
 
 async def collect_tokens(group: RequestGroup) -> list[int]:
-    said = []
+    token_ids = []
     async for arrived in group.tokens():
-        assert arrived, "else a stream takes it for time to say that it lives"
-        for answer, token in arrived:
-            said.append(token.token_id)
-            answer.is_open = not token.finish_reason
-    return said
+        assert arrived, "an empty batch would send a keep-alive"
+        for pending, token in arrived:
+            token_ids.append(token.token_id)
+            pending.is_open = not token.finish_reason
+    return token_ids
 
 
-def test_it_rests_after_first_tokens_and_after_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[float] = []
-    monkeypatch.setattr(worker, "time", SimpleNamespace(sleep=rests.append))
+@pytest.mark.parametrize("first_token_sleep", [True, False])
+def test_the_thread_sleeps_after_first_tokens_only(first_token_sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeps: list[float] = []
+    monkeypatch.setattr(hot_path, "time", SimpleNamespace(sleep=sleeps.append))
 
     async def run() -> list[int]:
-        async with started_group(Engine()) as group:
+        async with request_group(FakeEngine(), HotPath(first_token_sleep=first_token_sleep)) as group:
             await group.start()
             return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
-    assert rests == [worker.FIRST_TOKEN_SLEEP_S]
+    assert sleeps == [hot_path.FIRST_TOKEN_SLEEP_S] * first_token_sleep
 
 
-def test_a_start_keeps_out_of_the_way_until_a_step_was_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "MAX_LAUNCH_WAIT_S", 60.0)
+def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_path, "MAX_LAUNCH_WAIT_S", 60.0)
 
     async def run() -> list[int]:
-        engine = Engine()
+        engine = FakeEngine()
         engine.steps = threading.Semaphore(0)
-        async with started_group(engine) as group:
+        async with request_group(engine) as group:
             starting = asyncio.create_task(group.start())
             await asyncio.sleep(0.05)
             assert not starting.done()
             engine.steps.release(4)
-            await asyncio.wait_for(starting, 30)  # far from the 60 s
+            await asyncio.wait_for(starting, 30)  # well below 60 s
             return await collect_tokens(group)
 
     assert asyncio.run(run()) == [1, 2, 3]
 
 
-def test_a_start_waits_for_no_engine_for_long() -> None:
+def test_start_does_not_wait_with_the_switch_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_path, "MAX_LAUNCH_WAIT_S", 60.0)
+
     async def run() -> list[int]:
-        engine = Engine()
+        engine = FakeEngine()
         engine.steps = threading.Semaphore(0)
-        async with started_group(engine) as group:
+        async with request_group(engine, HotPath(wait_for_launch=False)) as group:
+            await asyncio.wait_for(group.start(), 30)
+            engine.steps.release(4)
+            return await collect_tokens(group)
+
+    assert asyncio.run(run()) == [1, 2, 3]
+
+
+def test_start_gives_up_after_the_longest_wait_and_a_late_launch_wakes_no_reader() -> None:
+    async def run() -> list[int]:
+        engine = FakeEngine()
+        engine.steps = threading.Semaphore(0)
+        async with request_group(engine) as group:
             await asyncio.wait_for(group.start(), 30)
             reading = asyncio.create_task(collect_tokens(group))
-            engine.steps.release()  # launched, too late for `start`
+            engine.steps.release()  # the launch, after `start` has returned
             await asyncio.sleep(0.05)
             assert not reading.done()
             engine.steps.release(3)

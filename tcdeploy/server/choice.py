@@ -1,0 +1,113 @@
+"""State of one choice while its tokens arrive: text, tool calls, log-probabilities, finish reason; and token usage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tcdeploy.engine.sequence import NewToken, TokenLogprobs
+from tcdeploy.server.stop_strings import StopStringDetokenizer
+from tcdeploy.server.tools import ParsedDelta, ParsedToolCall, ToolCallParser
+from tcdeploy.server.vocabulary import Vocabulary
+
+
+class ScoredToken(NamedTuple):
+    """A token with its log-probabilities."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None  # None for the first token of a prompt
+    offset: int  # characters from the start of the text
+
+
+@dataclass
+class Choice:
+    """One choice of a request. The `unsent` fields are cleared when a response builder takes them."""
+
+    index: int  # prompt index * n + choice index
+    detokenizer: StopStringDetokenizer
+    num_prompt_tokens: int
+    wants_logprobs: bool
+    echo: str | None = None  # prompt text to return before the output
+    prompt_token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
+    finish_reason: str = ""
+    num_chars: int = 0
+    tool_parser: ToolCallParser | None = None  # set if the model may call tools
+    unsent_logprobs: list[ScoredToken] = field(default_factory=list)
+    unsent_calls: list[ParsedToolCall] = field(default_factory=list)
+    unsent_reasoning: str = ""
+
+    @property
+    def has_unsent_output(self) -> bool:
+        return bool(self.finish_reason or self.unsent_logprobs or self.unsent_calls or self.unsent_reasoning)
+
+    def receive(self, token: NewToken, vocabulary: Vocabulary) -> str:
+        """The content that a token adds, without tool calls. Sets `finish_reason` at the end of the choice."""
+        self.num_tokens += 1
+        delta = ""
+        if self.num_tokens == 1 and self.echo is not None:
+            delta = self.echo
+            if self.wants_logprobs:
+                self._add_prompt_logprobs(token.prompt_logprobs or (), vocabulary)
+        if self.wants_logprobs and token.logprobs is not None:
+            self.unsent_logprobs.append(ScoredToken(token.token_id, token.logprobs, self.num_chars + len(delta)))
+        delta += self.detokenizer.push(token.token_id)
+        if self.detokenizer.stopped:
+            self.finish_reason = "stop"
+        elif token.finish_reason:
+            delta += self.detokenizer.finish()
+            self.finish_reason = "stop" if self.detokenizer.stopped else token.finish_reason
+        if self.tool_parser is not None:
+            delta = self._parse_tool_calls(delta, self.tool_parser)
+        self.num_chars += len(delta)
+        return delta
+
+    def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
+        content = self._store_parsed(tool_parser.push(delta))
+        if self.finish_reason:
+            content += self._store_parsed(
+                tool_parser.finish(was_truncated=self.finish_reason == "length" or self.detokenizer.stopped)
+            )
+        if self.finish_reason == "stop" and tool_parser.has_calls:
+            self.finish_reason = "tool_calls"
+        return content
+
+    def _store_parsed(self, parsed: ParsedDelta) -> str:
+        self.unsent_calls += parsed.calls
+        self.unsent_reasoning += parsed.reasoning
+        return parsed.content
+
+    def take_calls(self) -> list[ParsedToolCall]:
+        calls, self.unsent_calls = self.unsent_calls, []
+        return calls
+
+    def take_reasoning(self) -> dict[str, str]:
+        reasoning, self.unsent_reasoning = self.unsent_reasoning, ""
+        return {"reasoning_content": reasoning} if reasoning else {}
+
+    def take_logprobs(self) -> list[ScoredToken]:
+        scored, self.unsent_logprobs = self.unsent_logprobs, []
+        return scored
+
+    def _add_prompt_logprobs(self, prompt_logprobs: tuple[TokenLogprobs, ...], vocabulary: Vocabulary) -> None:
+        offset = 0
+        for token_id, logprobs in zip(self.prompt_token_ids, (None, *prompt_logprobs), strict=True):
+            self.unsent_logprobs.append(ScoredToken(token_id, logprobs, offset))
+            offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
+
+
+class Usage(NamedTuple):
+    prompt_tokens: int
+    completion_tokens: int
+
+    def json(self) -> dict[str, int]:
+        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
+
+
+def total_usage(choices: list[Choice], num_prompts: int) -> Usage:
+    """A prompt counts once, regardless of its number of choices."""
+    choices_per_prompt = len(choices) // num_prompts
+    return Usage(
+        sum(choice.num_prompt_tokens for choice in choices[::choices_per_prompt]),
+        sum(choice.num_tokens for choice in choices),
+    )

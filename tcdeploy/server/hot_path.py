@@ -1,0 +1,123 @@
+"""Latency optimizations of the request path that bypass simpler code, one function each, and a switch for each.
+
+Every function here has a simpler equivalent, which runs if its switch in `HotPath` is off. The switches exist for
+benchmarks: `TCDEPLOY_HOT_PATH_OFF=direct_routes,wait_for_launch tcdeploy serve ...`, or `scripts/bench-serve
+--hot-path-off`. They are not command-line flags, because no deployment should need them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tcdeploy.engine.sequence import NewToken
+from tcdeploy.errors import UsageError
+from tcdeploy.server.http import is_body_received
+from tcdeploy.server.protocol import ApiError
+
+DISABLE_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"
+BODY_TIMEOUT_S = 60.0
+FIRST_TOKEN_SLEEP_S = 0.0002
+MAX_LAUNCH_WAIT_S = 0.02
+
+
+@dataclass(frozen=True)
+class HotPath:
+    """Switches for benchmarks. False selects the simpler code."""
+
+    direct_routes: bool = True
+    first_token_sleep: bool = True
+    own_body_reader: bool = True
+    wait_for_launch: bool = True
+
+
+def hot_path_from_environment(environ: Mapping[str, str]) -> HotPath:
+    """All switches on, except those named in TCDEPLOY_HOT_PATH_OFF. Raises UsageError for an unknown name."""
+    disabled = [name.strip() for name in environ.get(DISABLE_VARIABLE, "").split(",") if name.strip()]
+    known = [field.name for field in fields(HotPath)]
+    if unknown := [name for name in disabled if name not in known]:
+        raise UsageError(f"{DISABLE_VARIABLE} contains {unknown[0]!r}", f"known names: {', '.join(known)}")
+    return replace(HotPath(), **dict.fromkeys(disabled, False))
+
+
+def direct_route(
+    endpoint: Callable[[Request], Awaitable[Response]], error_response: Callable[[Exception], Response]
+) -> ASGIApp:
+    """`direct_routes`: an ASGI app that calls `endpoint` without Starlette's router and exception middleware.
+
+    Saves the route matching and the two nested exception handlers that Starlette runs around every request. Without
+    it, the two completion endpoints are ordinary Starlette routes with the same error responses.
+    """
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = await endpoint(Request(scope, receive, send))
+        except Exception as error:
+            response = error_response(error)
+        await response(scope, receive, send)
+
+    return app
+
+
+async def read_body(request: Request, max_bytes: int, hot_path: HotPath) -> bytes:
+    """`own_body_reader`: the request's body, read without an async generator, and without a timer if it has arrived.
+
+    Saves the generator of `Request.stream()`, and `asyncio.timeout` for a body that came in the same packets as its
+    headers, as most do. Without it, every body is read from `Request.stream()` under a timer.
+    Raises ApiError 413 above `max_bytes` and 408 after BODY_TIMEOUT_S, ClientDisconnect if the client leaves.
+    """
+    if hot_path.own_body_reader and is_body_received(request.scope):
+        return await _receive_body(request, max_bytes)
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            if hot_path.own_body_reader:
+                return await _receive_body(request, max_bytes)
+            body = bytearray()
+            async for chunk in request.stream():
+                _append_chunk(body, chunk, max_bytes)
+            return bytes(body)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
+
+
+async def _receive_body(request: Request, max_bytes: int) -> bytes:
+    body, has_more = bytearray(), True
+    while has_more:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        _append_chunk(body, message.get("body", b""), max_bytes)
+        has_more = message.get("more_body", False)
+    return bytes(body)
+
+
+def _append_chunk(body: bytearray, chunk: bytes, max_bytes: int) -> None:
+    body += chunk
+    if len(body) > max_bytes:
+        raise ApiError(413, f"the body is larger than {max_bytes} bytes")
+
+
+def sleep_after_first_token(tokens: Iterable[NewToken]) -> None:
+    """`first_token_sleep`: release the GIL for FIRST_TOKEN_SLEEP_S after a step that produced first tokens.
+
+    The engine thread calls it, so that the event loop can send the first tokens at once. Without it, the thread goes
+    on to launch the next step, and the event loop waits for Python's switch interval (5 ms) or the next call that
+    releases the GIL.
+    """
+    if any(token.queue_seconds is not None for token in tokens):  # set on the first token of a request
+        time.sleep(FIRST_TOKEN_SLEEP_S)
+
+
+async def wait_for_launch(wait: Callable[[float], Awaitable[None]]) -> None:
+    """`wait_for_launch`: after a submit, yield the GIL until the engine has launched a step, or MAX_LAUNCH_WAIT_S.
+
+    The engine thread needs the GIL to launch the prefill, and would compete with the event loop for it. `wait` returns
+    when the launch is reported or the time is over. Without it, the event loop prepares the response at once.
+    """
+    await wait(MAX_LAUNCH_WAIT_S)

@@ -1,0 +1,44 @@
+"""State of the server from its first second, before the model is loaded. Answers /health, /ready, /metrics, /status."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from tcdeploy.server.admission import RETRY_AFTER_S, Admission
+from tcdeploy.server.figures import ServerFigures, collect_figures
+from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.service import Service
+from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.worker import Worker
+
+
+@dataclass
+class ServerState:
+    """`service` is None while the model is loading, and is assigned once."""
+
+    settings: ServerSettings
+    worker: Worker[Any]
+    admission: Admission
+    metrics: Metrics = field(default_factory=Metrics)
+    start_time: float = field(default_factory=time.time)
+    service: Service | None = None
+
+    def __post_init__(self) -> None:
+        self.metrics.register_figures(self.figures)
+
+    @property
+    def unready_reason(self) -> str:
+        """Why /ready answers 503: "loading", "draining", "dead", or "" if the server is ready."""
+        return "dead" if self.worker.failure else self.admission.closed_reason
+
+    def figures(self) -> ServerFigures:
+        return collect_figures(self)
+
+    def require_service(self) -> Service:
+        """Raises ApiError 503 while the model is loading."""
+        if self.service is None:
+            raise ApiError(503, "the server is loading", code="loading", retry_after=RETRY_AFTER_S)
+        return self.service

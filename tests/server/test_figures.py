@@ -1,0 +1,64 @@
+"""/metrics and /status show the same figures, because both read one ServerFigures."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tcdeploy.engine.scheduler import SchedulerStats
+from tcdeploy.server.figures import ModelFigures, ServerFigures
+from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.recent_stats import RecentStats, percentile
+from tcdeploy.server.status import status_json
+
+RECORD: Any = SimpleNamespace(
+    bucket="decode:4", outcome="hit", variant="default", parity=SimpleNamespace(max_difference=0.25, kl=0.5)
+)
+FIGURES = ServerFigures(
+    model_name="tiny", state="ready", uptime_seconds=3.0,
+    scheduler=SchedulerStats(waiting=5, prefilling=1, running=2, used_blocks=8, preemptions=7),
+    rejections={"queue_full": 2, "loading": 1},
+    model=ModelFigures(
+        kv_cache_usage=0.5, step_counts={"decode:4": 11}, padding_tokens={"decode:4": 13}, uncaptured_runs=1,
+        missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, records=(RECORD,),
+    ),
+)  # fmt: skip
+
+
+def samples(figures: ServerFigures) -> dict[tuple[str, ...], float]:
+    metrics = Metrics()
+    metrics.register_figures(lambda: figures)
+    families = text_string_to_metric_families(metrics.text().decode())
+    return {
+        (sample.name.removeprefix("tcdeploy:"), *sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics_and_status_show_the_same_figures() -> None:
+    values, status = samples(FIGURES), status_json(FIGURES, RecentStats())
+    [bucket] = status["buckets"]
+    assert values["num_requests_running",] == status["running"] == 3
+    assert values["num_requests_waiting",] == status["waiting"] == 5
+    assert values["kv_cache_usage_perc",] == status["kv_cache_usage"] == 0.5
+    assert values["bucket_hits_total", "decode:4"] == bucket["steps"] == 11
+    assert values["bucket_padding_tokens_total", "decode:4"] == bucket["padding_tokens"] == 13
+    assert values["recompiles_total",] == status["recompiles"] == 0
+    assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
+    assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
+    assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3
+
+
+def test_while_loading_there_are_no_figures_of_the_model() -> None:
+    loading = ServerFigures("tiny", "loading", 1.0, SchedulerStats(0, 0, 0, 0, 0), {"loading": 0}, None)
+    values, status = samples(loading), status_json(loading, RecentStats())
+    assert ("kv_cache_usage_perc",) not in values and values["admission_rejections_total", "loading"] == 0
+    assert (status["state"], status["buckets"], status["kv_cache_usage"]) == ("loading", [], 0.0)
+
+
+def test_percentiles_are_nearest_rank() -> None:
+    values = [float(value) for value in range(100, 0, -1)]
+    assert (percentile(values, 0.5), percentile(values, 0.99), percentile([], 0.5)) == (51.0, 100.0, None)

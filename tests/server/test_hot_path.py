@@ -1,0 +1,25 @@
+"""TCDEPLOY_HOT_PATH_OFF disables named optimizations, and rejects unknown names."""
+
+from __future__ import annotations
+
+import pytest
+
+from tcdeploy.errors import UsageError
+from tcdeploy.planning.recipe import build_recipe
+from tcdeploy.server.hot_path import DISABLE_VARIABLE, HotPath, hot_path_from_environment
+
+
+def test_named_optimizations_are_off_and_the_others_on() -> None:
+    assert hot_path_from_environment({}) == HotPath()
+    environ = {DISABLE_VARIABLE: "direct_routes, wait_for_launch"}
+    assert hot_path_from_environment(environ) == HotPath(direct_routes=False, wait_for_launch=False)
+
+
+def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="contains 'sleep'") as error:
+        hot_path_from_environment({DISABLE_VARIABLE: "sleep"})
+    assert error.value.hint is not None and "first_token_sleep" in error.value.hint
+
+
+def test_the_variable_is_not_a_recipe_key() -> None:
+    assert build_recipe({"model": "m"}, None, {DISABLE_VARIABLE: "direct_routes"}).model == "m"
