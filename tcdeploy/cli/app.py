@@ -16,6 +16,7 @@ from tcdeploy import __version__
 from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
+from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
@@ -64,6 +65,7 @@ def root(
 def main() -> None:
     """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
     relax_gc_for_startup()
+    sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         app()
     except TcdeployError as error:

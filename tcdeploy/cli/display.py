@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tcdeploy.cli.deprecated import add_old_json_keys
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from tcdeploy.pipeline import Deployment
     from tcdeploy.planning.plan import Plan
 
-JSON_SCHEMA = 1  # raise when a key of any report is renamed or removed
+JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
 PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
 COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
@@ -311,4 +312,4 @@ def _print_json(command: str, **content: Any) -> None:
 
 def json_document(command: str, **content: Any) -> str:
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(document, indent=1)
+    return json.dumps(add_old_json_keys(document), indent=1)
