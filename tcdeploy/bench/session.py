@@ -15,6 +15,7 @@ from tcdeploy import pipeline
 from tcdeploy.bench.baselines import BaselineModel, load_baseline
 from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.pipeline import Deployment, PlannedDeployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
@@ -74,7 +75,9 @@ class Session:
         yield from measure_baseline(baseline)
 
     def _prepare(self, recipe: Recipe) -> Deployment:
-        return pipeline.prepare(recipe, self.progress)
+        deployment = pipeline.prepare(recipe, self.progress)
+        freeze_gc_after_startup()  # as `serve` does: full collections would be part of the measurements
+        return deployment
 
 
 def start_session(recipe: Recipe, settings: BenchSettings, progress: Progress) -> Session:

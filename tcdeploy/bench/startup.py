@@ -20,6 +20,7 @@ from typing import Any
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.errors import TcdeployError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
@@ -77,6 +78,7 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
     from tcdeploy.bench.engine_driver import Prompts, measure_ttft
 
     deployment = pipeline.prepare(recipe, progress)
+    freeze_gc_after_startup()  # as `serve` does
     settings.check_against_plan(deployment.plan)
     prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
     seconds = measure_ttft(deployment.engine, prompt)

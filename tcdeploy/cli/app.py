@@ -18,11 +18,11 @@ from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.generate import generate
+from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
 from tcdeploy.errors import TcdeployError
-from tcdeploy.gc_policy import relax_gc_for_startup
 
 app = typer.Typer(
     name="tcdeploy",
@@ -64,7 +64,7 @@ def root(
 
 def main() -> None:
     """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
-    relax_gc_for_startup()
+    configure_process()
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         app()

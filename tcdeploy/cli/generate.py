@@ -10,6 +10,7 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.recipe import Recipe
 
 
@@ -40,6 +41,7 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
+    freeze_gc_after_startup()
     from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt, stop_token_ids
 
     tokenizer = deployment.tokenizer
