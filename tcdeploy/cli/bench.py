@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure MODEL on this machine, and compare with the hardware's floor and with baselines.",
+    help="Measure MODEL on this machine, beside the hardware's floor and baselines.",
 )
 
 Baseline = Annotated[
@@ -118,7 +118,7 @@ def prefill(
     output: Output = None,
     seed: Seed = PrefillSettings.seed,
 ) -> None:
-    """Measure time to first token by prompt length, for single prompts on an idle engine."""
+    """Measure the time to first token of single prompts by their length."""
     settings = PrefillSettings(
         lengths=None if lengths is None else _parse_ints("--lengths", lengths),
         repeats=repeats,
@@ -184,7 +184,7 @@ def startup(
     seed: Seed = StartupSettings.seed,
     child: Annotated[bool, typer.Option("--child", hidden=True, help="Run as the measured process")] = False,
 ) -> None:
-    """Measure the time from process start to the first token, with an empty and with a filled compile cache."""
+    """Measure the time from process start to the first token, for cold and warm starts."""
     settings = StartupSettings(warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed)
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
@@ -220,7 +220,7 @@ def serve(
     output: Output = None,
     seed: Seed = ServeSettings.seed,
 ) -> None:
-    """Measure throughput and latencies of a running OpenAI-compatible server of any kind."""
+    """Measure throughput and latencies of any OpenAI-compatible server."""
     settings = ServeSettings(
         url=url.rstrip("/"), served_model=served_model, api_key=api_key, requests=requests, input_length=input_length,
         output_length=output_length, request_rate=_parse_rate(request_rate), concurrency=concurrency, seed=seed,

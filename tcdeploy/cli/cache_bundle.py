@@ -83,7 +83,7 @@ def unpack(
     trusted_keys: TrustedKeys = None,
     json: Json = False,
 ) -> None:
-    """Unpack a bundle into a cache folder, after checking its signature and the hash of every file."""
+    """Check a bundle's signature and hashes, and unpack it into a cache folder."""
     from tcdeploy.bundle import signing
     from tcdeploy.bundle import unpack as unpacking
     from tcdeploy.bundle.why import version_differences

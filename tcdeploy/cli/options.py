@@ -76,7 +76,7 @@ def _with_recipe_options(
 
 
 def _model_argument() -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="[MODEL]", show_default=False)]
+    annotation = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
     return inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
