@@ -36,13 +36,24 @@ PACKAGES = os.pathsep.join(
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
-
+# Tests with the marker `compiles`, which `scripts/test --quick` leaves out: those that use one of these fixtures, and
+# those below these paths, which compile, start a model, or run kernels in Triton's interpreter for many seconds.
+COMPILING_FIXTURES = frozenset({"cache_dir", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache"})
+COMPILING_PATHS = (
+    "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "compiler/", "gpu/",
+    "linear/", "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
+)  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests if torch sees no GPU. Imports torch only if a GPU test was collected."""
+    """Mark the tests that compile or start a model, and skip GPU tests if torch sees no GPU."""
+    for item in items:
+        path = item.path.relative_to(ROOT / "tests").as_posix()
+        if path.startswith(COMPILING_PATHS) or COMPILING_FIXTURES.intersection(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.compiles)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

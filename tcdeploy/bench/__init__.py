@@ -1,1 +1,1 @@
-"""What a deployment does on this machine, in figures: decode, prefill, throughput, startup, each beside its floor."""
+"""Benchmarks of a deployment: decode, prefill, throughput, serving and startup, beside the hardware's floor."""

@@ -1,11 +1,11 @@
-"""What people run without us, on the same weights: transformers' own model, stepped by hand or by its `generate`.
+"""Baselines on the same weights: the transformers model, run by an eager loop or by `generate`.
 
-`eager` is the plain loop: sdpa attention, a cache that grows, one forward a token. `generate` is transformers' fastest
-documented way: a static cache, and a decode step that `generate` compiles by itself on a GPU (on a CPU it does not).
-The third baseline, `region`, is our own pipeline and needs nothing here (session.py).
+`eager` is a plain loop with SDPA attention, a dynamic cache and one forward call per token. `generate` is the fastest
+documented path of transformers: a static cache, and a decode step that `generate` compiles on a GPU (not on a CPU).
+The third baseline, `region`, runs this project's own pipeline with other settings; see session.py.
 
-Both are timed by marks in the device's own order, so that no synchronisation of ours slows them down. Neither knows
-continuous batching: a batch starts together and ends together.
+Both are timed by events recorded on the device's stream, so that timing adds no synchronization. Neither supports
+continuous batching: all sequences of a batch start and end together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ATTN_IMPLEMENTATION = "sdpa"
 
 
 class BaselineModel:
-    """A model of transformers, with nothing of ours in it. `name` is the baseline's."""
+    """An unmodified transformers model. `name` is `eager` or `generate`."""
 
     def __init__(self, name: str, model: PreTrainedModel, plan: Plan) -> None:
         self.name = name
@@ -39,15 +39,15 @@ class BaselineModel:
 
     @property
     def note(self) -> str:
-        """What a reader of its figures has to know; empty where there is nothing."""
+        """A remark to print below the results, or an empty string."""
         if self.name == "generate" and self.plan.device == "cpu":
-            return "generate: not compiled: transformers compiles its decode step on a GPU only"
+            return "generate: not compiled: transformers compiles the decode step on GPUs only"
         return ""
 
     def token_times(self, prompts: list[list[int]], new_tokens: int) -> list[float]:
-        """When each new token of the batch was there, counted from the call. Prompts are of one length.
+        """Seconds from the call to each new token of the batch. All prompts have the same length.
 
-        A shape that is new runs once untimed: that is where `generate` compiles.
+        The first call with a new shape is preceded by an untimed run, in which `generate` compiles.
         """
         shape = (len(prompts), len(prompts[0]), new_tokens)
         if shape not in self._warmed_shapes:
@@ -56,7 +56,7 @@ class BaselineModel:
         return self._run_timed(prompts, new_tokens)
 
     def first_call_seconds(self, prompts: list[list[int]], new_tokens: int) -> float:
-        """Wall time of a call, to its last token; of a new shape, with whatever is compiled for it."""
+        """Wall time of one call up to its last token, including compilation if the shape is new."""
         self._warmed_shapes.add((len(prompts), len(prompts[0]), new_tokens))
         start = time.perf_counter()
         self._run_timed(prompts, new_tokens)
@@ -69,20 +69,20 @@ class BaselineModel:
             self._run(self.model, ids, new_tokens, timestamps)
         seconds = timestamps.seconds()
         if len(seconds) != new_tokens:
-            raise TcdeployError(f"it gave {len(seconds)} tokens of the {new_tokens} that were asked for")
+            raise TcdeployError(f"it generated {len(seconds)} tokens instead of {new_tokens}")
         return seconds
 
 
 def load_baseline(name: str, plan: Plan, config: PreTrainedConfig) -> BaselineModel:
-    """The weights of the plan, random ones included: they come from one seed."""
+    """Load the plan's weights. Random weights are equal too, since they come from a fixed seed."""
     return BaselineModel(name, load_model(plan, config, ATTN_IMPLEMENTATION), plan)
 
 
 def _run_eager(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestamps: Timestamps) -> None:
-    keep = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    last_logits = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
     cache = DynamicCache(config=model.config)
     for _ in range(new_tokens):
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **keep).logits
+        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, **last_logits).logits
         ids = logits[:, -1:].argmax(dim=-1)
         timestamps.record()
 
@@ -101,7 +101,7 @@ def _run_generate(model: PreTrainedModel, ids: Tensor, new_tokens: int, timestam
 
 
 class _TimestampProcessor(LogitsProcessor):
-    """`generate` calls it once a token, when the logits are on their way: the place for a mark."""
+    """Records a timestamp per token: `generate` calls it once per step, after launching the forward pass."""
 
     def __init__(self, timestamps: Timestamps) -> None:
         self._timestamps = timestamps

@@ -1,7 +1,7 @@
-"""Where a decode step's time goes on the GPU: its kernels by kind, and the gaps between them.
+"""GPU time of a decode step by kernel kind, and the gaps between kernels, from torch's profiler.
 
-torch's profiler names every kernel that a replayed graph launches. Under it each kernel takes a little longer to start,
-so the gaps here are longer than in life: read the shares, and take the step's time from the row they stand in.
+The profiler delays each kernel launch a little, so the gaps are longer than without it. Use the shares, and take the
+step time from the benchmark row that holds the breakdown.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from tcdeploy.bench.stats import median
 
 REPLAYS = 5
 TOP_KERNELS = 12
-KERNEL_KINDS = tuple(  # the first that is found in a kernel's name; FlashAttention's names hold CUTLASS types
+KERNEL_KINDS = tuple(  # the first match counts; FlashAttention's kernel names contain CUTLASS types
     (kind, re.compile(pattern, re.IGNORECASE))
     for kind, pattern in (
-        ("other", r"^triton_poi_"),  # pointwise: a product in its name is where its input came from
+        ("other", r"^triton_poi_"),  # pointwise: "mm" in its name refers to the producer of its input
         ("sampling", r"advance|^_argmax_kernel$|argmax|sampl|multinomial|topk|sort|cumsum"),
         ("attention", r"flash|fmha"),
         ("gemm", r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|(^|_)(linear|vector|addmm|mm|bmm|mv)(_|$)"),
-        ("attention", r"^_\w+_kernel$"),  # ours; Inductor's begin with triton_
+        ("attention", r"^_\w+_kernel$"),  # kernels of this package; Inductor's names begin with triton_
     )
 )
 
 
 class Kernel(NamedTuple):
-    """One run of a kernel, in microseconds since some beginning."""
+    """One execution of a kernel. Times in microseconds from an arbitrary origin."""
 
     name: str
     start: float
@@ -43,16 +43,16 @@ class Kernel(NamedTuple):
 class KernelTime:
     name: str
     kind: str
-    count: float  # of runs in a step
-    us: float  # in a step
+    count: float  # executions per step
+    us: float  # per step
 
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Microseconds in one step, medians over replays; the four kinds and `gap_us` are parts, and add up but for noise.
+    """Microseconds per step, medians over replays. The four kinds and `gap_us` add up to `step_us`, except for noise.
 
-    A kernel that is launched early (programmatic dependent launch) waits for the one before it: that time is counted
-    for the one before. `gap_us` is when none was running.
+    With programmatic dependent launch a kernel starts before its predecessor ends, and waits. The overlap counts for
+    the predecessor. `gap_us` is the time in which no kernel ran.
     """
 
     replays: int
@@ -67,7 +67,7 @@ class Breakdown:
 
 
 def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
-    """Profile `step` alone a few times. The first profile of a process starts the machinery and is thrown away."""
+    """Profile `step` REPLAYS times. The first one includes the profiler's own start and is discarded."""
     replays = []
     for _ in range(REPLAYS + 1):
         restore()
@@ -76,11 +76,11 @@ def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> B
             step()
             torch.cuda.synchronize()
         replays.append(_kernels_of(profiled))
-    return summarise_kernels(replays[1:])
+    return summarize_kernels(replays[1:])
 
 
 def _kernels_of(profiled: profile) -> list[Kernel]:
-    """What ran on the device, without the ranges that torch draws around it."""
+    """The events on the device, without the annotations that the profiler adds around them."""
     return [
         Kernel(event.name, event.time_range.start, event.time_range.end)
         for event in profiled.events() or ()
@@ -89,7 +89,7 @@ def _kernels_of(profiled: profile) -> list[Kernel]:
 
 
 def trim_overlap(kernels: list[Kernel]) -> list[Kernel]:
-    """Each kernel from the end of the one before, in the order of their ends: what it added to the step."""
+    """Kernels in order of their ends, each starting no earlier than its predecessor ended."""
     trimmed, busy_until = [], float("-inf")
     for kernel in sorted(kernels, key=lambda kernel: kernel.stop):
         trimmed.append(kernel._replace(start=max(kernel.start, busy_until)))
@@ -97,23 +97,23 @@ def trim_overlap(kernels: list[Kernel]) -> list[Kernel]:
     return trimmed
 
 
-def summarise_kernels(replays: list[list[Kernel]]) -> Breakdown:
-    """Each replay is the kernels of one step, in any order."""
+def summarize_kernels(replays: list[list[Kernel]]) -> Breakdown:
+    """`replays`: the kernels of one step each, in any order."""
     replays = [trim_overlap(replay) for replay in replays]
     kinds = ("gemm", "attention", "sampling", "other")
-    by_kind = {kind: median(_busy_us(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
+    us_by_kind = {kind: median(_busy_us(_of_kind(replay, kind)) for replay in replays) for kind in kinds}
     return Breakdown(
         replays=len(replays),
         step_us=median(_span_us(replay) for replay in replays),
         kernel_us=median(_busy_us(replay) for replay in replays),
         gap_us=median(gap_us(replay) for replay in replays),
-        **{f"{kind}_us": us for kind, us in by_kind.items()},
+        **{f"{kind}_us": us for kind, us in us_by_kind.items()},
         top=_top_kernels(replays),
     )
 
 
 def gap_us(kernels: list[Kernel]) -> float:
-    """When no kernel was running, between the first and the last: overlapping ones leave no gap."""
+    """Time between the first and the last kernel in which none ran."""
     ordered = sorted(kernels, key=lambda kernel: kernel.start)
     gap, busy_until = 0.0, ordered[0].start if ordered else 0.0
     for kernel in ordered:
@@ -141,13 +141,14 @@ def _span_us(kernels: list[Kernel]) -> float:
 
 
 def _top_kernels(replays: list[list[Kernel]]) -> tuple[KernelTime, ...]:
-    """The longest by total time in a step, averaged over the replays."""
-    total: dict[str, float] = defaultdict(float)
+    """The kernels with the longest total time per step, averaged over the replays."""
+    total_us: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for kernel in (kernel for replay in replays for kernel in replay):
-        total[kernel.name] += kernel.stop - kernel.start
+        total_us[kernel.name] += kernel.stop - kernel.start
         count[kernel.name] += 1
-    longest = sorted(total, key=total.__getitem__, reverse=True)[:TOP_KERNELS]
+    longest = sorted(total_us, key=total_us.__getitem__, reverse=True)[:TOP_KERNELS]
     return tuple(
-        KernelTime(name, kernel_kind(name), count[name] / len(replays), total[name] / len(replays)) for name in longest
+        KernelTime(name, kernel_kind(name), count[name] / len(replays), total_us[name] / len(replays))
+        for name in longest
     )

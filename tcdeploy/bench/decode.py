@@ -1,8 +1,8 @@
-"""How long a decode step takes, per bucket, and how far that is from reading the weights once.
+"""`bench decode`: the time of a decode step per bucket, beside the time to read weights and KV cache once.
 
-Each bucket is measured twice. The step alone, over sequences that are put back to one context before each repeat: what
-the device does. Then the running engine with the bucket full: what a caller gets, with the host's work beside it. The
-difference of the two is what the host costs, and should be nothing while the host is one step ahead.
+Each bucket is measured twice. First an isolated step, with the sequences reset to the same context before each
+repeat: the device time. Then steps of the running engine with a full bucket: what a caller sees, including the host's
+work. The difference is host overhead, and should be zero while the host runs one step ahead of the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tcdeploy.bench.floor import DecodeFloor, count_weights, decode_floor, share
 from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import DecodeSettings
-from tcdeploy.bench.stats import Summary, intervals, summarise
+from tcdeploy.bench.stats import Summary, intervals, summarize_ms
 from tcdeploy.bench.timing import step_seconds
 from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.plan import Plan
@@ -30,9 +30,9 @@ from tcdeploy.progress import Progress
 
 @dataclass(frozen=True)
 class DecodeRow(Row):
-    """A bucket. `step_ms` is over the repeats of one step; of eager and generate, over the gaps between tokens.
+    """One bucket. `step_ms` summarizes isolated steps; for `eager` and `generate`, the intervals between tokens.
 
-    The rest below `share_of_floor` is of the running engine, at about the same context.
+    The fields after `share_of_floor` are measured on the running engine, at about the same context.
     """
 
     batch: int
@@ -41,7 +41,7 @@ class DecodeRow(Row):
     bytes_read: int
     floor_ms: float | None
     share_of_floor: float | None
-    tokens_per_second: float | None  # None: no room for the bucket full of growing requests
+    tokens_per_second: float | None  # None: the KV cache cannot hold a full bucket of growing sequences
     price_per_million_tokens: float | None
     wall_ms: float | None = None
     host_us: float | None = None
@@ -51,7 +51,7 @@ class DecodeRow(Row):
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes. `other_bytes` is all else that the device holds now: graphs, workspaces, the CUDA context, neighbours."""
+    """Bytes. `other_bytes`: graphs, workspaces, the CUDA context, and other processes on the device."""
 
     total_bytes: int
     weight_bytes: int
@@ -100,26 +100,26 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: De
 
 def _floor_columns(seconds: list[float], floor: DecodeFloor) -> tuple[Summary, int, float | None, float | None]:
     """(step_ms, bytes_read, floor_ms, share_of_floor) of a row."""
-    step_ms = summarise(one * 1e3 for one in seconds)
+    step_ms = summarize_ms(seconds)
     return step_ms, floor.bytes_read, floor.floor_ms, share_of_floor(floor.floor_ms, step_ms.p50)
 
 
 def effective_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
-    """Tokens that each sequence of a full bucket holds; a row says so where it is less than what was asked."""
-    held = (plan.kv_blocks - 1) // batch * plan.block_size
-    return min(settings.context_length or settings.DEFAULT_CONTEXT, plan.context, held)
+    """Context per sequence of a full bucket: the requested length, or less where the KV cache is smaller."""
+    capacity = (plan.kv_blocks - 1) // batch * plan.block_size
+    return min(settings.context_length or settings.DEFAULT_CONTEXT, plan.context, capacity)
 
 
 def _run_steady(deployment: Deployment, prompts: Prompts, batch: int, context: int, steps: int) -> SteadyRun | None:
     shape = steady_shape(deployment.plan, batch, context, steps)
     if shape is None:
         return None
-    drawn = [prompts.draw(shape.prompt_length) for _ in range(batch)]
-    return run_steady(deployment.engine, drawn, shape.new_tokens, shape.steps)
+    batch_prompts = [prompts.draw(shape.prompt_length) for _ in range(batch)]
+    return run_steady(deployment.engine, batch_prompts, shape.new_tokens, shape.steps)
 
 
 def measure_baseline(baseline: BaselineModel, session: Session, settings: DecodeSettings) -> Iterator[DecodeRow]:
-    """Whole batches from a prompt on, so that the context is passed half way."""
+    """Time whole batches. The prompt length is chosen so that the context is reached halfway through the steps."""
     plan, architecture = baseline.plan, session.planned.architecture
     prompts = Prompts(architecture.vocab_size, settings.seed)
     weights = count_weights(baseline.model, plan.weight_bytes)
@@ -128,9 +128,9 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Decode
         batch, context = bucket.size, effective_context(plan, bucket.size, settings)
         steps = max(1, min(settings.steps, context - 1))
         length = max(1, min(context - steps // 2, plan.context - steps - 1))
-        drawn = [prompts.draw(length) for _ in range(batch)]
-        first_call_seconds = baseline.first_call_seconds(drawn, steps + 1)
-        times = baseline.token_times(drawn, steps + 1)
+        batch_prompts = [prompts.draw(length) for _ in range(batch)]
+        first_call_seconds = baseline.first_call_seconds(batch_prompts, steps + 1)
+        times = baseline.token_times(batch_prompts, steps + 1)
         floor = decode_floor(weights, architecture, plan.kv_dtype, session.rates, batch, context)
         rate = batch * steps / (times[-1] - times[0])
         yield DecodeRow(
@@ -145,9 +145,9 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Decode
 
 
 def device_memory(plan: Plan) -> DeviceMemory | None:
-    """None on a CPU, where nobody can say what of the host's memory is ours."""
+    """Device memory in use now; None on a CPU, where the plan's share of host memory cannot be told apart."""
     if plan.device != "cuda":
         return None
-    torch.cuda.empty_cache()  # what the measuring itself left in torch's allocator is nobody's
+    torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator
     free, total = torch.cuda.mem_get_info()
     return DeviceMemory(total, plan.weight_bytes, plan.kv_bytes, total - free - plan.weight_bytes - plan.kv_bytes)

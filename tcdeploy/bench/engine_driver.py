@@ -1,8 +1,8 @@
-"""What is measured: a prepared deployment. The only file of the bench that knows how an engine is driven.
+"""Drives the engine of a prepared deployment; the only benchmark module that knows the engine's interface.
 
-Two kinds of driving. *Placed* sequences stand in the decode rows with keys that nobody computed: a step over them costs
-what it costs at that context, and putting them back makes the next one cost the same. *Requests* go through
-`submit` and `step`, as a server's do.
+There are two ways. *Placed* sequences occupy decode rows with a KV cache whose contents were never computed, so that
+a step costs what it costs at that context and can be repeated from the same state. *Requests* go through `submit` and
+`step`, like those of a server.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.planning.plan import Plan
 
-TTFT_NEW_TOKENS = 2
+TTFT_NEW_TOKENS = 2  # output tokens of a request whose time to first token is measured
+COOL_DOWN_SECONDS = 0.2
 
 
 class Prompts:
-    """Random token ids from one seed: no two prompts share a prefix worth caching."""
+    """Random token ids from one seed, so that prompts share no prefix that could be cached."""
 
     def __init__(self, vocab_size: int, seed: int) -> None:
         self._vocab_size = vocab_size
@@ -39,7 +40,7 @@ class SteadyShape(NamedTuple):
 
 
 class SteadyRun(NamedTuple):
-    """A stretch of engine steps with a full bucket. `host_seconds` None: on a CPU host and device are one."""
+    """Consecutive engine steps with a full bucket. `host_seconds` is None on a CPU, which is host and device."""
 
     steps: int
     tokens: int
@@ -49,11 +50,11 @@ class SteadyRun(NamedTuple):
 
 @contextmanager
 def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) -> Iterator[list[Sequence]]:
-    """Sequences of `length` tokens that own their blocks, for as long as the block lasts."""
+    """Context manager: `count` sequences of `length` tokens that own KV blocks, which are released at the end."""
     sequences = []
-    for number in range(count):
+    for index in range(count):
         blocks = engine.allocator.allocate(engine.allocator.blocks_for(length))
-        sequences.append(Sequence(-1 - number, prompts.draw(length), length, SamplingParams(), blocks=blocks))
+        sequences.append(Sequence(-1 - index, prompts.draw(length), length, SamplingParams(), blocks=blocks))
     try:
         yield sequences
     finally:
@@ -63,7 +64,7 @@ def placed_sequences(engine: Engine, prompts: Prompts, count: int, length: int) 
 
 
 def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[], None], Callable[[], None]]:
-    """(restore, step): put the sequences back to their context, and one decode step over them."""
+    """(restore, step): reset the sequences to their context, and run one decode step over them."""
 
     def step() -> None:
         with fail_on_recompile():
@@ -73,7 +74,7 @@ def decode_step(engine: Engine, sequences: list[Sequence]) -> tuple[Callable[[],
 
 
 def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
-    """The whole prompt, in as many chunks of the largest bucket as it takes."""
+    """A function that prefills the whole prompt, in chunks of the largest prefill bucket."""
     largest, length = engine.plan.prefill_buckets[-1].size, len(sequence.token_ids)
     chunks = [Chunk(sequence, start, min(start + largest, length)) for start in range(0, length, largest)]
 
@@ -86,26 +87,23 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
 
 
 def submit(engine: Engine, prompt: list[int], new_tokens: int) -> Sequence:
-    """A greedy request that stops at nothing but its length. What is returned is the engine's own: to be read only."""
+    """Submit a greedy request that stops only at its length. Returns the engine's own sequence; do not modify it."""
     engine.submit(prompt, SamplingParams(max_new_tokens=new_tokens))
     return engine.scheduler.waiting[-1]
 
 
-COOL_DOWN_SECONDS = 0.2
-
-
 def cool_down(device: str) -> None:
-    """Before a prompt that comes alone; the same for every subject."""
+    """Let a GPU idle before an isolated prompt, for every subject alike, so that its clocks are comparable."""
     if device == "cuda":
         time.sleep(COOL_DOWN_SECONDS)
 
 
 def measure_ttft(engine: Engine, prompt: list[int]) -> float:
-    """From submitting a prompt to an idle engine until its first token is on the host.
+    """Seconds from submitting a prompt to an idle engine until its first token is on the host.
 
-    The request wants a second token, as most do: so the launch of its first decode step is in the figure. A GPU rests
-    before: prompts one after another keep it at its power limit, where its clocks are lower (2,048 tokens of an 8B
-    shape on an H100: 50.1 ms in a row, 46.4 ms each after 0.2 s).
+    The request asks for a second token, as most do, so the launch of the first decode step is included. A GPU idles
+    first: back-to-back prompts keep it at its power limit, where clocks are lower (2,048 tokens of the 8B shape on an
+    H100: 50.1 ms back to back, 46.4 ms after 0.2 s idle).
     """
     engine.allocator.reset_prefix_cache()
     cool_down(engine.plan.device)
@@ -119,34 +117,35 @@ def measure_ttft(engine: Engine, prompt: list[int]) -> float:
 
 
 def steady_shape(plan: Plan, batch: int, context: int, steps: int) -> SteadyShape | None:
-    """Requests that all run together for `steps` steps, around `context`; fewer steps where the KV cache ends sooner.
+    """The shape of `batch` requests that all decode together for `steps` steps, at about `context` tokens.
 
-    While the last prompts are prefilled, the first ones already decode: at most one step for each step of prefill. None
-    where there is no room for a single step. One block a sequence is left free: the scheduler admits nobody without.
+    Fewer steps if the KV cache is too small, and None if it has no room for one. The first requests already decode
+    while the last prompts are prefilled, at most one step per prefill step. One block per sequence stays free, because
+    the scheduler requires it for admission.
     """
     limit = min(plan.context, ((plan.kv_blocks - 1) // batch - 1) * plan.block_size)
     prefill_steps = -(-batch * context // plan.prefill_buckets[-1].size) + -(-batch // plan.max_prefill_sequences)
-    early = prefill_steps + 3
-    steps = min(steps, limit - early - 1)
+    early_steps = prefill_steps + 3
+    steps = min(steps, limit - early_steps - 1)
     if steps < 1:
         return None
-    new_tokens = early + steps
+    new_tokens = early_steps + steps
     return SteadyShape(max(1, min(context - steps // 2, limit - new_tokens)), new_tokens, steps)
 
 
 def run_steady(engine: Engine, prompts: list[list[int]], new_tokens: int, steps: int) -> SteadyRun:
-    """Submit all prompts, wait until each has begun to decode, and time `steps` steps of them together."""
+    """Submit all prompts, step until every request decodes, and time `steps` steps of all together."""
     engine.allocator.reset_prefix_cache()
     requests = [submit(engine, prompt, new_tokens).request_id for prompt in prompts]
-    begun: set[int] = set()
-    while len(begun) < len(requests):
-        begun.update(token.request_id for token in engine.step())
-    engine.step()  # reads the step that was launched before the last prompt had begun
-    tokens, waited_before, start = 0, engine.device_wait_seconds, time.perf_counter()
+    decoding: set[int] = set()
+    while len(decoding) < len(requests):
+        decoding.update(token.request_id for token in engine.step())
+    engine.step()  # reads the step that was launched before the last request started decoding
+    tokens, wait_before, start = 0, engine.device_wait_seconds, time.perf_counter()
     for _ in range(steps):
         tokens += len(engine.step())
     wall_seconds = time.perf_counter() - start
-    host_seconds = wall_seconds - (engine.device_wait_seconds - waited_before)
+    host_seconds = wall_seconds - (engine.device_wait_seconds - wait_before)
     for request_id in requests:
         engine.abort(request_id)
     drain(engine)
@@ -159,7 +158,7 @@ def drain(engine: Engine) -> None:
 
 
 def can_time_host(engine: Engine) -> bool:
-    """Whether the host can be timed apart from the device."""
+    """Whether host time can be measured apart from device time."""
     return engine.plan.device == "cuda"
 
 

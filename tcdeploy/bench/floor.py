@@ -1,13 +1,13 @@
-"""The speed of light of this machine, and what a step would take at it.
+"""Lower bounds ("floors") for the time of a step, from this machine's memory bandwidth and matmul rate.
 
-A decode step reads every weight once and every key in the context once, so its floor is bytes over copy bandwidth. A
-prefill multiplies every weight with every token: its floor is arithmetic over the rate of a large matrix product, or
-the reading of the weights, whichever takes longer. Both rates are measured in the run that uses them, before a weight
-is loaded, because machines of one kind differ by several per cent.
+A decode step reads all weights and the KV cache of its context once, so its floor is those bytes over the copy
+bandwidth. A prefill also multiplies every weight with every token, so its floor is the larger of that arithmetic over
+the rate of a large matmul, and the time to read the weights. Both rates are measured in the same run, before weights
+are loaded, because machines of the same kind differ by several percent.
 
-Left out, so that no floor is too high: attention's own arithmetic, activations, and the embedding that is only looked
-up. The head runs on the last token of a prompt alone. A mixture of experts has no floor here: which experts a batch
-wakes depends on its tokens.
+The floors leave out attention FLOPs, activations and the untied input embedding, and count the LM head as one token
+per prompt, so that they are never too high. Mixtures of experts have no floor: the experts that a batch activates
+depend on its tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tcdeploy.bench.timing import Timestamps
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import DTYPE_BYTES
 
-WARMUP_SECONDS = 0.3  # clocks rise under load
+WARMUP_SECONDS = 0.3  # until clocks have risen
 REPEATS = 9
 COPY_BYTES = {"cuda": 2 << 30, "cpu": 256 << 20}
 MATRIX_SIZE = {"cuda": 8192, "cpu": 1024}
@@ -34,7 +34,7 @@ EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "mo
 
 @dataclass(frozen=True)
 class Rates:
-    """Medians on this machine. `copy` counts bytes read and bytes written; `matmul` is in the plan's compute_dtype."""
+    """Measured medians. Copies count bytes read plus bytes written; matmuls run in the plan's compute_dtype."""
 
     copy_bytes_per_second: float
     copy_bytes: int
@@ -44,10 +44,10 @@ class Rates:
 
 
 class WeightSizes(NamedTuple):
-    """What the parts of a model weigh. `step_bytes` are read by every step, however many tokens it has."""
+    """Sizes of a model's parts. `step_bytes` are read by every step, whatever its number of tokens."""
 
     step_bytes: int
-    body_parameters: int  # neither the input embedding nor the head
+    body_parameters: int  # without the input embedding and the LM head
     is_dense: bool
 
 
@@ -57,7 +57,7 @@ class DecodeFloor(NamedTuple):
 
 
 def measure_rates(device: str, dtype: str) -> Rates:
-    """Takes about 2 s, and on a GPU 4 GiB for a moment (less where less is free)."""
+    """Measure copy and matmul rates. Takes about 2 s, and temporarily up to 4 GiB of GPU memory."""
     size = COPY_BYTES[device]
     if device == "cuda":
         size = min(size, torch.cuda.mem_get_info()[0] // 4)
@@ -70,18 +70,17 @@ def measure_rates(device: str, dtype: str) -> Rates:
 
 
 def count_weights(model: PreTrainedModel, plan_weight_bytes: int) -> WeightSizes:
-    """A tied embedding is read as the head; an untied one only looked up."""
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    rows = embedding.weight
-    is_tied = head is None or head.weight is rows or head.weight.data_ptr() == rows.data_ptr()
-    looked_up = 0 if is_tied else rows.numel() * rows.element_size()
-    total = plan_weight_bytes // rows.element_size()
-    body = total - rows.numel() - (0 if is_tied else head.weight.numel())
-    return WeightSizes(plan_weight_bytes - looked_up, body, not _has_experts(model.config))
+    """A tied embedding counts as read, as the LM head. An untied one does not: a step looks up a few rows only."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings().weight
+    is_tied = head is None or head.weight is embedding or head.weight.data_ptr() == embedding.data_ptr()
+    unread_bytes = 0 if is_tied else embedding.numel() * embedding.element_size()
+    total_parameters = plan_weight_bytes // embedding.element_size()
+    body_parameters = total_parameters - embedding.numel() - (0 if is_tied else head.weight.numel())
+    return WeightSizes(plan_weight_bytes - unread_bytes, body_parameters, not _has_experts(model.config))
 
 
 def kv_read_bytes(architecture: Architecture, kv_dtype: str, context: int) -> int:
-    """K and V that one sequence's decode step reads: of a layer with a window, no more than the window."""
+    """Bytes of K and V that a decode step reads for one sequence; at most the window in sliding-window layers."""
     return DTYPE_BYTES[kv_dtype] * sum(
         spec.kv_elements_per_token * min(context, spec.window or context) for spec in architecture.attention_layers
     )
@@ -95,15 +94,15 @@ def decode_floor(
 
 
 def prefill_floor_ms(tokens: int, rates: Rates, weights: WeightSizes) -> float | None:
-    """Of a prompt alone; the larger of arithmetic and reading."""
+    """The floor of prefilling one prompt: the larger of arithmetic and reading the weights."""
     if not weights.is_dense:
         return None
-    arithmetic = 2 * weights.body_parameters * tokens / rates.matmul_flop_per_second
-    return max(arithmetic, weights.step_bytes / rates.copy_bytes_per_second) * 1e3
+    arithmetic_seconds = 2 * weights.body_parameters * tokens / rates.matmul_flop_per_second
+    return max(arithmetic_seconds, weights.step_bytes / rates.copy_bytes_per_second) * 1e3
 
 
 def share_of_floor(floor_ms: float | None, ms: float) -> float | None:
-    """1 is the floor itself; 0.5 takes twice as long."""
+    """The floor over the measured time: 1 at the floor, 0.5 at twice its time."""
     return None if floor_ms is None else floor_ms / ms
 
 
@@ -128,7 +127,7 @@ def _median_after_warmup(device: str, call: Callable[[], object]) -> float:
     start = time.perf_counter()
     while time.perf_counter() - start < WARMUP_SECONDS:
         call()
-        Timestamps(device)  # waits: a queue of launches would outlast the warming by far
+        Timestamps(device)  # synchronizes: queued launches would run far beyond the warm-up time
     timestamps = Timestamps(device)
     for _ in range(REPEATS):
         call()

@@ -1,7 +1,8 @@
-"""The figures of a report as a picture. Needs matplotlib, which the extra `plot` brings; settings.py says so in time.
+"""Plots of a benchmark report. Needs matplotlib (extra `plot`), which settings.py checks before the benchmark runs.
 
-Each picture answers one question: decode, does the batch pay, and how far is the floor; prefill, where does a prompt
-begin to cost arithmetic; throughput, who waited, and was the engine full; startup, which stage to shorten.
+decode: throughput by batch size, beside the floor. prefill: time to first token by prompt length, which shows where
+prompts become compute-bound. throughput: the wait of each request, and the number of running requests over time.
+startup: seconds per stage.
 """
 
 from __future__ import annotations
@@ -15,20 +16,20 @@ FLOOR_STYLE = {"linestyle": "--", "color": "gray", "label": "floor"}
 
 
 def draw(report: Report, path: str) -> None:
-    """Write the picture; its kind follows from the file's suffix. The figure is drawn without any display."""
+    """Write the plot in the format of the file's suffix. Needs no display."""
     from matplotlib.figure import Figure
 
     panels = 2 if report.command == "throughput" else 1
     figure = Figure(figsize=(6.4 * panels, 4.2), layout="constrained")
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _PLOTTERS[report.command](report, axes)
-    model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # a folder by its own name
+    model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # the last part of a hub id or path
     figure.suptitle(f"{model} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
     figure.savefig(path, dpi=150)
 
 
 def _draw_decode(report: Report, axes: Any) -> None:
-    """Output tokens a second over the batch size."""
+    """Output tokens per second over batch size."""
     for subject, rows in _by_subject(report).items():
         measured = [row for row in rows if row.tokens_per_second]
         axes[0].plot([row.batch for row in measured], [row.tokens_per_second for row in measured], "o-", label=subject)
@@ -48,14 +49,14 @@ def _draw_prefill(report: Report, axes: Any) -> None:
 
 
 def _draw_throughput(report: Report, axes: Any) -> None:
-    """Each request's wait over the time of its first token, and how many ran."""
+    """Time to first token of each request, over the time of that token, and the number of running requests."""
     for subject, rows in _by_subject(report).items():
         for row in rows:
-            first = [first for _, first, _ in row.request_timings]
-            waits = [(first - arrival) * 1e3 for arrival, first, _ in row.request_timings]
-            axes[0].plot(first, waits, ".", label=subject)
+            first_tokens = [first_token for _, first_token, _ in row.request_timings]
+            waits_ms = [(first_token - arrival) * 1e3 for arrival, first_token, _ in row.request_timings]
+            axes[0].plot(first_tokens, waits_ms, ".", label=subject)
             if row.timeline:
-                seconds, running = [one[0] for one in row.timeline], [one[1] for one in row.timeline]
+                seconds, running, _ = zip(*row.timeline, strict=True)
                 axes[1].step(seconds, running, where="post", label=subject)
     _label_axis(axes[0], "seconds", "ms to the first token")
     _label_axis(axes[1], "seconds", "requests running")
@@ -64,24 +65,24 @@ def _draw_throughput(report: Report, axes: Any) -> None:
 def _draw_startup(report: Report, axes: Any) -> None:
     rows: list[Any] = list(report.rows)
     labels = [f"{number}: {row.start}" for number, row in enumerate(rows, 1)]
-    below = [0.0] * len(rows)
+    bottoms = [0.0] * len(rows)
     for stage in dict.fromkeys(stage for row in rows for stage in row.stage_seconds):
-        seconds = [row.stage_seconds.get(stage, 0.0) for row in rows]
-        axes[0].bar(labels, seconds, bottom=below, label=stage, width=0.6)
-        below = [under + one for under, one in zip(below, seconds, strict=True)]
+        heights = [row.stage_seconds.get(stage, 0.0) for row in rows]
+        axes[0].bar(labels, heights, bottom=bottoms, label=stage, width=0.6)
+        bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
     _label_axis(axes[0], "start", "seconds to the first token")
 
 
 def _by_subject(report: Report) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = defaultdict(list)
+    rows_by_subject: dict[str, list[Any]] = defaultdict(list)
     for row in report.rows:
         if not isinstance(row, FailedRow):
-            found[row.subject].append(row)
-    return found
+            rows_by_subject[row.subject].append(row)
+    return rows_by_subject
 
 
 def _set_log_scale(axis: Any, values: list[int]) -> None:
-    """Logarithmic both ways, with plain numbers, and marks at what was measured."""
+    """Logarithmic axes with plain numbers, and ticks at the measured values."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     axis.set_xscale("log", base=2)

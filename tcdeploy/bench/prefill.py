@@ -1,7 +1,7 @@
-"""How long a prompt waits for its first token, alone in an idle engine, and how far that is from the arithmetic.
+"""`bench prefill`: time to first token by prompt length, for single prompts on an idle engine, beside the floor.
 
-Each prompt is new and random, so that no prefix cache helps. `first_token_ms` is what the caller of `submit` sees;
-`device_ms` is the prompt's steps alone. The floor counts one pass over the prompt (floor.py).
+Prompts are random, so that the prefix cache never hits. `first_token_ms` is measured from `submit`; `device_ms` is
+the time of the prefill steps alone. The floor counts one pass over the prompt (floor.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tcdeploy.bench.floor import WeightSizes, count_weights, prefill_floor_ms, s
 from tcdeploy.bench.report import Report, Row
 from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import PrefillSettings
-from tcdeploy.bench.stats import Summary, summarise
+from tcdeploy.bench.stats import Summary, summarize_ms
 from tcdeploy.bench.timing import step_seconds
 from tcdeploy.errors import UsageError
 from tcdeploy.pipeline import Deployment
@@ -33,7 +33,7 @@ from tcdeploy.progress import Progress
 
 @dataclass(frozen=True)
 class PrefillRow(Row):
-    """Prompts of one length. `first_token_ms` is over prompts; `share_of_floor` is the floor over its median."""
+    """Prompts of one length. `share_of_floor` is the floor over the median device time (else time to first token)."""
 
     tokens: int
     first_token_ms: Summary
@@ -54,12 +54,12 @@ def run(recipe: Recipe, settings: PrefillSettings, progress: Progress) -> Report
 
 
 def lengths_to_measure(plan: Plan, settings: PrefillSettings) -> tuple[int, ...]:
-    """Those that were asked for, or the default ones that fit. Raises UsageError where no default does."""
+    """The requested lengths, or the default ones that fit the context. Raises UsageError if none fits."""
     if settings.lengths is not None:
         return settings.lengths
     lengths = tuple(length for length in settings.DEFAULT_LENGTHS if length + TTFT_NEW_TOKENS <= plan.context)
     if not lengths:
-        raise UsageError(f"no default prompt length fits into a context of {plan.context}", "--lengths 32")
+        raise UsageError(f"no default prompt length fits into a context of {plan.context} tokens", "--lengths 32")
     return lengths
 
 
@@ -71,7 +71,7 @@ def measure(
     weights = count_weights(engine.runner.model, plan.weight_bytes)
     for length in lengths:
         session.progress.stage(f"prompts of {length}")
-        measure_ttft(engine, prompts.draw(length))  # the first one of a length pays for its buffers
+        measure_ttft(engine, prompts.draw(length))  # untimed: the first prompt of a length allocates buffers
         seconds = [measure_ttft(engine, prompts.draw(length)) for _ in range(settings.repeats)]
         with placed_sequences(engine, prompts, 1, length) as (sequence,):
             step = prefill_step(engine, sequence)
@@ -82,7 +82,7 @@ def measure(
 def measure_baseline(
     baseline: BaselineModel, lengths: tuple[int, ...], session: Session, settings: PrefillSettings
 ) -> Iterator[PrefillRow]:
-    """One new token: `generate` compiles no prefill, so all of it is the model's own forward."""
+    """Time one new token. `generate` does not compile prefill, so this is an eager forward for every baseline."""
     prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
     weights = count_weights(baseline.model, baseline.plan.weight_bytes)
     for length in lengths:
@@ -102,13 +102,8 @@ def _row(
     weights: WeightSizes,
     session: Session,
 ) -> PrefillRow:
-    first_token_ms = summarise(one * 1e3 for one in seconds)
+    first_token_ms = summarize_ms(seconds)
+    device_ms = summarize_ms(device_seconds) if device_seconds else None
     floor_ms = prefill_floor_ms(length, session.rates, weights)
-    return PrefillRow(
-        subject,
-        length,
-        first_token_ms,
-        summarise(one * 1e3 for one in device_seconds) if device_seconds else None,
-        floor_ms,
-        share_of_floor(floor_ms, summarise(one * 1e3 for one in device_seconds or seconds).p50),
-    )
+    share = share_of_floor(floor_ms, (device_ms or first_token_ms).p50)
+    return PrefillRow(subject, length, first_token_ms, device_ms, floor_ms, share)

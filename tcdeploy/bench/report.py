@@ -1,7 +1,6 @@
-"""What a benchmark gives: rows of figures, and all that is needed to say what they are figures of.
+"""The report of a benchmark: rows of measurements, with the machine, plan and settings under which they were taken.
 
-Every row names its subject: `tcdeploy`, or a baseline. A baseline that could not be measured is a row as well, with its
-reason: a missing bar in a chart would read as "nobody tried".
+Every row names its subject: `tcdeploy` or a baseline. A baseline that could not be measured has a row with the reason.
 """
 
 from __future__ import annotations
@@ -27,21 +26,21 @@ MAX_REASON_CHARS = 300
 
 @dataclass(frozen=True)
 class Row:
-    """One line of a table; each benchmark adds its figures."""
+    """One row of a report. Each benchmark derives its own, with its measurements."""
 
     subject: str
 
 
 @dataclass(frozen=True)
 class FailedRow(Row):
-    """A subject that gave no figures, and why."""
+    """A subject that could not be measured, and the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Report:
-    """`extra` holds what stands beside the rows: rates of the machine, memory, a breakdown."""
+    """`extra`: further keys of the document, such as the machine's rates and its memory use."""
 
     command: str
     environment: dict[str, Any]
@@ -51,11 +50,11 @@ class Report:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def document(self) -> dict[str, Any]:
-        """As JSON has it. Infinity becomes text: JSON has no such number."""
+        """The report as JSON values. Infinity becomes the string "inf", since JSON has no such number."""
         return {
             "environment": self.environment,
             "plan": self.plan,
-            "settings": {name: str(one) if one == float("inf") else one for name, one in self.settings.items()},
+            "settings": {name: str(value) if value == float("inf") else value for name, value in self.settings.items()},
             "rows": [dataclasses.asdict(row) for row in self.rows],
             **self.extra,
         }
@@ -71,12 +70,12 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def rows_or_failure(subject: str, measure: Callable[[], Iterator[Row]]) -> list[Row]:
-    """The rows of `measure`; where it raises, those it gave before, and a row that says why it stopped."""
+    """The rows of `measure`. If it raises, the rows up to then and a FailedRow with the reason."""
     rows: list[Row] = []
     try:
         for row in measure():
             rows.append(row)
-    except Exception as error:  # a baseline is foreign code: whatever it raises is its result
+    except Exception as error:  # a baseline is third-party code; any error is its result
         rows.append(FailedRow(subject, failure_reason(error)))
     return rows
 
@@ -89,7 +88,7 @@ def failure_reason(error: Exception) -> str:
 
 
 def price_per_million(tokens_per_second: float | None, price_per_hour: float | None) -> float | None:
-    """What a million output tokens cost on a machine that is busy with nothing else."""
+    """Price of a million output tokens on a machine that does nothing else."""
     if tokens_per_second is None or price_per_hour is None:
         return None
     return price_per_hour / 3600 / tokens_per_second * 1e6

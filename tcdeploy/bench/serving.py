@@ -1,10 +1,10 @@
-"""Load on any OpenAI-compatible server, as its clients see it: first tokens, gaps, tokens a second. No torch.
+"""`bench serve`: load on any OpenAI-compatible server, measured by its clients. Does not import torch.
 
-Open loop: requests arrive when they arrive (`request_rate`), whatever the server does; one that has to wait for a slow
-server waits in our figures too. Closed loop: so many clients, each of which asks again when it has its answer
-(`concurrency`); one alone stays awake while it waits, since its waking up would count as the server's time. Prompts are
-random token ids, so the server's tokenizer has nothing to do; answers run to their length (`ignore_eos`). An event of
-the stream counts as a token in the gaps; how many there were, the server says itself.
+Open loop (`request_rate`): arrival times do not depend on the server, and waiting for a slow server is part of the
+latency. Closed loop (`concurrency`): each client sends its next request when the previous response is complete; a
+single client busy-waits, because its wake-up time would count as server time. Prompts are random token ids, which
+need no tokenization, and responses run to their full length (`ignore_eos`). For latencies, each event of the stream
+counts as one token; the number of output tokens comes from the server's `usage`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import dataclasses
 import json
 import random
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 try:
     import uvloop
-except ImportError:  # it is not made for every system
+except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.bench.client import Client
@@ -29,12 +31,12 @@ from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, late
 from tcdeploy.errors import NetworkError
 
 LOOP_FACTORY = uvloop.new_event_loop if uvloop else None
-MIN_TOKEN_ID, MAX_TOKEN_ID = 10, 900  # ids that every vocabulary has, most of them text
+MIN_TOKEN_ID, MAX_TOKEN_ID = 10, 900  # in every vocabulary, and mostly text
 
 
 @dataclass
 class RequestResult(RequestTiming):
-    """A request of ours: when its tokens came, what the server says of it, and how it failed if it did."""
+    """A request's token times, the number of output tokens that the server reports, and its failure, if any."""
 
     output_tokens: int = 0
     failure: str = ""
@@ -42,7 +44,7 @@ class RequestResult(RequestTiming):
 
 @dataclass(frozen=True)
 class ServeRow(Row):
-    """Rates are over `seconds`: from the beginning to the end of the last answer."""
+    """Rates are over `seconds`: from the start to the end of the last response."""
 
     requests: int
     failures: dict[str, int]
@@ -50,40 +52,36 @@ class ServeRow(Row):
     output_tokens: int
     output_tokens_per_second: float
     requests_per_second: float
-    latencies: Latencies | None  # None where nothing succeeded
+    latencies: Latencies | None  # None if no request succeeded
 
 
 def run(settings: ServeSettings) -> Report:
     with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
         row = runner.run(run_load(settings))
-    result = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
-    return Report("serve", {}, {}, result, [row])
+    public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
+    return Report("serve", {}, {}, public_settings, [row])
 
 
 async def run_load(settings: ServeSettings) -> ServeRow:
-    """Raises NetworkError where nobody answers at the address."""
+    """Raises NetworkError if the server cannot be reached."""
     client = Client(settings.url, settings.headers)
     model = settings.served_model or await _first_model(client, settings.url)
-    requests = [_encode_request(client, settings, model, number) for number in range(settings.requests)]
+    requests = [_encode_request(client, settings, model, index) for index in range(settings.requests)]
     clock = _Clock()
-    result = await (_closed_loop if settings.concurrency else _open_loop)(client, settings, requests, clock)
+    results = await (_closed_loop if settings.concurrency else _open_loop)(client, settings, requests, clock)
     seconds = clock.now()
     client.close()
-    good = [one for one in result if not one.failure]
-    failures: dict[str, int] = {}
-    for one in result:
-        if one.failure:
-            failures[one.failure] = failures.get(one.failure, 0) + 1
-    tokens = sum(one.output_tokens for one in good)
+    succeeded = [result for result in results if not result.failure]
+    output_tokens = sum(result.output_tokens for result in succeeded)
     return ServeRow(
         subject=model,
-        requests=len(result),
-        failures=failures,
+        requests=len(results),
+        failures=dict(Counter(result.failure for result in results if result.failure)),
         seconds=seconds,
-        output_tokens=tokens,
-        output_tokens_per_second=tokens / seconds,
-        requests_per_second=len(good) / seconds,
-        latencies=latencies(good) if good else None,
+        output_tokens=output_tokens,
+        output_tokens_per_second=output_tokens / seconds,
+        requests_per_second=len(succeeded) / seconds,
+        latencies=latencies(succeeded) if succeeded else None,
     )
 
 
@@ -98,36 +96,37 @@ class _Clock:
 async def _open_loop(
     client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
 ) -> list[RequestResult]:
-    async def later(request: bytes, arrival: float) -> RequestResult:
+    async def send_at(request: bytes, arrival: float) -> RequestResult:
         await asyncio.sleep(max(0.0, arrival - clock.now()))
         return await _send_request(client, request, RequestResult(arrival), clock)
 
-    times = arrival_times(settings.requests, settings.request_rate, settings.seed)
-    return list(await asyncio.gather(*map(later, requests, times)))
+    arrivals = arrival_times(settings.requests, settings.request_rate, settings.seed)
+    return list(await asyncio.gather(*map(send_at, requests, arrivals)))
 
 
 async def _closed_loop(
     client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
 ) -> list[RequestResult]:
-    waiting, result = iter(requests), []
+    queue: Iterator[bytes] = iter(requests)  # shared: each client takes the next request
+    results: list[RequestResult] = []
 
-    async def one() -> None:
-        for request in waiting:
-            result.append(await _send_request(client, request, RequestResult(clock.now()), clock))
+    async def run_client() -> None:
+        for request in queue:
+            results.append(await _send_request(client, request, RequestResult(clock.now()), clock))
 
-    clients = asyncio.gather(*(one() for _ in range(settings.concurrency)))
+    clients = asyncio.gather(*(run_client() for _ in range(settings.concurrency)))
     while settings.concurrency == 1 and not clients.done():
-        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # busy-wait, see the module docstring
     await clients
-    return result
+    return results
 
 
-def _encode_request(client: Client, settings: ServeSettings, model: str, number: int) -> bytes:
-    """Number `number`, as it is sent: nothing of it is made while time counts."""
-    source = random.Random(settings.seed * 1_000_003 + number)
+def _encode_request(client: Client, settings: ServeSettings, model: str, index: int) -> bytes:
+    """The bytes of request `index`. All requests are encoded before the clock starts."""
+    rng = random.Random(settings.seed * 1_000_003 + index)
     body = {
         "model": model,
-        "prompt": [source.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(settings.input_length)],
+        "prompt": [rng.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(settings.input_length)],
         "max_tokens": settings.output_length,
         "temperature": 0,
         "ignore_eos": True,
@@ -153,7 +152,7 @@ async def _send_request(client: Client, request: bytes, result: RequestResult, c
 
 
 class _EventStream:
-    """Server-sent events, read as they come."""
+    """Parses server-sent events incrementally, and records their times in the result."""
 
     def __init__(self, result: RequestResult, clock: _Clock) -> None:
         self._result, self._clock, self._buffer = result, clock, b""
@@ -182,5 +181,6 @@ async def _first_model(client: Client, url: str) -> str:
         return str(json.loads(b"".join(pieces))["data"][0]["id"])
     except (OSError, KeyError, IndexError, TypeError, ValueError) as error:
         raise NetworkError(
-            f"{url}/v1/models gives no model: {type(error).__name__} {error}", "is it ready? --api-key?"
+            f"{url}/v1/models returned no model: {type(error).__name__} {error}",
+            "wait until the server is ready, and pass --api-key if it needs one",
         ) from None

@@ -1,7 +1,7 @@
-"""What a benchmark was asked for. No torch: what cannot be measured is refused before a weight is loaded.
+"""Settings of each benchmark, with their defaults and validation. Does not import torch.
 
-The defaults of `tcdeploy bench` stand here, once. A record checks what it can know alone when it is made; what depends
-on the model (lengths against its context) is checked against the Plan, which is still before the weights.
+A settings object validates itself on construction. Lengths are checked against the model's context in
+`check_against_plan`, before weights are loaded.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ PLOT_SUFFIXES = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, kw_only=True)
 class CommonSettings:
-    """Where figures go beside stdout, and what is measured beside us. All benchmarks have these."""
+    """Settings that all benchmarks of a deployment share: baselines, output files, price and seed."""
 
     baselines: tuple[str, ...] = ()
-    plot: str | None = None
-    output: str | None = None
+    plot: str | None = None  # path of a picture
+    output: str | None = None  # path of a copy of the JSON document
     price_per_hour: float | None = None  # of the machine, in any currency
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in self.baselines:
             if name not in BASELINES:
-                raise UsageError(f"there is no baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
+                raise UsageError(f"unknown baseline {name!r}", f"--baseline {'|'.join(BASELINES)}")
         if self.price_per_hour is not None:
             check_positive("price per hour", self.price_per_hour, "--price-per-hour 2.5")
         if self.output is not None:
@@ -43,12 +43,12 @@ class CommonSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeSettings(CommonSettings):
-    """`context_length` None: DEFAULT_CONTEXT, or what fits. A number is held where the KV cache can hold it."""
+    """`context_length` None: DEFAULT_CONTEXT. Either is reduced for buckets whose sequences do not fit the KV cache."""
 
     DEFAULT_CONTEXT = 512
     context_length: int | None = None
-    repeats: int = 30  # of a step alone
-    steps: int = 64  # of the running engine
+    repeats: int = 30  # isolated steps
+    steps: int = 64  # engine steps
     breakdown: bool = False
 
     def __post_init__(self) -> None:
@@ -62,16 +62,14 @@ class DecodeSettings(CommonSettings):
         if self.context_length is not None:
             check_length("context length", self.context_length, plan)
         if self.breakdown and plan.device != "cuda":
-            raise UsageError(
-                "the breakdown of a step needs a GPU: on a CPU there are no kernels", "without --breakdown"
-            )
+            raise UsageError("--breakdown needs a GPU: it profiles CUDA kernels", "remove --breakdown")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Requests of one shape to a server. `concurrency` 0: they arrive by themselves, at `request_rate` a second.
+    """Requests of one shape to a server, at `request_rate` per second, or by `concurrency` clients if it is not 0.
 
-    1: the client never sleeps, and takes a core that the server should not need.
+    With `concurrency` 1 the client busy-waits, and needs a core that the server does not use.
     """
 
     url: str
@@ -87,7 +85,7 @@ class ServeSettings:
     def __post_init__(self) -> None:
         for name in ("requests", "input_length", "output_length"):
             check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
-        _check_load(self.request_rate, self.concurrency)
+        _check_arrivals(self.request_rate, self.concurrency)
 
     @property
     def headers(self) -> dict[str, str]:
@@ -96,7 +94,7 @@ class ServeSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillSettings(CommonSettings):
-    """`lengths` None: those of DEFAULT_LENGTHS that the context holds."""
+    """`lengths` None: those of DEFAULT_LENGTHS that fit the context."""
 
     DEFAULT_LENGTHS = (128, 512, 1024, 2048)
     lengths: tuple[int, ...] | None = None
@@ -115,20 +113,20 @@ class PrefillSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings(CommonSettings):
-    """`request_rate` in requests a second with Poisson arrivals; infinity: all at once. `concurrency`: of clients."""
+    """Requests at `request_rate` per second with Poisson arrivals (infinity: all at once), or by so many clients."""
 
     requests: int = 64
     input_length: int = 512
     output_length: int = 128
     request_rate: float = math.inf
-    concurrency: int = 0  # clients that each wait for their answer; 0: none waits
+    concurrency: int = 0  # clients that send a request after each response; 0: arrivals by request_rate
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("number of requests", self.requests, "--requests 64")
         check_positive("input length", self.input_length, "--input-length 512")
         check_positive("output length", self.output_length, "--output-length 128")
-        _check_load(self.request_rate, self.concurrency)
+        _check_arrivals(self.request_rate, self.concurrency)
 
     def check_against_plan(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
@@ -137,7 +135,7 @@ class ThroughputSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupSettings(CommonSettings):
-    """One cold start, then `warm_runs` on the cache that it filled."""
+    """One cold start, then `warm_runs` starts from the cache that it filled."""
 
     warm_runs: int = 1
     prompt_length: int = 128
@@ -152,41 +150,43 @@ class StartupSettings(CommonSettings):
 
 
 def check_positive(name: str, value: float, hint: str) -> None:
-    """NaN is refused as well: it is not above anything."""
+    """Raises UsageError, for NaN too."""
     if not value > 0:
         raise UsageError(f"{name} is {value}, and must be above 0", hint)
 
 
-def _check_load(request_rate: float, concurrency: int) -> None:
-    """Requests arrive by themselves, or each of `concurrency` clients asks again when it has its answer."""
-    check_positive("request rate", request_rate, "--request-rate inf, or requests a second")
+def _check_arrivals(request_rate: float, concurrency: int) -> None:
+    check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
     if concurrency < 0:
-        raise UsageError(f"concurrency is {concurrency}", "a number of clients, or 0: none waits")
+        raise UsageError(
+            f"concurrency is {concurrency}, and must not be negative", "--concurrency 8, or 0 for no limit"
+        )
     if concurrency and not math.isinf(request_rate):
-        raise UsageError("a request rate and a concurrency exclude each other", "give one of the two")
+        raise UsageError("--request-rate and --concurrency exclude each other", "remove one of the two")
 
 
 def check_length(name: str, tokens: int, plan: Plan, detail: str = "") -> None:
     if tokens > plan.context:
         raise UsageError(
-            f"{name} {detail}is {tokens} tokens, and the context is {plan.context}", "a smaller length, or --context"
+            f"{name} {detail}is {tokens} tokens, and the context is {plan.context}",
+            "use a smaller length, or a larger --context",
         )
 
 
 def check_writable(path: str, option: str) -> None:
-    """Before an hour of measuring, not after it. Nothing is written, and a file that is there stays."""
+    """Raises UsageError before a long run rather than after it. Writes nothing; an existing file is not touched."""
     target = Path(path)
     if target.is_dir():
         raise UsageError(f"{path} is a folder", f"name a file: {option} {target / 'bench'}")
     folder = target.absolute().parent
     if not os.access(target if target.exists() else folder, os.W_OK):
         fact = "cannot be written" if folder.is_dir() else f"is in a folder that does not exist: {folder}"
-        raise UsageError(f"{path} {fact}", f"another file: {option} FILE")
+        raise UsageError(f"{path} {fact}", f"name another file: {option} FILE")
 
 
 def _check_plot(path: str) -> None:
     if Path(path).suffix not in PLOT_SUFFIXES:
-        raise UsageError(f"{path} is no kind of picture that is drawn here", f"one of {', '.join(PLOT_SUFFIXES)}")
+        raise UsageError(f"{path} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
     check_writable(path, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")

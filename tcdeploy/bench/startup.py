@@ -1,8 +1,8 @@
-"""From nothing to the first token, in a process of its own: once with an empty compile cache, then with a filled one.
+"""`bench startup`: seconds from process start to the first token, with an empty and with a filled compile cache.
 
-The parent starts the command as a shell would, and both read one clock (the epoch's), so the interpreter's own start is
-in the figure. The parent imports no torch and holds no GPU. *Cold* means the compile cache: torch's own files may well
-be in the system's memory from the last time they were read, and a machine that just booted is slower than either row.
+Each start is a separate process. Parent and child read the same wall clock, so the start of the interpreter is
+included. The parent does not import torch and does not use the GPU. *Cold* refers to the compile cache: torch's files
+may be in the page cache, so a freshly booted machine is slower than either row.
 """
 
 from __future__ import annotations
@@ -20,44 +20,45 @@ from typing import Any
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan
 from tcdeploy.bench.settings import StartupSettings
 from tcdeploy.errors import TcdeployError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 
-RunProcess = Callable[[list[str]], str]  # a command to what it wrote to stdout
+RunProcess = Callable[[list[str]], str]  # runs a command and returns its stdout
 
 
 @dataclass(frozen=True)
 class StartupRow(Row):
-    """Seconds. `stage_seconds` are in order and end with the first token; `other` is what no stage covers."""
+    """`stage_seconds` are in order and end with the first token; `other` is the time outside all stages."""
 
     start: str  # cold or warm
-    first_token_seconds: float
+    first_token_seconds: float  # since the start of the process
     stage_seconds: dict[str, float]
-    process_seconds: float  # to the end of the process
+    process_seconds: float  # until the end of the process
 
 
 def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
-    """A row for each start. Machine and plan are the children's word. Raises TcdeployError where a child fails."""
+    """One row per start; the child reports environment and plan. Raises TcdeployError if a child fails."""
     with tempfile.TemporaryDirectory(prefix="tcdeploy-startup-") as folder:
         isolated = dataclasses.replace(recipe, cache_dir=folder)
         command = child_command(isolated, settings)
         rows = []
-        for name in ("cold", *["warm"] * settings.warm_runs):
-            progress.stage(f"{name} start")
-            child_report, before, after = _run_child(command, start or run_process)
-            rows.append(_row(name, child_report, before, after))
+        for kind in ("cold", *["warm"] * settings.warm_runs):
+            progress.stage(f"{kind} start")
+            child_report, started, ended = _run_child(command, start or run_process)
+            rows.append(_row(kind, child_report, started, ended))
     return Report("startup", child_report["environment"], child_report["plan"], dataclasses.asdict(settings), rows)
 
 
 def child_command(recipe: Recipe, settings: StartupSettings) -> list[str]:
-    """Every field is spelled out, so that no variable of the environment decides anew."""
-    own = ["--child", "--prompt-length", str(settings.prompt_length), "--seed", str(settings.seed)]
-    return [sys.executable, "-m", "tcdeploy", "bench", "startup", recipe.model, *own, *recipe_flags(recipe)]
+    """The command of the measured process. Passes every field of the recipe, which overrides environment variables."""
+    options = ["--child", "--prompt-length", str(settings.prompt_length), "--seed", str(settings.seed)]
+    return [sys.executable, "-m", "tcdeploy", "bench", "startup", recipe.model, *options, *recipe_flags(recipe)]
 
 
 def recipe_flags(recipe: Recipe) -> list[str]:
-    """The options that give this recipe again; the model itself is an argument. None is what is not asked."""
+    """Command-line flags for the fields of a recipe that are not None. The model is an argument, not a flag."""
     flags: list[str] = []
     for item in fields(recipe):
         value, name = getattr(recipe, item.name), item.name.replace("_", "-")
@@ -71,12 +72,13 @@ def recipe_flags(recipe: Recipe) -> list[str]:
 
 
 def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -> dict[str, Any]:
-    """What the child does and tells: everything up to a first token, and when that was."""
+    """Run in the child: start a deployment, generate a first token, and report the times on the wall clock."""
     began = time.time()
     from tcdeploy import pipeline
     from tcdeploy.bench.engine_driver import Prompts, measure_ttft
 
     deployment = pipeline.prepare(recipe, progress)
+    freeze_gc_after_startup()  # as `serve` does
     settings.check_against_plan(deployment.plan)
     prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)
     seconds = measure_ttft(deployment.engine, prompt)
@@ -91,25 +93,25 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
 
 
 def _run_child(command: list[str], start: RunProcess) -> tuple[dict[str, Any], float, float]:
-    """(what the child told, when it was started, when it was over), on the epoch's clock."""
-    before = time.time()
+    """(report of the child, its start, its end), the times on the wall clock."""
+    started = time.time()
     child_report = json.loads(start(command))
-    return child_report, before, time.time()
+    return child_report, started, time.time()
 
 
-def _row(name: str, child_report: dict[str, Any], before: float, after: float) -> StartupRow:
-    stages = {"interpreter": child_report["began"] - before, **child_report["stage_seconds"]}
-    first_token_seconds = child_report["ended"] - before
+def _row(kind: str, child_report: dict[str, Any], started: float, ended: float) -> StartupRow:
+    stages = {"interpreter": child_report["began"] - started, **child_report["stage_seconds"]}
+    first_token_seconds = child_report["ended"] - started
     stages["other"] = max(0.0, first_token_seconds - sum(stages.values()))
-    return StartupRow(TCDEPLOY, name, first_token_seconds, stages, after - before)
+    return StartupRow(TCDEPLOY, kind, first_token_seconds, stages, ended - started)
 
 
 def run_process(command: list[str]) -> str:
-    """Its stderr is ours: the child's progress, and its own error."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        error = TcdeployError(f"the process that was to be measured ended with exit code {done.returncode}")
-        error.hint = "its own words stand above"
-        error.exit_code = done.returncode
+    """Run a command and return its stdout; its stderr is inherited. Raises TcdeployError with its exit code."""
+    completed = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if completed.returncode:
+        error = TcdeployError(f"the measured process ended with exit code {completed.returncode}")
+        error.hint = "see its error message above"
+        error.exit_code = completed.returncode
         raise error
-    return done.stdout
+    return completed.stdout

@@ -1,8 +1,8 @@
-"""Medians and percentiles of what was measured. No torch.
+"""Medians and percentiles. Does not import torch.
 
-A percentile is the value at rank q/100 * (n - 1) of the sorted sample, counted from 0 and interpolated between its two
-neighbours: numpy's default. Each `Summary` says how many values it is of, since the p99 of twenty is only their largest
-but one in disguise. A percentile of percentiles is nobody's percentile: pool the values instead.
+A percentile is the value at rank q/100 * (n - 1) of the sorted sample, counted from 0 and linearly interpolated
+(numpy's default). `Summary` includes the sample size, because the p99 of 20 values says little more than their
+maximum. Never take a percentile of percentiles: pool the values.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tcdeploy.errors import TcdeployError
 
 @dataclass(frozen=True)
 class Summary:
-    """Of `count` values, in their own unit."""
+    """Percentiles of `count` values, in the unit of the values."""
 
     count: int
     p10: float
@@ -25,10 +25,10 @@ class Summary:
 
 
 def percentile(values: Iterable[float], q: float) -> float:
-    """q from 0 to 100. Raises TcdeployError for no values at all: there is no honest number to give."""
+    """The q-th percentile, q from 0 to 100. Raises TcdeployError if there are no values."""
     ordered = sorted(values)
     if not ordered:
-        raise TcdeployError("a percentile of nothing was asked for", "measure more steps or requests")
+        raise TcdeployError("no values to take a percentile of", "measure more steps or requests")
     rank = (len(ordered) - 1) * q / 100
     below = int(rank)
     above = min(below + 1, len(ordered) - 1)
@@ -39,11 +39,16 @@ def median(values: Iterable[float]) -> float:
     return percentile(values, 50)
 
 
-def summarise(values: Iterable[float]) -> Summary:
-    kept = list(values)
-    return Summary(len(kept), *(percentile(kept, q) for q in (10, 50, 90, 99)))
+def summarize(values: Iterable[float]) -> Summary:
+    values = list(values)
+    return Summary(len(values), *(percentile(values, q) for q in (10, 50, 90, 99)))
+
+
+def summarize_ms(seconds: Iterable[float]) -> Summary:
+    """A summary in milliseconds."""
+    return summarize(value * 1e3 for value in seconds)
 
 
 def intervals(times: list[float]) -> list[float]:
-    """Between neighbours: n times give n - 1."""
+    """Differences of consecutive times: n times give n - 1 intervals."""
     return [later - earlier for earlier, later in zip(times, times[1:], strict=False)]

@@ -1,8 +1,8 @@
-"""Many requests through one engine: how many tokens a second, and what each request waited for.
+"""`bench throughput`: many requests through one engine, as a server runs them but without HTTP.
 
-The loop is a server without its HTTP: submit what has arrived, step, note who got a token and when. `traffic.py` says
-which percentiles are over what. Prompts are random, all of one length, and every answer runs to its full length. With
-`concurrency` so many clients each wait for their answer before they ask again, as in `bench serve`.
+The loop submits the requests that have arrived, runs one engine step, and records the time of each token. Prompts are
+random and of one length, and every output has its full length. With `concurrency`, that many clients each send their
+next request when the previous one is complete, as in `bench serve`. traffic.py defines the latencies.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 
 TIMELINE_POINTS = 400
-MAX_SLEEP_SECONDS = 0.001  # seconds, while nothing runs and the next request is yet to come
+MAX_SLEEP_SECONDS = 0.001  # while the engine is idle and the next request has not arrived
 
 
 @dataclass(frozen=True)
 class EngineCounts:
-    """What the engine did meanwhile. `host_us` per step is None on a CPU; recompiles and captures should be 0."""
+    """Counters of the engine over the run. `host_us` is per step, None on a CPU; compiles and captures should be 0."""
 
     steps: int
     peak_running: int
@@ -45,7 +45,7 @@ class EngineCounts:
 
 @dataclass(frozen=True)
 class ThroughputRow(Row):
-    """Rates are over `seconds`: from the beginning to the last token."""
+    """Rates are over `seconds`: from the start to the last token."""
 
     requests: int
     seconds: float
@@ -56,7 +56,7 @@ class ThroughputRow(Row):
     price_per_million_tokens: float | None
     request_timings: tuple[tuple[float, float, float], ...]  # seconds: arrival, first token, last token
     engine: EngineCounts | None = None
-    timeline: tuple[tuple[float, int, int], ...] = ()  # seconds, running, waiting; thinned
+    timeline: tuple[tuple[float, int, int], ...] = ()  # seconds, running, waiting; downsampled
 
 
 def run(recipe: Recipe, settings: ThroughputSettings, progress: Progress) -> Report:
@@ -72,15 +72,15 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
     engine = deployment.engine
     prompts = Prompts(deployment.architecture.vocab_size, settings.seed)
     session.progress.stage("requests")
-    submit(engine, prompts.draw(settings.input_length), settings.output_length)  # the first of its kind, untimed
+    submit(engine, prompts.draw(settings.input_length), settings.output_length)  # an untimed first request
     drain(engine)
     engine.allocator.reset_prefix_cache()
-    waiting = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
-    times = arrival_times(settings.requests, settings.request_rate, settings.seed)
-    captured_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.stats.preemptions
+    request_prompts = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
+    arrivals = arrival_times(settings.requests, settings.request_rate, settings.seed)
+    captures_before, preemptions_before = count_captured_graphs(engine), engine.scheduler.stats.preemptions
     with measure_compiles() as compiled:
         loop = _LoadLoop(engine, settings.output_length, settings.concurrency)
-        loop.run(list(zip(times, waiting, strict=True)))
+        loop.run(list(zip(arrivals, request_prompts, strict=True)))
     counts = EngineCounts(
         steps=loop.steps,
         peak_running=max(running for _, running, _ in loop.timeline),
@@ -88,17 +88,14 @@ def measure(subject: str, deployment: Deployment, session: Session, settings: Th
         prefix_hit_tokens=sum(sequence.prefix_hit_tokens for sequence in loop.sequences),
         host_us=loop.host_seconds / loop.steps * 1e6 if can_time_host(engine) else None,
         compiles=compiled.counts.compiles,
-        captures=count_captured_graphs(engine) - captured_before,
+        captures=count_captured_graphs(engine) - captures_before,
     )
     yield _row(subject, list(loop.request_timings.values()), settings, counts, _downsample(loop.timeline))
 
 
 @dataclass
 class _LoadLoop:
-    """One run of the loop, and what it noted. Requests are (arrival, prompt), in the order of arrival.
-
-    With clients that wait, a request arrives when one of them is free.
-    """
+    """One run of the loop, with its measurements. With `concurrency`, a request arrives when a client becomes free."""
 
     engine: Engine
     output_length: int
@@ -109,10 +106,11 @@ class _LoadLoop:
     steps: int = 0
     host_seconds: float = 0.0
     _start_time: float = 0.0
-    _next_index: int = 0  # of the requests that are yet to arrive
-    _in_flight: int = 0  # answers that are not complete
+    _next_index: int = 0  # of the next request to submit
+    _in_flight: int = 0  # submitted requests that have not finished
 
     def run(self, requests: list[tuple[float, list[int]]]) -> None:
+        """`requests`: (arrival in seconds, prompt), in order of arrival."""
         self._start_time = time.perf_counter()
         while self._next_index < len(requests) or self.engine.has_work:
             self._submit_due(requests)
@@ -127,8 +125,8 @@ class _LoadLoop:
     def _submit_due(self, requests: list[tuple[float, list[int]]]) -> None:
         while self._next_index < len(requests):
             (arrival, prompt), now = requests[self._next_index], self._now()
-            is_early = self._in_flight == self.concurrency if self.concurrency else arrival > now
-            if is_early:
+            must_wait = self._in_flight == self.concurrency if self.concurrency else arrival > now
+            if must_wait:
                 return
             sequence = submit(self.engine, prompt, self.output_length)
             self.sequences.append(sequence)
@@ -137,7 +135,7 @@ class _LoadLoop:
             self._in_flight += 1
 
     def _step(self) -> None:
-        waited_before, start = self.engine.device_wait_seconds, self._now()
+        wait_before, start = self.engine.device_wait_seconds, self._now()
         tokens = self.engine.step()
         now = self._now()
         for token in tokens:
@@ -146,27 +144,27 @@ class _LoadLoop:
         stats = self.engine.scheduler.stats
         self.timeline.append((now, stats.running, stats.waiting))
         self.steps += 1
-        self.host_seconds += now - start - (self.engine.device_wait_seconds - waited_before)
+        self.host_seconds += now - start - (self.engine.device_wait_seconds - wait_before)
 
 
 def measure_baseline(baseline: BaselineModel, session: Session, settings: ThroughputSettings) -> Iterator[Row]:
-    """Batches as large as our largest decode bucket, one after another. Raises UsageError for arrivals over time."""
+    """Batches as large as the plan's largest decode bucket, one after another. Raises UsageError for other arrivals."""
     if settings.concurrency or not math.isinf(settings.request_rate):
         raise UsageError(
-            "it serves whole batches, and knows no arrivals over time", "without --request-rate and --concurrency"
+            "it runs whole batches, and supports neither --request-rate nor --concurrency", "remove these options"
         )
     prompts = Prompts(session.planned.architecture.vocab_size, settings.seed)
     largest = baseline.plan.decode_buckets[-1].size
-    drawn = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
-    batches = [drawn[start : start + largest] for start in range(0, len(drawn), largest)]
-    for batch in (batches[0], batches[-1]):  # every shape there is, untimed
+    request_prompts = [prompts.draw(settings.input_length) for _ in range(settings.requests)]
+    batches = [request_prompts[start : start + largest] for start in range(0, len(request_prompts), largest)]
+    for batch in (batches[0], batches[-1]):  # warm up both batch sizes, untimed
         baseline.token_times(batch, settings.output_length)
     request_timings: list[RequestTiming] = []
-    now = 0.0
+    batch_start = 0.0
     for batch in batches:
-        times = [now + one for one in baseline.token_times(batch, settings.output_length)]
-        request_timings += [RequestTiming(0.0, times) for _ in batch]
-        now = times[-1]
+        token_times = [batch_start + seconds for seconds in baseline.token_times(batch, settings.output_length)]
+        request_timings += [RequestTiming(0.0, token_times) for _ in batch]
+        batch_start = token_times[-1]
     yield _row(baseline.name, request_timings, settings)
 
 
@@ -177,25 +175,25 @@ def _row(
     counts: EngineCounts | None = None,
     timeline: tuple[tuple[float, int, int], ...] = (),
 ) -> ThroughputRow:
-    output = sum(len(one.token_times) for one in request_timings)
-    seconds = max(one.token_times[-1] for one in request_timings)
-    rate = output / seconds
+    output_tokens = sum(len(timing.token_times) for timing in request_timings)
+    seconds = max(timing.token_times[-1] for timing in request_timings)
+    output_rate = output_tokens / seconds
     return ThroughputRow(
         subject,
         len(request_timings),
         seconds,
-        rate,
-        (output + len(request_timings) * settings.input_length) / seconds,
+        output_rate,
+        (output_tokens + len(request_timings) * settings.input_length) / seconds,
         len(request_timings) / seconds,
         latencies(request_timings),
-        price_per_million(rate, settings.price_per_hour),
-        tuple((one.arrival, one.token_times[0], one.token_times[-1]) for one in request_timings),
+        price_per_million(output_rate, settings.price_per_hour),
+        tuple((timing.arrival, timing.token_times[0], timing.token_times[-1]) for timing in request_timings),
         counts,
         timeline,
     )
 
 
 def _downsample(timeline: list[tuple[float, int, int]]) -> tuple[tuple[float, int, int], ...]:
-    """Enough for a picture: every n-th point, and the last."""
+    """At most TIMELINE_POINTS points at equal strides, and the last point."""
     stride = -(-len(timeline) // TIMELINE_POINTS)
     return (*timeline[:-1:stride], timeline[-1])

@@ -1,9 +1,9 @@
-"""How time is taken: on a GPU by CUDA events, on a CPU by the process's clock. Both give seconds.
+"""Timing in seconds: CUDA events on a GPU, `time.perf_counter` on a CPU.
 
-An event is stamped by the device when it gets there, so what the host does meanwhile is not in the figure, unless the
-device has to wait for it. To keep the launch of a step out of the step's own time, `step_seconds` first gives the
-device something else to do: the launch is over before that ends. A step of hundreds of launches (no CUDA graph)
-outlasts it, and then its gaps are in the figure, as they are in life.
+The device timestamps an event when it reaches it, so host work is included only where the device waits for it. To
+exclude launch latency, `step_seconds` first enqueues filler copies, which still run while the host launches the step.
+A step of hundreds of kernel launches (without a CUDA graph) outlasts the filler; its launch gaps are then measured,
+as they occur in production.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-FILLER_BYTES = 256 << 20  # half of it copied onto the other half, and four times: a third of a ms on an H100
+FILLER_BYTES = 256 << 20  # one half is copied onto the other; four copies take a third of a ms on an H100
 FILLER_COPIES = 4
 WARMUP_STEPS = 2
 
 
 class Timestamps:
-    """Points in time along a run, without making the host wait at any of them."""
+    """Timestamps on the device's stream. Recording one does not synchronize."""
 
     def __init__(self, device: str) -> None:
         self._is_cuda = device == "cuda"
@@ -37,27 +37,27 @@ class Timestamps:
             self._timestamps.append(time.perf_counter())
 
     def seconds(self) -> list[float]:
-        """Of every mark since the first, which is when this began. Waits for the device."""
+        """Seconds from construction to each recorded timestamp. Waits for the device."""
         first, *later = self._timestamps
         if not self._is_cuda:
-            return [record - first for record in later]
+            return [timestamp - first for timestamp in later]
         torch.cuda.synchronize()
-        return [first.elapsed_time(record) / 1e3 for record in later]
+        return [first.elapsed_time(event) / 1e3 for event in later]
 
 
 def step_seconds(device: str, restore: Callable[[], object], step: Callable[[], object], repeats: int) -> list[float]:
-    """Seconds of `step` alone, `repeats` times; `restore` puts back what a step changes, and is not timed."""
+    """Time `step` in isolation `repeats` times. `restore` resets the state before each step, and is not timed."""
     filler = _Filler(device)
     for _ in range(WARMUP_STEPS):
         restore()
         step()
-    found = []
+    seconds = []
     for _ in range(repeats):
         restore()
         synchronize(device)
         filler.run()
-        found.append(_time_once(device, step))
-    return found
+        seconds.append(_time_once(device, step))
+    return seconds
 
 
 def _time_once(device: str, step: Callable[[], object]) -> float:
@@ -74,7 +74,7 @@ def _time_once(device: str, step: Callable[[], object]) -> float:
 
 
 class _Filler:
-    """Work that hides the launch of what comes after it; nothing on a CPU, where a call is the work."""
+    """Device work that hides the launch latency of the work enqueued after it. Does nothing on a CPU."""
 
     def __init__(self, device: str) -> None:
         self._halves = None

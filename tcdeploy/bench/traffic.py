@@ -1,9 +1,8 @@
-"""Requests that arrive over time, and the percentiles of what happened to each. No torch.
+"""Arrival times of requests, and the percentiles of their latencies. Does not import torch.
 
-Three populations, never mixed. The time to the first token is one value a request, and so is a request's mean gap
-between tokens: percentiles over requests. A gap between two tokens is one value a gap: percentiles over all gaps of all
-requests, which is where a stream that stopped for a moment shows. No percentile here is of percentiles or of averages
-over something else.
+Time to first token (TTFT) and mean time per output token (TPOT) have one value per request, and their percentiles are
+over requests. Inter-token latency (ITL) has one value per pair of consecutive tokens, and its percentiles are over
+all pairs of all requests, which shows streams that stall. The three populations are never mixed.
 """
 
 from __future__ import annotations
@@ -13,24 +12,24 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from tcdeploy.bench.stats import Summary, intervals, summarise
+from tcdeploy.bench.stats import Summary, intervals, summarize_ms
 
 
 @dataclass
 class RequestTiming:
-    """A request on the benchmark's clock, in seconds: when it arrived, and when each token was on the host."""
+    """Arrival of a request and times of its tokens on the host, in seconds on the benchmark's clock."""
 
     arrival: float
     token_times: list[float] = field(default_factory=list)
 
     @property
     def ttft_seconds(self) -> float:
-        """Counted from the arrival, so that waiting to be submitted is in it."""
+        """Measured from the arrival, so it includes any wait before submission."""
         return self.token_times[0] - self.arrival
 
     @property
     def tpot_seconds(self) -> float | None:
-        """None for a single token, which has no gap."""
+        """Mean time per output token after the first; None for a single token."""
         if len(self.token_times) < 2:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
@@ -38,30 +37,30 @@ class RequestTiming:
 
 @dataclass(frozen=True)
 class Latencies:
-    """`None` where every answer was a single token."""
+    """The last two are None if every response was a single token."""
 
-    first_token_ms: Summary  # over requests
-    request_gap_ms: Summary | None  # over requests: each one's mean gap between tokens
-    token_gap_ms: Summary | None  # over all gaps of all requests
+    first_token_ms: Summary  # TTFT, over requests
+    request_gap_ms: Summary | None  # TPOT, over requests
+    token_gap_ms: Summary | None  # ITL, over all pairs of consecutive tokens
 
 
 def arrival_times(requests: int, rate: float, seed: int) -> list[float]:
-    """Seconds from the beginning: all at 0 for an infinite rate, else a Poisson process, whose gaps are exponential."""
+    """Seconds since the start: all 0 for an infinite rate, otherwise a Poisson process (exponential intervals)."""
     if math.isinf(rate):
         return [0.0] * requests
-    source, now, found = random.Random(seed), 0.0, []
+    rng, now, arrivals = random.Random(seed), 0.0, []
     for _ in range(requests):
-        now += source.expovariate(rate)
-        found.append(now)
-    return found
+        now += rng.expovariate(rate)
+        arrivals.append(now)
+    return arrivals
 
 
 def latencies(request_timings: Iterable[RequestTiming]) -> Latencies:
     request_timings = list(request_timings)
-    means = [one.tpot_seconds * 1e3 for one in request_timings if one.tpot_seconds is not None]
-    all_gaps = [gap * 1e3 for one in request_timings for gap in intervals(one.token_times)]
+    tpots = [timing.tpot_seconds for timing in request_timings if timing.tpot_seconds is not None]
+    token_intervals = [seconds for timing in request_timings for seconds in intervals(timing.token_times)]
     return Latencies(
-        summarise(one.ttft_seconds * 1e3 for one in request_timings),
-        summarise(means) if means else None,
-        summarise(all_gaps) if all_gaps else None,
+        summarize_ms(timing.ttft_seconds for timing in request_timings),
+        summarize_ms(tpots) if tpots else None,
+        summarize_ms(token_intervals) if token_intervals else None,
     )

@@ -1,1 +1,1 @@
-"""The command line: `app` is a table of contents, one file per command, and `display` the only one that draws."""
+"""The command line: `app` registers one module per command, and `display` is the only module that imports rich."""

@@ -1,6 +1,6 @@
-"""The commands of tcdeploy, as a table of contents, and the one place where its errors become exit codes.
+"""The CLI entry point: registers the commands, and turns errors into two lines on stderr and an exit code.
 
-Nothing here imports torch: `--help` answers at once, and each command imports what it needs when it runs.
+Does not import torch, so that `--help` returns at once. Each command imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from tcdeploy import __version__
 from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
+from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.generate import generate
+from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
 from tcdeploy.errors import TcdeployError
-from tcdeploy.gc_policy import relax_gc_for_startup
 
 app = typer.Typer(
     name="tcdeploy",
@@ -29,6 +30,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
+    context_settings={"max_content_width": 100},  # click wraps help at 80 columns by default
 )
 app.command("compile")(compile_model)
 app.command("warm")(warm)
@@ -48,19 +50,22 @@ def _print_version(value: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
     ] = False,
 ) -> None:
-    """From a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
+    """Take a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
 
-    Reports go to stdout, all else to stderr. Exit codes: 0 ok, 1 failure, 2 usage, 3 another environment, 4 trust,
-    5 integrity, 6 threshold not met, 7 no space or memory, 8 network, 130 interrupted.
+    Reports are written to stdout, progress and messages to stderr.
+
+    Exit codes: 0 success, 1 failure, 2 usage error, 3 environment mismatch, 4 untrusted signature, 5 integrity
+    error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted.
     """
 
 
 def main() -> None:
-    """Run the CLI; typer itself ends the process on success and on what its parser refuses (exit code 2)."""
-    relax_gc_for_startup()
+    """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
+    configure_process()
+    sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         app()
     except TcdeployError as error:

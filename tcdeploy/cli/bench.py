@@ -1,11 +1,12 @@
-"""`tcdeploy bench`: figures beside their floors. A table on stderr, one JSON document on stdout, a picture if asked.
+"""`tcdeploy bench`: measurements beside the hardware's floor. Tables on stderr, one JSON document on stdout.
 
-Data on stdout is always JSON here, so there is no --json. Each command turns its options into settings, which refuse
-what cannot be measured before torch is imported.
+stdout is always JSON, so there is no --json option. Each command builds a settings object, which validates its
+options before torch is imported.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,17 +27,32 @@ from tcdeploy.planning.recipe import Recipe
 if TYPE_CHECKING:
     from tcdeploy.bench.report import Report
 
-app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure MODEL on this machine, beside its floor.")
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Measure MODEL on this machine, beside the hardware's floor and baselines.",
+)
 
 Baseline = Annotated[
     list[str] | None,
-    typer.Option(metavar="|".join(BASELINES), help="Measure this as well, after us; may be given more than once"),
+    typer.Option(metavar="|".join(BASELINES), help="Also measure this baseline; may be repeated"),
 ]
-Plot = Annotated[str | None, typer.Option(help="Draw the figures into this file: .png, .svg or .pdf", metavar="FILE")]
-Output = Annotated[str | None, typer.Option(help="Write the JSON document into this file as well", metavar="FILE")]
-Price = Annotated[float | None, typer.Option(help="Of the machine: adds what a million output tokens cost")]
-Seed = Annotated[int, typer.Option(help="Of the random prompts and arrivals")]
-Concurrency = Annotated[int, typer.Option(help="Clients that each wait for their answer; 0: none waits")]
+Plot = Annotated[str | None, typer.Option(help="Write a plot to this .png, .svg or .pdf file", metavar="FILE")]
+Output = Annotated[str | None, typer.Option(help="Also write the JSON document to this file", metavar="FILE")]
+Price = Annotated[
+    float | None, typer.Option(help="Price of the machine per hour; adds the cost of a million output tokens")
+]
+Seed = Annotated[int, typer.Option(help="Seed of the random prompts and arrival times")]
+InputLength = Annotated[int, typer.Option(help="Tokens per prompt")]
+OutputLength = Annotated[int, typer.Option(help="Output tokens per request")]
+Requests = Annotated[int, typer.Option(help="Number of requests")]
+RequestRate = Annotated[
+    str, typer.Option(help="Requests per second, with Poisson arrivals; inf: all at once", metavar="FLOAT")
+]
+Concurrency = Annotated[
+    int,
+    typer.Option(help="Number of clients that send a request after each response; 0: arrivals by --request-rate"),
+]
 
 
 @app.command("decode")
@@ -46,20 +62,23 @@ def decode(
     context_length: Annotated[
         int | None,
         typer.Option(
-            help=f"Tokens that each sequence holds [default: {DecodeSettings.DEFAULT_CONTEXT}, or what fits]",
+            help=f"Context tokens per sequence [default: {DecodeSettings.DEFAULT_CONTEXT}, or less if the KV cache "
+            "is smaller]",
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Of a step alone, per bucket")] = DecodeSettings.repeats,
-    steps: Annotated[int, typer.Option(help="Of the running engine, per bucket")] = DecodeSettings.steps,
-    breakdown: Annotated[bool, typer.Option("--breakdown", help="Where a step's time goes; needs a GPU")] = False,
+    repeats: Annotated[int, typer.Option(help="Isolated steps per bucket")] = DecodeSettings.repeats,
+    steps: Annotated[int, typer.Option(help="Engine steps per bucket")] = DecodeSettings.steps,
+    breakdown: Annotated[
+        bool, typer.Option("--breakdown", help="Add GPU time per kernel kind and in gaps; needs a GPU")
+    ] = False,
     baseline: Baseline = None,
     plot: Plot = None,
     output: Output = None,
     price_per_hour: Price = None,
     seed: Seed = DecodeSettings.seed,
 ) -> None:
-    """A decode step of each bucket: on the device alone, and in the running engine."""
+    """Time a decode step of each bucket: on the device alone, and in the running engine."""
     settings = DecodeSettings(
         context_length=context_length,
         repeats=repeats,
@@ -87,19 +106,19 @@ def prefill(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Of prompts, in tokens "
+            help="Prompt lengths in tokens "
             f"[default: {','.join(map(str, PrefillSettings.DEFAULT_LENGTHS))}, up to the context]",
             metavar="LIST",
             show_default=False,
         ),
     ] = None,
-    repeats: Annotated[int, typer.Option(help="Prompts of each length")] = PrefillSettings.repeats,
+    repeats: Annotated[int, typer.Option(help="Prompts per length")] = PrefillSettings.repeats,
     baseline: Baseline = None,
     plot: Plot = None,
     output: Output = None,
     seed: Seed = PrefillSettings.seed,
 ) -> None:
-    """The time to the first token of a prompt alone, by its length."""
+    """Measure the time to first token of single prompts by their length."""
     settings = PrefillSettings(
         lengths=None if lengths is None else _parse_ints("--lengths", lengths),
         repeats=repeats,
@@ -121,12 +140,10 @@ def prefill(
 @recipe_command
 def throughput(
     recipe: Recipe,
-    requests: Annotated[int, typer.Option(help="How many")] = ThroughputSettings.requests,
-    input_length: Annotated[int, typer.Option(help="Tokens of each prompt")] = ThroughputSettings.input_length,
-    output_length: Annotated[int, typer.Option(help="New tokens of each")] = ThroughputSettings.output_length,
-    request_rate: Annotated[
-        str, typer.Option(help="Requests a second, arriving at random; inf: all at once")
-    ] = f"{ThroughputSettings.request_rate}",
+    requests: Requests = ThroughputSettings.requests,
+    input_length: InputLength = ThroughputSettings.input_length,
+    output_length: OutputLength = ThroughputSettings.output_length,
+    request_rate: RequestRate = f"{ThroughputSettings.request_rate}",
     concurrency: Concurrency = ThroughputSettings.concurrency,
     baseline: Baseline = None,
     plot: Plot = None,
@@ -134,7 +151,7 @@ def throughput(
     price_per_hour: Price = None,
     seed: Seed = ThroughputSettings.seed,
 ) -> None:
-    """Many requests at once or over time: tokens a second, and what each request waited for."""
+    """Measure throughput and latencies of many requests on one engine, without HTTP."""
     settings = ThroughputSettings(
         requests=requests,
         input_length=input_length,
@@ -160,48 +177,50 @@ def throughput(
 @recipe_command
 def startup(
     recipe: Recipe,
-    warm_runs: Annotated[int, typer.Option(help="Starts on the cache that the cold one filled")] = (
-        StartupSettings.warm_runs
-    ),
+    warm_runs: Annotated[int, typer.Option(help="Number of warm starts")] = StartupSettings.warm_runs,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the first prompt")] = StartupSettings.prompt_length,
     plot: Plot = None,
     output: Output = None,
     seed: Seed = StartupSettings.seed,
-    child: Annotated[bool, typer.Option("--child", hidden=True, help="Be the process that is measured")] = False,
+    child: Annotated[bool, typer.Option("--child", hidden=True, help="Run as the measured process")] = False,
 ) -> None:
-    """Seconds from nothing to the first token, with an empty compile cache and with a filled one."""
+    """Measure the time from process start to the first token, for cold and warm starts."""
     settings = StartupSettings(warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed)
-    import json
-
     from tcdeploy.bench import startup
+    from tcdeploy.cli import display
 
     if child:
-        from tcdeploy.cli import display
-
         with display.show_progress() as progress:
             child_report = startup.measure_first_token(recipe, settings, progress)
         print(json.dumps(child_report))
         return
-    from tcdeploy.cli import display
-
     report = startup.run(recipe, settings, display.PlainProgress())
     _publish(report, plot, output)
 
 
 @app.command("serve")
 def serve(
-    url: Annotated[str, typer.Option(help="Of the server, without /v1")] = "http://127.0.0.1:8000",
-    served_model: Annotated[str | None, typer.Option(help="Its name there; default: the first listed")] = None,
-    api_key: Annotated[str | None, typer.Option(help="Where it asks for one", envvar="TCDEPLOY_API_KEY")] = None,
-    requests: Annotated[int, typer.Option(help="How many in all")] = ServeSettings.requests,
-    input_length: Annotated[int, typer.Option(help="Tokens of each prompt")] = ServeSettings.input_length,
-    output_length: Annotated[int, typer.Option(help="Tokens of each answer")] = ServeSettings.output_length,
-    request_rate: Annotated[str, typer.Option(help="Arrivals a second; inf: all at once")] = "inf",
+    url: Annotated[str, typer.Option(help="Base URL of the server, without /v1")] = "http://127.0.0.1:8000",
+    served_model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model name in the requests [default: the first that the server lists]",
+            metavar="NAME",
+            show_default=False,
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="API key, sent as a bearer token", envvar="TCDEPLOY_API_KEY")
+    ] = None,
+    requests: Requests = ServeSettings.requests,
+    input_length: InputLength = ServeSettings.input_length,
+    output_length: OutputLength = ServeSettings.output_length,
+    request_rate: RequestRate = f"{ServeSettings.request_rate}",
     concurrency: Concurrency = ServeSettings.concurrency,
     output: Output = None,
     seed: Seed = ServeSettings.seed,
 ) -> None:
-    """Load on a running OpenAI-compatible server, ours or another's."""
+    """Measure throughput and latencies of any OpenAI-compatible server."""
     settings = ServeSettings(
         url=url.rstrip("/"), served_model=served_model, api_key=api_key, requests=requests, input_length=input_length,
         output_length=output_length, request_rate=_parse_rate(request_rate), concurrency=concurrency, seed=seed,
@@ -212,7 +231,7 @@ def serve(
 
 
 def _publish(report: Report, plot: str | None, output: str | None) -> None:
-    """The document first: a picture that fails must not cost the figures."""
+    """Print and write the report, then plot it: an error while plotting must not lose the measurements."""
     from tcdeploy.cli import bench_display, display
 
     document = display.json_document(f"bench {report.command}", **report.document())
@@ -230,20 +249,18 @@ def _write(path: str, text: str) -> None:
         with open(path, "w", encoding="utf-8") as file:
             file.write(text + "\n")
     except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "the document stands on stdout") from error
+        raise UsageError(f"{path} cannot be written: {error.strerror}", "the document is on stdout") from error
 
 
 def _parse_ints(option: str, text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise UsageError(f"{option} is {text!r}, which is no list of whole numbers", f"{option} 128,512") from None
+        raise UsageError(f"{option} is {text!r}, expected a list of integers", f"{option} 128,512") from None
 
 
 def _parse_rate(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise UsageError(
-            f"--request-rate is {text!r}, which is no number", f"--request-rate 4, or {math.inf}"
-        ) from None
+        raise UsageError(f"--request-rate is {text!r}, expected a number", f"--request-rate 4, or {math.inf}") from None

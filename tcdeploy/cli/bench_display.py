@@ -1,4 +1,4 @@
-"""The tables of `tcdeploy bench`, as headers and rows of text; display.py draws them."""
+"""The tables of `tcdeploy bench`, as headers and rows of text; display.py prints them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class BenchTable(NamedTuple):
 
 
 def tables(report: Report) -> list[BenchTable]:
-    """The figures of all that could be measured."""
+    """One table of results, without the subjects that failed, and the tables of a kernel breakdown."""
     rows: list[Any] = [row for row in report.rows if not isinstance(row, FailedRow)]
     headers, cells = _TABLES[report.command]
     if any(getattr(row, "price_per_million_tokens", None) is not None for row in rows):
@@ -26,16 +26,16 @@ def tables(report: Report) -> list[BenchTable]:
 
 
 def remarks(report: Report) -> list[str]:
-    """What a reader of the tables has to know: the machine's rates, and who is missing."""
-    found = [f"{row.subject}: not measured: {row.reason}" for row in report.rows if isinstance(row, FailedRow)]
-    found += report.extra.get("notes", [])
+    """Lines below the tables: failed subjects with their reasons, notes, and the measured rates of the machine."""
+    lines = [f"{row.subject}: not measured: {row.reason}" for row in report.rows if isinstance(row, FailedRow)]
+    lines += report.extra.get("notes", [])
     machine = report.extra.get("machine")
     if machine:
-        found.append(
+        lines.append(
             f"floor: copy {machine['copy_bytes_per_second'] / 1e9:.0f} GB/s, "
-            f"{machine['dtype']} products {machine['matmul_flop_per_second'] / 1e12:.3g} TFLOP/s, measured in this run"
+            f"{machine['dtype']} matmul {machine['matmul_flop_per_second'] / 1e12:.3g} TFLOP/s, measured in this run"
         )
-    return found
+    return lines
 
 
 def _decode_cells(row: Any) -> tuple[str, ...]:
@@ -81,18 +81,17 @@ def _throughput_cells(row: Any) -> tuple[str, ...]:
 
 
 def _serve_cells(row: Any) -> tuple[str, ...]:
-    times = row.latencies
+    latencies = row.latencies
+    summaries = (
+        (latencies.first_token_ms, latencies.request_gap_ms, latencies.token_gap_ms) if latencies else (None,) * 3
+    )
     return (
         row.subject,
         str(row.requests),
         str(sum(row.failures.values())),
         _number(row.output_tokens_per_second),
         _number(row.requests_per_second),
-        *(
-            (_percentiles(times.first_token_ms), _percentiles(times.request_gap_ms), _percentiles(times.token_gap_ms))
-            if times
-            else (NO_VALUE, NO_VALUE, NO_VALUE)
-        ),
+        *map(_percentiles, summaries),
     )
 
 
@@ -107,17 +106,16 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
         _decode_cells,
     ),
     "prefill": (
-        ("", "tokens", "first token ms", "p10-p90", "device ms", "floor ms", "of floor"),
+        ("", "tokens", "TTFT ms", "p10-p90", "device ms", "floor ms", "of floor"),
         _prefill_cells,
     ),
     "throughput": (
-        ("", "out tok/s", "all tok/s", "req/s", "first token ms 50/90/99", "per request ms/tok", "gap ms 50/90/99",
-         "peak", "pre-empted", "host us", "compiles/captures"),
+        ("", "out tok/s", "total tok/s", "req/s", "TTFT ms 50/90/99", "TPOT ms 50/90/99", "ITL ms 50/90/99",
+         "peak running", "preemptions", "host us", "compiles/captures"),
         _throughput_cells,
     ),
     "serve": (
-        ("", "requests", "failed", "out tok/s", "req/s", "first token ms 50/90/99", "per request ms/tok",
-         "gap ms 50/90/99"),
+        ("", "requests", "failed", "out tok/s", "req/s", "TTFT ms 50/90/99", "TPOT ms 50/90/99", "ITL ms 50/90/99"),
         _serve_cells,
     ),
     "startup": (("start", "first token s", "process s", "stages"), _startup_cells),
@@ -125,25 +123,26 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
 
 
 def _breakdown_tables(rows: list[Any]) -> list[BenchTable]:
-    """The kinds of each bucket; the longest kernels of the first one (the JSON has those of all)."""
-    broken = [row for row in rows if getattr(row, "breakdown", None)]
-    if not broken:
+    """Time per kernel kind for each bucket, and the longest kernels of the first bucket. The JSON has those of all."""
+    profiled = [row for row in rows if getattr(row, "breakdown", None)]
+    if not profiled:
         return []
-    headers = ("us in a step", "batch", "step", "kernels", "gaps", "GEMM", "attention", "sampling", "other")
-    names = ("step_us", "kernel_us", "gap_us", "gemm_us", "attention_us", "sampling_us", "other_us")
-    kinds = [
-        (row.subject, str(row.batch), *(_number(getattr(row.breakdown, name)) for name in names)) for row in broken
+    kind_headers = ("us per step", "batch", "step", "kernels", "gaps", "GEMM", "attention", "sampling", "other")
+    columns = ("step_us", "kernel_us", "gap_us", "gemm_us", "attention_us", "sampling_us", "other_us")
+    kind_rows = [
+        (row.subject, str(row.batch), *(_number(getattr(row.breakdown, column)) for column in columns))
+        for row in profiled
     ]
-    top = [
-        (one.name[:80], one.kind, f"{one.count:g}", _number(one.us), _number(one.us / one.count))
-        for one in broken[0].breakdown.top
+    kernel_headers = (f"kernel at batch {profiled[0].batch}", "kind", "calls", "us per step", "us per call")
+    kernel_rows = [
+        (kernel.name[:80], kernel.kind, f"{kernel.count:g}", _number(kernel.us), _number(kernel.us / kernel.count))
+        for kernel in profiled[0].breakdown.top
     ]
-    longest = (f"kernel at batch {broken[0].batch}", "kind", "runs", "us in a step", "us each")
-    return [BenchTable(headers, kinds), BenchTable(longest, top)]
+    return [BenchTable(kind_headers, kind_rows), BenchTable(kernel_headers, kernel_rows)]
 
 
 def _number(value: float | None) -> str:
-    """Three figures that mean something, and thousands in full."""
+    """Three significant digits, or all digits of the integer part."""
     if value is None:
         return NO_VALUE
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
@@ -154,7 +153,7 @@ def _percent(share: float | None) -> str:
 
 
 def _percentiles(summary: Any) -> str:
-    return NO_VALUE if summary is None else "/".join(_number(one) for one in (summary.p50, summary.p90, summary.p99))
+    return NO_VALUE if summary is None else "/".join(map(_number, (summary.p50, summary.p90, summary.p99)))
 
 
 def _price(row: Any) -> str:

@@ -1,4 +1,4 @@
-"""`tcdeploy compile`: what torch.compile does to this model on this machine, for a person who decides."""
+"""`tcdeploy compile`: report what torch.compile brings for a model on this machine, bucket by bucket."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tcdeploy.planning.recipe import Recipe
 @recipe_command
 def compile_model(
     recipe: Recipe,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")] = False,
     explain_breaks: Annotated[
-        bool, typer.Option("--explain-breaks", help="Show where and why tracing breaks, and stop")
+        bool, typer.Option("--explain-breaks", help="Print each graph break with its location and reason, and exit")
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
-    """Compile MODEL and compare it with eager, bucket by bucket."""
+    """Compile MODEL and compare it with eager execution, bucket by bucket."""
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:

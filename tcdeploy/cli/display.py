@@ -1,7 +1,7 @@
-"""All that a person sees: the plan, the progress of each bucket, and the reports. The only file that imports rich.
+"""Terminal output: the plan, progress per bucket, and reports. The only module that imports rich.
 
-On a terminal the buckets are bars; elsewhere (CI, a pipe) each finished step is one plain line. Progress goes to
-stderr and reports to stdout; with --json a report is one document and nothing else is on stdout.
+Progress goes to stderr: bars on a terminal, one line per finished step otherwise. Reports go to stdout; with --json a
+report is a single JSON document, and stdout holds nothing else.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from tcdeploy.cli.deprecated import add_old_json_keys
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
@@ -28,15 +29,15 @@ if TYPE_CHECKING:
     from tcdeploy.pipeline import Deployment
     from tcdeploy.planning.plan import Plan
 
-JSON_SCHEMA = 1
-PLAIN_WIDTH = 160
+JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
+PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
-COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")
+COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
 
 
 @contextmanager
 def show_progress() -> Iterator[PlainProgress | BarProgress]:
-    """The progress for this stderr: bars on a terminal, lines elsewhere. It begins with the imports of torch."""
+    """Progress display for stderr: bars on a terminal, lines otherwise. The first stage is `import`, of torch."""
     if not sys.stderr.isatty():
         plain = PlainProgress()
         plain.stage("import")
@@ -69,7 +70,7 @@ def _outcome(record: BucketRecord) -> str:
 
 
 class PlainProgress:
-    """One line to stderr per stage and per finished bucket."""
+    """Prints one line to stderr per stage and per finished bucket."""
 
     def stage(self, name: str) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
@@ -85,7 +86,7 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A bar per bucket: moving while it is warmed, full with its outcome when it is done."""
+    """One bar per bucket: pulsing during warm-up, then full, with the outcome."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
@@ -94,7 +95,7 @@ class BarProgress:
 
     def stage(self, name: str) -> None:
         self._finish_stage()
-        if name != "compile":  # its buckets have bars of their own
+        if name != "compile":  # shown as one bar per bucket
             self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
 
     def planned(self, plan: Plan) -> None:
@@ -123,17 +124,18 @@ def show_plan(plan: Plan, as_json: bool) -> None:
 
 def show_breaks(breaks: list[GraphBreak], as_json: bool) -> None:
     if as_json:
-        _print_json("explain-breaks", breaks=[found._asdict() for found in breaks])
+        _print_json("explain-breaks", breaks=[graph_break._asdict() for graph_break in breaks])
     elif not breaks:
-        print("no graph breaks: every kind of region traces whole")
+        print("no graph breaks: every region traces as one graph")
     else:
-        for found in breaks:
-            where = f"{found.file}:{found.line}: {found.source}" if found.file else "torch names no line"
-            print(f"{found.region}: {found.reason}\n    {where}")
+        for graph_break in breaks:
+            location = f"{graph_break.file}:{graph_break.line}: {graph_break.source}"
+            print(f"{graph_break.region}: {graph_break.reason}")
+            print(f"    {location if graph_break.file else 'location unknown'}")
 
 
 def show_compile_report(deployment: Deployment, as_json: bool) -> None:
-    """The Plan, a row per bucket with eager beside compiled, totals, and what to run next."""
+    """Print the plan, one row per bucket with eager and compiled times, totals, and the next command."""
     if as_json:
         _print_report("compile", deployment)
         return
@@ -147,11 +149,11 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
         )
     )  # fmt: skip
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
-    held = " and ".join(str(context) for context in contexts)
-    print(f"ms: medians of whole steps, decode at a context of {held}; differences: to transformers' own attention")
+    lengths = " and ".join(str(context) for context in contexts)
+    print(f"ms: median of whole steps, decode at a context of {lengths} tokens; |dlogit| and KL: against transformers")
     skipped = sum(record.cudagraph_skips for record in deployment.records)
     if skipped:
-        print(f"torch's own CUDA graphs passed over {skipped} regions: those that write KV or read the host")
+        print(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_carried_arguments()}")
 
@@ -173,7 +175,7 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str) -> 
 
 
 def show_bench(tables: list[BenchTable], remarks: list[str], document: str) -> None:
-    """Tables and remarks on stderr, the document on stdout."""
+    """Print tables and remarks to stderr, the JSON document to stdout."""
     console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=PLAIN_WIDTH)
     for table in tables:
         console.print(_table(table.headers, list(table.rows)))
@@ -235,38 +237,38 @@ def _print_totals(deployment: Deployment) -> None:
     )
     for record in records:
         if record.trials:
-            print(f"{record.bucket} tried {_trials(record)}")
+            print(f"{record.bucket} variants: {_format_trials(record)}")
     if deployment.workspace_bytes is not None:
         plan = deployment.plan
         print(
-            f"device memory: weights {gib(plan.weight_bytes)}, KV {gib(plan.kv_bytes)}, all else "
+            f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
-    copied = " (cannot be written: a private copy served)" if deployment.cache_dir != deployment.plan.cache_dir else ""
+    copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
 
 
-def _trials(record: BucketRecord) -> str:
-    """Every candidate with its time, the fastest first."""
+def _format_trials(record: BucketRecord) -> str:
+    """Every variant with its step time, fastest first, then those that failed."""
     timed = sorted((trial.step_ms, trial.variant) for trial in record.trials if trial.step_ms is not None)
     failed = [f"{trial.variant} failed: {trial.error}" for trial in record.trials if trial.step_ms is None]
     return ", ".join([f"{variant} {step_ms:.3f} ms" for step_ms, variant in timed] + failed)
 
 
 def _carried_arguments() -> str:
-    """The words after the command as they were typed, so that the next command means the same deployment.
+    """The model and recipe arguments of this command line, for a next command on the same deployment.
 
-    Without those that are this command's own: the next one does not know them, and a URL may hold secrets.
+    Options of this command alone are left out: the next command does not accept them, and a URL may hold secrets.
     """
-    kept: list[str] = []
+    carried: list[str] = []
     is_value = False
     for word in sys.argv[2:]:
         name = word.partition("=")[0]
         if not is_value and name not in COMMAND_FLAGS and name not in COMMAND_OPTIONS:
-            kept.append(word)
+            carried.append(word)
         is_value = not is_value and word in COMMAND_OPTIONS
-    return shlex.join(kept)
+    return shlex.join(carried)
 
 
 def _plan_table(plan: Plan) -> Table:
@@ -275,7 +277,7 @@ def _plan_table(plan: Plan) -> Table:
 
 
 def show_table(headers: Sequence[str], rows: list[Any], right: bool = True, out: TextIO | None = None) -> None:
-    """On stdout, or `out`: words to the left, and numbers to the right if `right`."""
+    """Print to `out`, by default stdout. `right`: right-align every column but the first."""
     out = out or sys.stdout
     console = Console(file=out) if out.isatty() else Console(file=out, width=PLAIN_WIDTH)
     console.print(_table(headers, rows, right))
@@ -283,8 +285,8 @@ def show_table(headers: Sequence[str], rows: list[Any], right: bool = True, out:
 
 def _table(headers: Sequence[str], rows: list[Any], right: bool = True) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for number, header in enumerate(headers):
-        table.add_column(header, justify="right" if right and number else "left", overflow="fold")
+    for index, header in enumerate(headers):
+        table.add_column(header, justify="right" if right and index else "left", overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -310,4 +312,4 @@ def _print_json(command: str, **content: Any) -> None:
 
 def json_document(command: str, **content: Any) -> str:
     document = {"schema": JSON_SCHEMA, "command": command, "created": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **content}
-    return json.dumps(document, indent=1)
+    return json.dumps(add_old_json_keys(document), indent=1)

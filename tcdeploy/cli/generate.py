@@ -1,4 +1,4 @@
-"""`tcdeploy generate`: stream text through the warmed programs, with compiling switched off."""
+"""`tcdeploy generate`: stream one completion from the warmed programs. Nothing compiles after warm-up."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.planning.recipe import Recipe
 
 
@@ -17,16 +18,18 @@ from tcdeploy.planning.recipe import Recipe
 def generate(
     recipe: Recipe,
     prompt: Annotated[
-        str | None, typer.Argument(help="The text to continue; - reads stdin", show_default=False)
+        str | None, typer.Argument(help="Text to continue; - reads it from stdin", metavar="PROMPT", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Longest answer, in tokens")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most likely tokens; 0 keeps all")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the most likely tokens of this total probability")] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="Makes sampling repeatable")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Put the prompt into the model's chat template")] = False,
+    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate")] = 128,
+    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all")] = 0,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this")
+    ] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Random seed for sampling")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
 ) -> None:
-    """Continue PROMPT with MODEL."""
+    """Generate a continuation of PROMPT with MODEL."""
     from tcdeploy.cli import display
     from tcdeploy.engine.sequence import SamplingParams
 
@@ -38,15 +41,16 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress)
+    freeze_gc_after_startup()
     from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt, stop_token_ids
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:
-        raise UsageError(f"{recipe.model} has no chat template", "leave --chat out")
-    stops = stop_token_ids(deployment.engine.runner.model.generation_config)
-    params = dataclasses.replace(params, stop_token_ids=stops)
-    ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
-    stream = IncrementalDetokenizer(tokenizer)
-    for token in deployment.engine.stream([ids], params):
-        print(stream.push(token.token_id), end="", flush=True)
-    print(stream.finish())
+        raise UsageError(f"{recipe.model} has no chat template", "remove --chat")
+    stop_ids = stop_token_ids(deployment.engine.runner.model.generation_config)
+    params = dataclasses.replace(params, stop_token_ids=stop_ids)
+    token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    for token in deployment.engine.stream([token_ids], params):
+        print(detokenizer.push(token.token_id), end="", flush=True)
+    print(detokenizer.finish())

@@ -1,8 +1,8 @@
-"""The recipe's fields as command-line options: names, defaults and help come from the dataclass, so they stand once.
+"""Command-line options for the fields of `Recipe`. Their names, defaults and help come from the dataclass.
 
-A command decorated with `recipe_command` takes a finished `Recipe` as its first argument; MODEL, --recipe and one
-option per field are added to its signature here. One decorated with `recipe_options_command` takes what was `RecipeOptions`, so that it
-can put something else below it (the recipe of a bundle), and its own arguments stand before MODEL.
+`recipe_command` adds MODEL, --recipe and one option per field to a command, which receives the finished `Recipe` as
+its first argument. `recipe_options_command` passes `RecipeOptions` instead, so that the command can supply defaults
+of its own (those of a bundle's recipe); the command's arguments then come before MODEL.
 """
 
 from __future__ import annotations
@@ -19,25 +19,27 @@ import typer
 from tcdeploy.errors import Interrupted
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
 
+MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if --recipe names one"
+
 
 @dataclass(frozen=True)
 class RecipeOptions:
-    """The flags that were given, by field, and the recipe's name."""
+    """Values of the flags by field name (None: flag not present), and the name or path of the recipe."""
 
     flags: dict[str, Any]
     recipe: str | None
 
     def build(self, defaults: Mapping[str, Any] | None = None) -> Recipe:
-        """The recipe, with `defaults` standing for what nothing else gives. Raises RecipeError."""
+        """Merge flags, environment, recipe file and `defaults`, in this order of precedence. Raises RecipeError."""
         return build_recipe(self.flags, self.recipe, defaults=defaults)
 
 
 def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter, `recipe: Recipe`, by the options that a recipe is built from."""
+    """Replace the first parameter, `recipe: Recipe`, by the options from which it is built."""
 
     def build(options: RecipeOptions, **kwargs: Any) -> None:
         if options.recipe is not None and "prompt" in kwargs and kwargs["prompt"] is None:
-            kwargs["prompt"] = options.flags["model"]  # the recipe named the model: one argument is left
+            kwargs["prompt"] = options.flags["model"]  # the recipe names the model, so the only argument is the prompt
             options = RecipeOptions({**options.flags, "model": None}, options.recipe)
         command(options.build(), **kwargs)
 
@@ -45,7 +47,7 @@ def recipe_command(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def recipe_options_command(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the first parameter, `options: RecipeOptions`, by the options that a recipe is built from."""
+    """Replace the first parameter, `options: RecipeOptions`, by the options from which a recipe is built."""
     return _with_recipe_options(command, command, model_first=False)
 
 
@@ -53,45 +55,45 @@ def _with_recipe_options(
     command: Callable[..., None], call: Callable[..., None], model_first: bool
 ) -> Callable[..., None]:
     command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    added = [_recipe_option(), *(_option(item) for item in fields(Recipe) if item.name != "model")]
+    recipe_options = [_recipe_option(), *(_field_option(item) for item in fields(Recipe) if item.name != "model")]
 
     @functools.wraps(command)
     def run(**kwargs: Any) -> None:
-        name = kwargs.pop("recipe")
+        recipe_name = kwargs.pop("recipe")
         flags = {item.name: kwargs.pop(item.name) for item in fields(Recipe)}
         try:
-            call(RecipeOptions(flags, name), **kwargs)
-        except KeyboardInterrupt:  # typer would turn it into an exit without a word
-            raise Interrupted("interrupted", "run it again: what was compiled is in the cache") from None
+            call(RecipeOptions(flags, recipe_name), **kwargs)
+        except KeyboardInterrupt:  # typer would exit without a message
+            raise Interrupted("interrupted", "run the command again; finished programs are in the cache") from None
 
     model = [_model_argument()]
-    ordered = [*model, *command_parameters, *added] if model_first else [*command_parameters, *model, *added]
-    keyword_only = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in ordered]
-    run.__signature__ = inspect.Signature(keyword_only)  # type: ignore[attr-defined]
-    del run.__wrapped__  # typer would look through it at the original signature
-    run.__annotations__ = {item.name: item.annotation for item in keyword_only}
+    ordered = [*model, *command_parameters] if model_first else [*command_parameters, *model]
+    parameters = [item.replace(kind=inspect.Parameter.KEYWORD_ONLY) for item in (*ordered, *recipe_options)]
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    del run.__wrapped__  # typer would follow it to the original signature
+    run.__annotations__ = {item.name: item.annotation for item in parameters}
     return run
 
 
 def _model_argument() -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Argument(help="Hub id, local folder, or builtin:tiny", show_default=False)]
+    annotation = Annotated[str | None, typer.Argument(help=MODEL_HELP, metavar="MODEL", show_default=False)]
     return inspect.Parameter("model", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
 def _recipe_option() -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Option(help="Recipe by name or path; `tcdeploy recipes` lists them")]
+    annotation = Annotated[str | None, typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file")]
     return inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _option(item: Field[Any]) -> inspect.Parameter:
+def _field_option(item: Field[Any]) -> inspect.Parameter:
+    """Choices and lists are parsed by the recipe, so that their errors read the same as in a YAML file."""
     kind = field_type(typing.get_type_hints(Recipe)[item.name])
-    names = [f"--{item.name.replace('_', '-')}"]
-    if kind is bool:
-        names = [f"{names[0]}/--no-{names[0][2:]}"]
-    option = typer.Option(*names, help=_help(item), metavar=_metavar(kind), show_default=False)
-    plain = kind if kind in (int, float, bool) else str
+    flag = f"--{item.name.replace('_', '-')}"
+    names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
+    option = typer.Option(names, help=_help(item), metavar=_metavar(kind), show_default=False)
+    parsed_type = kind if kind in (int, float, bool) else str
     return inspect.Parameter(
-        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[plain | None, option]
+        item.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[parsed_type | None, option]
     )
 
 

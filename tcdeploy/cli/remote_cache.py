@@ -1,4 +1,4 @@
-"""What `warm` and `serve` share: a cache that comes from elsewhere, and one that goes there."""
+"""Remote caches: `tcdeploy cache push`, `pull` and `find`, and what `warm` and `serve` share to fetch and push."""
 
 from __future__ import annotations
 
@@ -8,22 +8,39 @@ from typing import Annotated
 
 import typer
 
+from tcdeploy.cli.cache_target import BundleFile, Json, read_single_manifest
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
 CacheFrom = Annotated[
     str | None,
-    typer.Option("--cache-from", help="Bundle, or folder of bundles, to start from", metavar="URL"),
+    typer.Option("--cache-from", help="Fetch the cache from this bundle or folder of bundles", metavar="URL"),
 ]
-AllowUnsigned = Annotated[bool, typer.Option("--allow-unsigned", help="Run code that nobody you trust vouches for")]
+AllowUnsigned = Annotated[
+    bool,
+    typer.Option("--allow-unsigned", help="Accept a bundle without a trusted signature; its code runs on this machine"),
+]
 TrustedKeys = Annotated[
     Path | None,
-    typer.Option(help="Folder of trusted keys; default: ~/.config/tcdeploy/trusted", envvar="TCDEPLOY_TRUSTED_KEYS"),
+    typer.Option(
+        help="Folder of trusted public keys [default: ~/.config/tcdeploy/trusted]",
+        envvar="TCDEPLOY_TRUSTED_KEYS",
+        show_default=False,
+    ),
 ]
+
+
+def require_cache_from(cache_from: str | None, allow_unsigned: bool) -> None:
+    """Raises UsageError for --allow-unsigned without --cache-from, where it has no effect."""
+    if allow_unsigned and cache_from is None:
+        raise UsageError("--allow-unsigned needs --cache-from", "add --cache-from URL, or remove --allow-unsigned")
 
 
 def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_unsigned: bool) -> float:
-    """Before a start; the seconds that it took. What differs is shown as a table on stderr."""
+    """Fetch the plan's bundle into the cache folder, and return the seconds it took.
+
+    A bundle from another environment is refused; the differences are printed to stderr as a table.
+    """
     from tcdeploy.bundle import signing
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
     from tcdeploy.cli import cache_display
@@ -38,7 +55,7 @@ def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_un
 
 
 def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None) -> None:
-    """After a start, when its deployment was let go."""
+    """Pack the plan and push it. The deployment must have been released: packing starts the plan once more."""
     from tcdeploy.bundle.fetch import pack_and_push
     from tcdeploy.cli import cache_display
 
@@ -46,11 +63,50 @@ def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None
 
 
 def parse_seconds(text: str) -> float:
-    """`6s` or `6`. Raises UsageError."""
+    """Parse `6s` or `6`. Raises UsageError."""
     try:
         seconds = float(text.removesuffix("s"))
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise UsageError(f"{text!r} is no number of seconds", "--budget 6s")
+        raise UsageError(f"--budget is {text!r}, expected a positive number of seconds", "--budget 6s")
     return seconds
+
+
+def push(
+    file: BundleFile,
+    url: Annotated[
+        str, typer.Argument(help="Remote folder: a path, s3://, gs://, hf:// or oci://", show_default=False)
+    ],
+    json: Json = False,
+) -> None:
+    """Push a bundle, named by the digest of its bytes. A bundle that is already there is not uploaded again."""
+    from tcdeploy.cli import cache_display
+    from tcdeploy.remote import transfer
+
+    if file.is_dir():
+        raise UsageError(f"{file} is a folder", f"pack a bundle first: tcdeploy cache pack {file} -o FILE.tcb")
+    manifest = read_single_manifest(file)
+    cache_display.show_pushed(transfer.push(file, url, str(manifest.plan["key"])), json)
+
+
+def pull(
+    url: Annotated[str, typer.Argument(help="URL of a bundle, as printed by push or find", show_default=False)],
+    out: Annotated[Path, typer.Option("--out", "-o", help="File to write", metavar="FILE.tcb")],
+) -> None:
+    """Pull a bundle, and check it against the digest in its name."""
+    from tcdeploy.remote import transfer
+
+    transfer.pull(url, out)
+    print(f"{out}: {out.stat().st_size} bytes, digest verified")
+
+
+def find(
+    url: Annotated[str, typer.Argument(help="Remote folder of bundles", show_default=False)],
+    plan: Annotated[str, typer.Option("--plan", help="Key of the plan", metavar="KEY")],
+) -> None:
+    """List the bundles of a plan, newest first. Printed URLs do not contain the secrets of URL."""
+    from tcdeploy.remote import transfer
+
+    for bundle_url in transfer.find(url, plan):
+        print(transfer.redacted(bundle_url))

@@ -1,4 +1,4 @@
-"""`tcdeploy warm`: fill the persistent cache, prove every bucket, and say whether it was warm already."""
+"""`tcdeploy warm`: fill the persistent cache, check every bucket, and report hits and misses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, parse_seconds, push_cache
+from tcdeploy.cli.remote_cache import (
+    AllowUnsigned,
+    CacheFrom,
+    TrustedKeys,
+    fetch_cache,
+    parse_seconds,
+    push_cache,
+    require_cache_from,
+)
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -19,31 +27,38 @@ if TYPE_CHECKING:
 @recipe_command
 def warm(
     recipe: Recipe,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")] = False,
     missed_shapes: Annotated[
-        str | None, typer.Option("--from", help="Add buckets for the shapes that a server missed", metavar="FILE")
+        str | None,
+        typer.Option("--from", help="Add buckets for the missed shapes that a server recorded", metavar="FILE"),
     ] = None,
-    require_hit: Annotated[bool, typer.Option("--require-hit", help="Exit 6 if anything had to compile")] = False,
-    budget: Annotated[str | None, typer.Option(help="Exit 6 if the start took longer: 6s", metavar="SECONDS")] = None,
+    require_hit: Annotated[
+        bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
+    ] = False,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Exit with code 6 if startup took longer, for example 6s", metavar="SECONDS"),
+    ] = None,
     cache_from: CacheFrom = None,
     cache_to: Annotated[
         str | None,
-        typer.Option("--cache-to", help="Pack the plan and push it to this folder of bundles", metavar="URL"),
+        typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
     ] = None,
-    key: Annotated[Path | None, typer.Option("--sign", help="Sign what is pushed", metavar="NAME.key")] = None,
+    key: Annotated[
+        Path | None, typer.Option("--sign", help="Sign the pushed bundle with this key", metavar="NAME.key")
+    ] = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
-    json: Annotated[bool, typer.Option("--json", help="One JSON document on stdout")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
-    """Compile, capture and check every bucket of MODEL into the cache folder; safe to repeat, also in parallel."""
+    """Compile, capture and check every bucket of MODEL into the cache folder. Safe to repeat and to run in parallel."""
     from tcdeploy.cli import display
 
     if dry_run and (require_hit or budget or cache_from or cache_to):
-        raise UsageError("a dry run starts nothing", "leave out --dry-run, or what belongs to a start")
+        raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
     if key is not None and cache_to is None:
-        raise UsageError("--sign is for what is pushed", "add --cache-to URL")
-    if cache_from is None and allow_unsigned:
-        raise UsageError("nothing is fetched that could be signed", "add --cache-from URL")
+        raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
+    require_cache_from(cache_from, allow_unsigned)
     budget_seconds, fetch_seconds = None if budget is None else parse_seconds(budget), 0.0
     with display.show_progress() as progress:
         from tcdeploy import pipeline
@@ -65,17 +80,17 @@ def warm(
     if require_hit:
         _enforce_hits(deployment)
     if budget_seconds is not None:
-        _enforce_budget(fetch_seconds + sum(deployment.stage_seconds.values()), budget_seconds)
+        _enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
-        pipeline.release_memory()  # the start that proves it needs the memory
+        pipeline.release_memory()  # packing starts the plan again, in another process on the same GPU
         push_cache(cache_dir, plan_key, cache_to, key)
 
 
 def _enforce_hits(deployment: Deployment) -> None:
-    compiled = [
-        record.bucket if record.cache_misses else f"{record.bucket} ({record.kernels_compiled} kernels of its programs)"
+    missed = [
+        record.bucket if record.cache_misses else f"{record.bucket} (only {record.kernels_compiled} kernels)"
         for record in deployment.records
         if record.outcome == "miss"
     ]
@@ -85,16 +100,18 @@ def _enforce_hits(deployment: Deployment) -> None:
             f"cache hits cannot be counted with this version of torch, so {', '.join(unknown)} may have compiled",
             "the warnings above name what is missing; install a tested version of torch",
         )
-    if compiled:
+    if missed:
         raise ThresholdError(
-            f"{len(compiled)} of {len(deployment.records)} buckets had to compile: {', '.join(compiled)}",
-            "they are in the cache now; in CI, restore the cache folder that an earlier warm filled",
+            f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
+            "they are in the cache now; in CI, restore the cache folder of an earlier `tcdeploy warm`",
         )
 
 
-def _enforce_budget(seconds: float, budget_seconds: float) -> None:
+def _enforce_budget(stage_seconds: dict[str, float], budget_seconds: float) -> None:
+    seconds = sum(stage_seconds.values())
     if seconds > budget_seconds:
+        slowest = max(stage_seconds, key=stage_seconds.__getitem__)
         raise ThresholdError(
-            f"the start took {seconds:.1f} s, and {budget_seconds:g} s was the most",
-            "the stages above tell where it went",
+            f"startup took {seconds:.1f} s, over the budget of {budget_seconds:g} s",
+            f"the slowest stage was {slowest!r} with {stage_seconds[slowest]:.1f} s; raise --budget or warm the cache",
         )

@@ -13,6 +13,7 @@ with a short parser.
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import types
 import typing
@@ -37,6 +38,8 @@ OnBadCache = Literal["refuse", "rebuild"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
 NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF"}
+RENAMED_KEYS = {"prefill_burst": "max_consecutive_prefills"}  # old name: new name; accepted for one release
+log = logging.getLogger("tcdeploy.planning")
 
 
 def _option(default: Any, help: str) -> Any:
@@ -155,6 +158,10 @@ def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     hints = typing.get_type_hints(Recipe)
     known = [item.name for item in fields(Recipe)]
     checked = {}
+    for old, new in RENAMED_KEYS.items():
+        if old in values:
+            log.warning("%s: the key %s is deprecated and will be removed; use %s", source, old, new)
+            values = {new: values[old], **{key: value for key, value in values.items() if key != old}}
     for key, value in values.items():
         if key not in known:
             raise RecipeError(

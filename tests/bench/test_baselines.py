@@ -1,4 +1,4 @@
-"""transformers' own model, timed token by token: what is timed is what `generate` would answer."""
+"""Baselines are timed per token, and generate the tokens that transformers' `generate` does."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ def plan(tiny_deployment: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", ["eager", "generate"])
-def test_each_token_of_a_batch_has_its_time(name: str, reference_tiny: Any, plan: Any) -> None:
+def test_each_token_of_a_batch_has_a_time(name: str, reference_tiny: Any, plan: Any) -> None:
     times = BaselineModel(name, reference_tiny, plan).token_times(PROMPTS, 6)
     assert len(times) == 6
     assert times == sorted(times) and times[0] > 0
 
 
 @pytest.mark.parametrize("name", ["eager", "generate"])
-def test_a_shape_runs_once_untimed(name: str, reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_shape_first_runs_untimed(
+    name: str, reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     baseline, runs = BaselineModel(name, reference_tiny, plan), []
-    timed = baseline._run_timed
-    monkeypatch.setattr(baseline, "_run_timed", lambda prompts, new: runs.append(new) or timed(prompts, new))
+    run_timed = baseline._run_timed
+    monkeypatch.setattr(
+        baseline, "_run_timed", lambda prompts, new_tokens: runs.append(new_tokens) or run_timed(prompts, new_tokens)
+    )
     baseline.token_times(PROMPTS, 3)
     baseline.token_times(PROMPTS, 3)
     baseline.first_call_seconds(PROMPTS, 2)
@@ -39,39 +43,38 @@ def test_a_shape_runs_once_untimed(name: str, reference_tiny: Any, plan: Any, mo
     assert runs == [3, 3, 3, 2, 2]
 
 
-def test_the_eager_loop_takes_the_tokens_that_generate_takes(reference_tiny: Any) -> None:
+def test_the_eager_loop_generates_the_tokens_of_generate(reference_tiny: Any) -> None:
     ids = torch.tensor(PROMPTS)
-    fed: list[torch.Tensor] = []
+    input_ids: list[torch.Tensor] = []
     hook = reference_tiny.register_forward_pre_hook(
-        lambda module, args, kwargs: fed.append(kwargs["input_ids"]), with_kwargs=True
+        lambda module, args, kwargs: input_ids.append(kwargs["input_ids"]), with_kwargs=True
     )
     try:
         with torch.no_grad():
             baselines._run_eager(reference_tiny, ids, 7, Timestamps("cpu"))
     finally:
         hook.remove()
-    out = reference_tiny.generate(
+    generated = reference_tiny.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=6, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    assert torch.equal(torch.cat(fed, dim=1), out)
+    assert torch.equal(torch.cat(input_ids, dim=1), generated)
 
 
-def test_an_answer_does_not_end_before_its_length(
+def test_generation_does_not_stop_at_the_end_token(
     reference_tiny: Any, plan: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not even at the model's own end token."""
-    out = reference_tiny.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False, pad_token_id=0)
-    monkeypatch.setattr(reference_tiny.generation_config, "eos_token_id", int(out[0, -1]))
+    generated = reference_tiny.generate(torch.tensor(PROMPTS[:1]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    monkeypatch.setattr(reference_tiny.generation_config, "eos_token_id", int(generated[0, -1]))
     assert len(BaselineModel("generate", reference_tiny, plan).token_times(PROMPTS[:1], 6)) == 6
 
 
-def test_fewer_tokens_than_asked_for_are_no_result(reference_tiny: Any, plan: Any) -> None:
+def test_too_few_tokens_are_an_error(reference_tiny: Any, plan: Any) -> None:
     baseline = BaselineModel("eager", reference_tiny, plan)
-    baseline._run = lambda model, ids, new_tokens, timestamps: timestamps.mark()
-    with pytest.raises(TcdeployError, match="gave 1 tokens of the 6"):
+    baseline._run = lambda model, ids, new_tokens, timestamps: timestamps.record()
+    with pytest.raises(TcdeployError, match="generated 1 tokens instead of 6"):
         baseline.token_times(PROMPTS, 6)
 
 
-def test_on_a_cpu_generate_says_that_it_is_not_compiled(reference_tiny: Any, plan: Any) -> None:
+def test_generate_has_a_note_on_a_cpu_that_it_is_not_compiled(reference_tiny: Any, plan: Any) -> None:
     assert "not compiled" in BaselineModel("generate", reference_tiny, plan).note
     assert BaselineModel("eager", reference_tiny, plan).note == ""

@@ -1,4 +1,4 @@
-"""Kernels by kind, and gaps, from made-up replays: only a GPU makes real ones."""
+"""Kernel kinds and gaps of synthetic replays; real ones need a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from tcdeploy.bench.breakdown import TOP_KERNELS, Kernel, gap_us, kernel_kind, summarise_kernels
+from tcdeploy.bench.breakdown import TOP_KERNELS, Kernel, gap_us, kernel_kind, summarize_kernels
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from tcdeploy.bench.breakdown import TOP_KERNELS, Kernel, gap_us, kernel_kind, s
         ("void flash_fwd_splitkv_kernel<Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>", "attention"),
     ],
 )
-def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
+def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> None:
     assert kernel_kind(name) == kind
 
 
@@ -43,15 +43,14 @@ def test_a_kernel_is_known_by_its_name(name: str, kind: str) -> None:
         ("engine.advance", "sampling"),
     ],
 )
-def test_our_own_kernels_are_what_their_room_says(module: str, kind: str) -> None:
+def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind: str) -> None:
     pytest.importorskip("triton")
-    found = importlib.import_module(f"tcdeploy.{module}")
-    kernels = [name for name in vars(found) if name.endswith("_kernel")]
+    kernels = [name for name in vars(importlib.import_module(f"tcdeploy.{module}")) if name.endswith("_kernel")]
     assert kernels
     assert {kernel_kind(name) for name in kernels} == {kind}
 
 
-def test_gaps_are_when_nothing_runs() -> None:
+def test_gaps_are_the_times_in_which_no_kernel_runs() -> None:
     assert gap_us([Kernel("a", 0, 2), Kernel("b", 3, 4), Kernel("c", 9, 10)]) == 1 + 5
 
 
@@ -63,21 +62,22 @@ def test_overlapping_kernels_leave_no_gap_whatever_their_order() -> None:
 def test_a_breakdown_is_per_step() -> None:
     step = [Kernel("nvjet_a", 0, 4), Kernel("_decode_kernel", 4, 6), Kernel("nvjet_a", 7, 11), Kernel("argmax", 11, 12)]
     later = [Kernel(name, start + 100, stop + 100) for name, start, stop in step]
-    found = summarise_kernels([step, later])
-    assert (found.replays, found.step_us, found.kernel_us, found.gap_us) == (2, 12, 11, 1)
-    assert (found.gemm_us, found.attention_us, found.sampling_us, found.other_us) == (8, 2, 1, 0)
-    first = found.top[0]
-    assert (first.name, first.kind, first.count, first.us) == ("nvjet_a", "gemm", 2, 8)
+    breakdown = summarize_kernels([step, later])
+    assert (breakdown.replays, breakdown.step_us, breakdown.kernel_us, breakdown.gap_us) == (2, 12, 11, 1)
+    assert (breakdown.gemm_us, breakdown.attention_us, breakdown.sampling_us, breakdown.other_us) == (8, 2, 1, 0)
+    longest = breakdown.top[0]
+    assert (longest.name, longest.kind, longest.count, longest.us) == ("nvjet_a", "gemm", 2, 8)
 
 
-def test_a_kernel_that_waits_for_the_one_before_counts_from_its_end() -> None:
-    found = summarise_kernels(
+def test_an_overlapping_kernel_counts_from_the_end_of_its_predecessor() -> None:
+    breakdown = summarize_kernels(
         [[Kernel("_linear_kernel", 1, 9), Kernel("nvjet_a", 0, 6), Kernel("_decode_kernel", 8, 12)]]
     )
-    assert (found.kernel_us, found.gap_us, found.step_us) == (12, 0, 12)
-    assert {one.name: one.us for one in found.top} == {"nvjet_a": 6, "_linear_kernel": 3, "_decode_kernel": 3}
+    assert (breakdown.kernel_us, breakdown.gap_us, breakdown.step_us) == (12, 0, 12)
+    us_by_name = {kernel.name: kernel.us for kernel in breakdown.top}
+    assert us_by_name == {"nvjet_a": 6, "_linear_kernel": 3, "_decode_kernel": 3}
 
 
 def test_only_the_longest_kernels_are_listed() -> None:
-    found = summarise_kernels([[Kernel(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
-    assert [one.name for one in found.top] == [f"k{number}" for number in range(29, 29 - TOP_KERNELS, -1)]
+    breakdown = summarize_kernels([[Kernel(f"k{number}", 100 * number, 101 * number) for number in range(1, 30)]])
+    assert [kernel.name for kernel in breakdown.top] == [f"k{number}" for number in range(29, 29 - TOP_KERNELS, -1)]

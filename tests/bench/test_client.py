@@ -1,4 +1,4 @@
-"""The load generator's client against a server that answers by the byte, whole and broken."""
+"""The load generator's HTTP client against a server whose responses are split, truncated or malformed."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def chunked(body: bytes, size: int = 1000) -> bytes:
     return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
 
 
-def lengthed(body: bytes) -> bytes:
+def with_length(body: bytes) -> bytes:
     return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-class Canned:
-    """Answers GET with a model and POST with `answer`, written in pieces of so many bytes; then closes, if asked."""
+class CannedServer:
+    """Answers GET with a model and POST with `answer`, in pieces of `piece` bytes; then closes if `closes`."""
 
     def __init__(self, answer: bytes, piece: int = 1000, closes: bool = False) -> None:
         self.answer, self.piece, self.closes = answer, piece, closes
@@ -46,7 +46,7 @@ class Canned:
                 )
                 self.requests.append(head + await reader.readexactly(length))
                 is_get = head.startswith(b"GET")
-                answer, piece = (lengthed(MODELS), 1000) if is_get else (self.answer, self.piece)
+                answer, piece = (with_length(MODELS), 1000) if is_get else (self.answer, self.piece)
                 for start in range(0, len(answer), piece):
                     writer.write(answer[start : start + piece])
                     await asyncio.sleep(0)
@@ -58,12 +58,12 @@ class Canned:
             writer.close()
 
 
-def measured(canned: Canned, **settings: object) -> serving.ServeRow:
+def run_load(canned: CannedServer, **settings: object) -> serving.ServeRow:
     async def run() -> serving.ServeRow:
         server = await asyncio.start_server(canned, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        asked = ServeSettings(url=url, requests=4, input_length=3, output_length=2, concurrency=1)
-        row = await serving.run_load(dataclasses.replace(asked, **settings))  # type: ignore[arg-type]
+        defaults = ServeSettings(url=url, requests=4, input_length=3, output_length=2, concurrency=1)
+        row = await serving.run_load(dataclasses.replace(defaults, **settings))  # type: ignore[arg-type]
         server.close()
         return row
 
@@ -72,19 +72,21 @@ def measured(canned: Canned, **settings: object) -> serving.ServeRow:
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1000])
-@pytest.mark.parametrize("body", [lengthed(EVENTS), HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(EVENTS, 11)])
-def test_answers_are_read_however_they_are_cut_and_the_connection_is_kept(body: bytes, piece: int) -> None:
-    canned = Canned(body, piece)
-    row = measured(canned, api_key="secret")
+@pytest.mark.parametrize(
+    "body", [with_length(EVENTS), HEAD + b"transfer-encoding: chunked\r\n\r\n" + chunked(EVENTS, 11)]
+)
+def test_responses_may_be_split_anywhere_and_the_connection_is_reused(body: bytes, piece: int) -> None:
+    canned = CannedServer(body, piece)
+    row = run_load(canned, api_key="secret")
     assert (row.requests, row.failures, row.output_tokens, canned.connections) == (4, {}, 28, 1)
     assert row.latencies is not None and row.latencies.first_token_ms.count == 4
     assert all(b"authorization: Bearer secret\r\n" in request for request in canned.requests)
     assert canned.requests[1].startswith(b"POST /v1/completions HTTP/1.1\r\n")
 
 
-def test_an_answer_may_end_with_its_connection() -> None:
-    canned = Canned(HEAD + b"connection: close\r\n\r\n" + EVENTS, closes=True)
-    row = measured(canned)
+def test_a_response_without_length_ends_with_its_connection() -> None:
+    canned = CannedServer(HEAD + b"connection: close\r\n\r\n" + EVENTS, closes=True)
+    row = run_load(canned)
     assert (row.failures, row.output_tokens, canned.connections) == ({}, 28, 5 - 1)
 
 
@@ -96,30 +98,30 @@ def test_an_answer_may_end_with_its_connection() -> None:
         (HEAD + b"content-length: 900\r\n\r\n" + EVENTS, "ConnectionResetError"),
         (b"", "ConnectionResetError"),
         (b"SSH-2.0-OpenSSH\r\n", "ConnectionError"),
-        (lengthed(b"data: {\n\n"), "ConnectionError"),
-        (lengthed(b'data: {"error": {"code": "engine_died"}}\n\ndata: [DONE]\n\n'), "engine_died"),
-        (lengthed(b"data: [DONE]\n\n"), "no token"),
+        (with_length(b"data: {\n\n"), "ConnectionError"),
+        (with_length(b'data: {"error": {"code": "engine_died"}}\n\ndata: [DONE]\n\n'), "engine_died"),
+        (with_length(b"data: [DONE]\n\n"), "no token"),
     ],
 )
-def test_what_fails_is_counted_by_its_kind_and_is_no_figure(answer: bytes, failure: str) -> None:
-    row = measured(Canned(answer, closes=True))
+def test_failures_are_counted_by_kind_and_have_no_latency(answer: bytes, failure: str) -> None:
+    row = run_load(CannedServer(answer, closes=True))
     assert (row.failures, row.output_tokens, row.latencies) == ({failure: 4}, 0, None)
 
 
-def test_clients_at_once_have_a_connection_each() -> None:
-    canned = Canned(lengthed(EVENTS), 5)
-    assert measured(canned, requests=12, concurrency=3).failures == {}
+def test_concurrent_clients_have_a_connection_each() -> None:
+    canned = CannedServer(with_length(EVENTS), 5)
+    assert run_load(canned, requests=12, concurrency=3).failures == {}
     assert canned.connections == 3
 
 
-def test_nobody_there_is_a_network_error() -> None:
-    with pytest.raises(NetworkError, match="gives no model"):
+def test_an_unreachable_server_is_a_network_error() -> None:
+    with pytest.raises(NetworkError, match="returned no model"):
         asyncio.run(serving.run_load(ServeSettings(url="http://127.0.0.1:9")))
 
 
-def test_a_path_before_the_api_and_another_port_are_kept() -> None:
+def test_the_url_may_have_a_path_and_a_port() -> None:
     async def run() -> bytes:
-        canned = Canned(lengthed(EVENTS))
+        canned = CannedServer(with_length(EVENTS))
         server = await asyncio.start_server(canned, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         client = Client(f"http://127.0.0.1:{port}/prefix", {})

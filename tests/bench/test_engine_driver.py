@@ -1,4 +1,4 @@
-"""The engine as the bench drives it: contexts stay, nothing is left behind, and no step is counted twice."""
+"""Driving the engine: contexts are reset, blocks are released, and no step is counted twice."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_prompts_are_drawn_from_the_seed(prompts: Prompts) -> None:
     assert Prompts(2048, seed=1).draw(50) == first != Prompts(2048, seed=2).draw(50)
 
 
-def test_a_placed_step_stands_at_its_context_each_time(engine: Any, prompts: Prompts) -> None:
+def test_a_restored_step_starts_at_the_same_context_each_time(engine: Any, prompts: Prompts) -> None:
     with placed_sequences(engine, prompts, 4, 40) as sequences:
         restore, step = decode_step(engine, sequences)
         lengths = engine.runner.state.seq_lens
@@ -51,7 +51,7 @@ def test_a_placed_step_stands_at_its_context_each_time(engine: Any, prompts: Pro
     assert lengths.tolist() == [0] * len(lengths)
 
 
-def test_blocks_come_back_when_a_measurement_fails(engine: Any, prompts: Prompts) -> None:
+def test_blocks_are_released_when_a_measurement_fails(engine: Any, prompts: Prompts) -> None:
     free = engine.allocator.free
     with pytest.raises(ZeroDivisionError), placed_sequences(engine, prompts, 2, 40):
         assert engine.allocator.free == free - 2 * 3
@@ -59,7 +59,7 @@ def test_blocks_come_back_when_a_measurement_fails(engine: Any, prompts: Prompts
     assert engine.allocator.free == free
 
 
-def test_a_prompt_longer_than_the_largest_bucket_is_taken_in_chunks(engine: Any, prompts: Prompts) -> None:
+def test_a_prompt_longer_than_the_largest_bucket_is_prefilled_in_chunks(engine: Any, prompts: Prompts) -> None:
     largest = engine.plan.prefill_buckets[-1].size
     lengths: list[int] = []
     prefill = engine.runner.prefill
@@ -75,14 +75,14 @@ def test_a_prompt_longer_than_the_largest_bucket_is_taken_in_chunks(engine: Any,
     assert lengths == [largest, largest, 1]
 
 
-def test_a_submitted_request_is_the_one_that_is_returned(engine: Any, prompts: Prompts) -> None:
+def test_submit_returns_the_sequence_of_the_request(engine: Any, prompts: Prompts) -> None:
     prompt = prompts.draw(9)
     sequence = submit(engine, prompt, 3)
     drain(engine)
     assert (sequence.token_ids[:9], sequence.num_output_tokens, sequence.finish_reason) == (prompt, 3, "length")
 
 
-def test_a_first_token_gets_no_help_from_an_earlier_prompt(engine: Any, prompts: Prompts) -> None:
+def test_time_to_first_token_is_measured_without_prefix_hits(engine: Any, prompts: Prompts) -> None:
     prompt = prompts.draw(64)
     measure_ttft(engine, prompt)
     hits: list[int] = []
@@ -96,17 +96,19 @@ def test_a_first_token_gets_no_help_from_an_earlier_prompt(engine: Any, prompts:
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_in_a_steady_stretch_every_step_gives_every_request_a_token(engine: Any, prompts: Prompts, count: int) -> None:
+def test_in_a_steady_run_every_step_generates_a_token_of_every_request(
+    engine: Any, prompts: Prompts, count: int
+) -> None:
     shape = steady_shape(engine.plan, count, 64, 12)
     assert shape
     steady = run_steady(engine, [prompts.draw(shape.prompt_length) for _ in range(count)], shape.new_tokens, 12)
     assert (steady.steps, steady.tokens) == (12, 12 * count)
     assert steady.wall_seconds > 0
-    assert steady.host_seconds is None, "a CPU cannot tell host and device apart"
+    assert steady.host_seconds is None, "on a CPU, host and device cannot be told apart"
 
 
-def test_a_full_bucket_runs_together_where_the_cache_is_tight(tiny_deployment: Any) -> None:
-    """Blocks for four sequences of 64 tokens and one to spare each: the shape is cut to what fits."""
+def test_a_steady_run_is_shortened_to_a_small_kv_cache(tiny_deployment: Any) -> None:
+    """The cache has blocks for four sequences of 64 tokens, and one spare block each."""
     plan = replace(tiny_deployment.plan, kv_blocks=4 * 5 + 1, context=1024)
     shape = steady_shape(plan, 4, 512, 1000)
     assert shape and shape.prompt_length + shape.new_tokens <= 64

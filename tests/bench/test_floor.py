@@ -1,4 +1,4 @@
-"""Bytes and arithmetic of a step, against models that can be counted by hand."""
+"""Bytes and FLOPs of a step, against models small enough to count by hand."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RATES = Rates(3e12, 1 << 30, 8e14, 8192, "bfloat16")
 EMBEDDING = 32 * 16
 
 
-def small(config_class: Any = LlamaConfig, **given: Any) -> Any:
+def small(config_class: Any = LlamaConfig, **overrides: Any) -> Any:
     config = config_class(
         vocab_size=32,
         hidden_size=16,
@@ -32,7 +32,7 @@ def small(config_class: Any = LlamaConfig, **given: Any) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        **given,
+        **overrides,
     )
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
@@ -63,18 +63,18 @@ def test_a_mixture_of_experts_has_no_floor() -> None:
     assert prefill_floor_ms(128, RATES, weights) is None
 
 
-def test_keys_of_a_window_are_no_more_than_the_window() -> None:
+def test_a_sliding_window_limits_the_bytes_of_the_kv_cache() -> None:
     architecture = replace(LLAMA_8B, attention_layers=(*attention_layers(1), *attention_layers(1, window=100)))
     assert kv_read_bytes(architecture, "bfloat16", 512) == 2 * 8 * 256 * (512 + 100)
     assert kv_read_bytes(architecture, "bfloat16", 60) == 2 * 8 * 256 * (60 + 60)
 
 
 def test_the_floor_of_a_decode_step_is_bytes_over_bandwidth() -> None:
-    """Llama 8B: 15.0 GB of weights, and 128 KiB of keys and values a token."""
+    """Llama 8B: 15.0 GB of weights, and 128 KiB of KV cache per token."""
     weights = WeightSizes(15_009_669_120, 6_979_588_096, is_dense=True)
-    found = decode_floor(weights, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
-    assert found.bytes_read == 15_009_669_120 + 16 * 512 * 131072
-    assert found.floor_ms == pytest.approx(found.bytes_read / 3e9)
+    floor = decode_floor(weights, LLAMA_8B, "bfloat16", RATES, batch=16, context=512)
+    assert floor.bytes_read == 15_009_669_120 + 16 * 512 * 131072
+    assert floor.floor_ms == pytest.approx(floor.bytes_read / 3e9)
 
 
 def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> None:
@@ -83,8 +83,8 @@ def test_the_floor_of_a_prefill_is_the_larger_of_reading_and_arithmetic() -> Non
     assert prefill_floor_ms(2048, RATES, weights) == pytest.approx(2 * 7e9 * 2048 / 8e14 * 1e3)
 
 
-def test_rates_of_this_machine_are_possible_ones() -> None:
-    """Wide bounds that still catch a wrong unit or a factor of a thousand: between 100 MB/s and 10 TB/s."""
+def test_rates_of_this_machine_are_plausible() -> None:
+    """Wide bounds that still catch a wrong unit: between 100 MB/s and 10 TB/s."""
     rates = measure_rates("cpu", "float32")
     assert 1e8 < rates.copy_bytes_per_second < 1e13
     assert 1e8 < rates.matmul_flop_per_second < 1e14

@@ -1,4 +1,4 @@
-"""Decode, prefill and throughput on the embedded model, as `ours` and as a plain baseline, without a process around."""
+"""Decode, prefill and throughput of the embedded model, as a deployment and as a baseline, in this process."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_decode_row_for_each_bucket(tiny_deployment: Any, session: Session, ba
     assert rows[0].wall_ms and rows[2].first_call_seconds and rows[2].wall_ms is None
 
 
-def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
+def test_the_context_is_the_requested_one_or_less_where_the_cache_is_smaller(session: Session) -> None:
     plan = session.planned.plan
     assert decode.effective_context(plan, 4, DecodeSettings()) == 512
     assert decode.effective_context(plan, 4, DecodeSettings(context_length=700)) == 700
@@ -61,9 +61,9 @@ def test_the_context_is_what_was_asked_or_what_fits(session: Session) -> None:
 
 def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, baseline: BaselineModel) -> None:
     settings = PrefillSettings(lengths=(8, 200), repeats=3)
-    begin = time.perf_counter()
+    start = time.perf_counter()
     rows = list(prefill.measure("tcdeploy", tiny_deployment, (8, 200), session, settings))
-    spent_ms = (time.perf_counter() - begin) * 1e3
+    wall_ms = (time.perf_counter() - start) * 1e3
     rows += list(prefill.measure_baseline(baseline, (8, 200), session, settings))
     assert [(row.subject, row.tokens) for row in rows] == [
         ("tcdeploy", 8), ("tcdeploy", 200), ("eager", 8), ("eager", 200),
@@ -73,18 +73,18 @@ def test_a_prefill_row_for_each_length(tiny_deployment: Any, session: Session, b
     assert rows[1].floor_ms == pytest.approx(2 * body * 200 / 1e11 * 1e3)
     assert rows[0].floor_ms == pytest.approx(tiny_deployment.plan.weight_bytes / 1e10 * 1e3)
     assert rows[1].device_ms and rows[1].device_ms.count == 3 and rows[2].device_ms is None
-    assert sum(3 * (row.first_token_ms.p10 + row.device_ms.p10) for row in rows[:2] if row.device_ms) < spent_ms
+    assert sum(3 * (row.first_token_ms.p10 + row.device_ms.p10) for row in rows[:2] if row.device_ms) < wall_ms
     assert rows[1].share_of_floor == pytest.approx(rows[1].floor_ms / rows[1].device_ms.p50)
     assert rows[3].share_of_floor == pytest.approx(rows[3].floor_ms / rows[3].first_token_ms.p50)
 
 
-def test_default_lengths_are_those_that_the_context_holds(session: Session) -> None:
+def test_default_lengths_are_those_that_fit_the_context(session: Session) -> None:
     assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings()) == (128, 512)
     assert prefill.lengths_to_measure(session.planned.plan, PrefillSettings(lengths=(7,))) == (7,)
 
 
 @pytest.mark.parametrize("rate", [math.inf, 100.0])
-def test_every_request_is_served_whole(tiny_deployment: Any, session: Session, rate: float) -> None:
+def test_every_request_runs_to_its_full_length(tiny_deployment: Any, session: Session, rate: float) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5, request_rate=rate)
     [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
     assert isinstance(row, throughput.ThroughputRow) and row.engine
@@ -99,17 +99,18 @@ def test_every_request_is_served_whole(tiny_deployment: Any, session: Session, r
     assert not tiny_deployment.engine.has_work
 
 
-def test_a_client_that_waits_asks_again_when_it_has_its_answer(tiny_deployment: Any, session: Session) -> None:
+def test_a_client_sends_its_next_request_after_a_complete_response(tiny_deployment: Any, session: Session) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5, concurrency=2)
     [row] = throughput.measure("tcdeploy", tiny_deployment, session, settings)
     assert isinstance(row, throughput.ThroughputRow) and row.engine
     assert row.requests == 6 and row.engine.peak_running == 2
-    arrival_times, ends = sorted(one[0] for one in row.request_timings), sorted(one[2] for one in row.request_timings)
-    assert all(end <= arrival for end, arrival in zip(ends, arrival_times[2:], strict=False))
+    arrivals = sorted(arrival for arrival, _, _ in row.request_timings)
+    ends = sorted(last_token for _, _, last_token in row.request_timings)
+    assert all(end <= arrival for end, arrival in zip(ends, arrivals[2:], strict=False))
     assert not tiny_deployment.engine.has_work
 
 
-def test_a_baseline_serves_batches_one_after_another(session: Session, baseline: BaselineModel) -> None:
+def test_a_baseline_runs_batches_one_after_another(session: Session, baseline: BaselineModel) -> None:
     settings = ThroughputSettings(requests=6, input_length=12, output_length=5)
     [row] = throughput.measure_baseline(baseline, session, settings)
     assert isinstance(row, throughput.ThroughputRow) and row.engine is None
@@ -118,28 +119,28 @@ def test_a_baseline_serves_batches_one_after_another(session: Session, baseline:
     assert row.output_tokens_per_second * row.seconds == pytest.approx(30)
 
 
-def test_a_baseline_refuses_arrivals_over_time(session: Session, baseline: BaselineModel) -> None:
+def test_a_baseline_supports_neither_rate_nor_concurrency(session: Session, baseline: BaselineModel) -> None:
     for settings in (ThroughputSettings(request_rate=1.0), ThroughputSettings(concurrency=1)):
         with pytest.raises(UsageError, match="whole batches"):
             next(throughput.measure_baseline(baseline, session, settings))
 
 
-def test_a_timeline_is_thinned_and_keeps_its_end() -> None:
-    timeline = [(float(number), 1, 0) for number in range(1001)]
-    found = throughput._downsample(timeline)
-    assert len(found) <= throughput.TIMELINE_POINTS + 1
-    assert (found[0], found[-1]) == (timeline[0], timeline[-1])
+def test_a_downsampled_timeline_keeps_its_last_point() -> None:
+    timeline = [(float(second), 1, 0) for second in range(1001)]
+    points = throughput._downsample(timeline)
+    assert len(points) <= throughput.TIMELINE_POINTS + 1
+    assert (points[0], points[-1]) == (timeline[0], timeline[-1])
     assert throughput._downsample(timeline[:1]) == (timeline[0],)
 
 
-def test_the_region_baseline_differs_in_nothing_else() -> None:
+def test_the_region_baseline_changes_three_fields_of_the_recipe() -> None:
     recipe = Recipe(model="m", region="layer", mode="default", batch_sizes=(2,))
     assert region_recipe(recipe) == Recipe(
         model="m", region="blocks", graphs="region", mode="reduce-overhead", batch_sizes=(2,)
     )
 
 
-def test_restoring_comes_before_each_step_and_is_not_timed() -> None:
+def test_restore_runs_before_each_step_and_is_not_timed() -> None:
     calls: list[str] = []
 
     def restore() -> None:

@@ -1,4 +1,4 @@
-"""A picture for each report; skipped, visibly, where matplotlib is not installed."""
+"""Every kind of report can be plotted; skipped if matplotlib is not installed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ ROWS: dict[str, list[Row]] = {
 
 @pytest.mark.parametrize("command", ROWS)
 @pytest.mark.parametrize("suffix", [".png", ".svg"])
-def test_every_report_has_its_picture(command: str, suffix: str, tmp_path: Path) -> None:
+def test_every_report_can_be_plotted(command: str, suffix: str, tmp_path: Path) -> None:
     path = tmp_path / f"figure{suffix}"
     draw(Report(command, {"gpu": "", "cpu": "AVX512"}, {"model": "m"}, {}, ROWS[command]), str(path))
     begins = path.read_bytes()[:60]

@@ -1,4 +1,4 @@
-"""A document that JSON can hold, and failures that stay in it."""
+"""Reports are valid JSON documents, and include the subjects that failed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tcdeploy.bench.report import FailedRow, Report, Row, price_per_million, row
 from tcdeploy.errors import UsageError
 
 
-def test_what_a_baseline_gave_before_it_failed_stays() -> None:
+def test_rows_before_a_failure_are_kept() -> None:
     def rows() -> Iterator[Row]:
         yield Row("eager")
         raise RuntimeError("CUDA out of memory\nlong story")
@@ -20,14 +20,14 @@ def test_what_a_baseline_gave_before_it_failed_stays() -> None:
     assert rows_or_failure("eager", rows) == [Row("eager"), FailedRow("eager", "RuntimeError: CUDA out of memory")]
 
 
-def test_a_baseline_that_cannot_even_begin_is_a_row() -> None:
+def test_a_baseline_that_fails_at_once_has_a_row() -> None:
     def refuse() -> Iterator[Row]:
         raise UsageError("no arrivals", "hint")
 
     assert rows_or_failure("generate", refuse) == [FailedRow("generate", "no arrivals")]
 
 
-def test_an_interrupt_is_no_result() -> None:
+def test_an_interrupt_is_raised() -> None:
     def interrupted() -> Iterator[Row]:
         raise KeyboardInterrupt
 
@@ -35,7 +35,7 @@ def test_an_interrupt_is_no_result() -> None:
         rows_or_failure("eager", interrupted)
 
 
-def test_infinity_is_text_in_the_document() -> None:
+def test_infinity_is_a_string_in_the_document() -> None:
     report = Report("throughput", {}, {}, {"request_rate": math.inf, "requests": 3}, [FailedRow("eager", "why")])
     document = json.loads(json.dumps(report.document(), allow_nan=False))
     assert document["settings"] == {"request_rate": "inf", "requests": 3}

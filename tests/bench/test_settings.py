@@ -1,4 +1,4 @@
-"""What cannot be measured is refused by the record itself, or against the Plan; nothing here needs torch."""
+"""Settings are validated on construction, and against the Plan; neither needs torch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def plan() -> Plan:
 
 
 @pytest.mark.parametrize(
-    ("kind", "given"),
+    ("settings_class", "invalid"),
     [
         (DecodeSettings, {"context_length": 0}),
         (DecodeSettings, {"repeats": 0}),
@@ -48,27 +48,29 @@ def plan() -> Plan:
         (StartupSettings, {"prompt_length": 0}),
     ],
 )
-def test_what_is_not_above_nothing_is_refused(kind: Any, given: dict[str, Any]) -> None:
-    [name] = given
+def test_values_that_are_not_positive_are_refused(settings_class: Any, invalid: dict[str, Any]) -> None:
+    [name] = invalid
     with pytest.raises(
         UsageError, match=f"{name.replace('_', ' ').split()[-1].rstrip('s')}.* must be above 0"
-    ) as found:
-        kind(**given)
-    assert found.value.hint
+    ) as raised:
+        settings_class(**invalid)
+    assert raised.value.hint
 
 
-@pytest.mark.parametrize("make", [ThroughputSettings, functools.partial(ServeSettings, url="http://127.0.0.1:1")])
-def test_clients_wait_or_requests_arrive(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    "make_settings", [ThroughputSettings, functools.partial(ServeSettings, url="http://127.0.0.1:1")]
+)
+def test_rate_and_concurrency_exclude_each_other(make_settings: Callable[..., Any]) -> None:
     with pytest.raises(UsageError, match="exclude each other"):
-        make(request_rate=3.0, concurrency=2)
+        make_settings(request_rate=3.0, concurrency=2)
     with pytest.raises(UsageError, match="concurrency is -1"):
-        make(concurrency=-1)
+        make_settings(concurrency=-1)
 
 
-def test_an_unknown_baseline_names_the_known_ones() -> None:
-    with pytest.raises(UsageError, match="no baseline 'vllm'") as found:
+def test_an_unknown_baseline_lists_the_known_ones() -> None:
+    with pytest.raises(UsageError, match="unknown baseline 'vllm'") as raised:
         DecodeSettings(baselines=("eager", "vllm"))
-    assert "eager|generate|region" in found.value.hint
+    assert "eager|generate|region" in raised.value.hint
 
 
 def test_files_that_cannot_be_written_are_refused_and_nothing_is_written(tmp_path: Path) -> None:
@@ -80,16 +82,16 @@ def test_files_that_cannot_be_written_are_refused_and_nothing_is_written(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_plot_is_a_picture(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="no kind of picture"):
+def test_a_plot_needs_a_supported_suffix(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="not a supported plot format"):
         DecodeSettings(plot=str(tmp_path / "bench.txt"))
 
 
-def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plot_without_matplotlib_hints_at_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="needs matplotlib") as found:
+    with pytest.raises(UsageError, match="needs matplotlib") as raised:
         DecodeSettings(plot=str(tmp_path / "bench.png"))
-    assert found.value.hint == "pip install 'tcdeploy[plot]'"
+    assert raised.value.hint == "pip install 'tcdeploy[plot]'"
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_a_plot_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypa
         (StartupSettings(prompt_length=1022), {"prompt_length": 1023}),
     ],
 )
-def test_lengths_end_at_the_context(plan: Plan, fits: Any, beyond: dict[str, Any]) -> None:
+def test_lengths_are_limited_to_the_context(plan: Plan, fits: Any, beyond: dict[str, Any]) -> None:
     fits.check_against_plan(plan)
     with pytest.raises(UsageError, match="the context is 1024"):
         replace(fits, **beyond).check_against_plan(plan)

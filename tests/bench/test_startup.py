@@ -1,4 +1,4 @@
-"""The parent's side of a start, with a child that is made up; the real child is in tests/cli/test_cli_bench.py."""
+"""The parent process of `bench startup`, with a fake child; tests/cli/test_cli_bench.py runs the real one."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.progress import NullProgress
 
 
-def test_flags_give_the_same_recipe_again() -> None:
+def test_recipe_flags_round_trip() -> None:
     recipe = Recipe(model="m", batch_sizes=(1, 4), trust_remote_code=True, memory_fraction=0.5, context=64)
     words = recipe_flags(recipe)
-    given: dict[str, object] = {"model": "m"}
+    flags: dict[str, object] = {"model": "m"}
     while words:
         word = words.pop(0).removeprefix("--")
         if word in ("trust-remote-code", "no-trust-remote-code"):
-            given["trust_remote_code"] = not word.startswith("no-")
+            flags["trust_remote_code"] = not word.startswith("no-")
         else:
-            given[word.replace("-", "_")] = words.pop(0)
-    assert build_recipe(given, environ={"TCDEPLOY_REGION": "model"}) == recipe
+            flags[word.replace("-", "_")] = words.pop(0)
+    assert build_recipe(flags, environ={"TCDEPLOY_REGION": "model"}) == recipe
 
 
-def child(seen: list[list[str]], stages: dict[str, float]) -> object:
+def fake_child(commands: list[list[str]], stages: dict[str, float]) -> object:
     def start(command: list[str]) -> str:
-        seen.append(command)
+        commands.append(command)
         now = time.time()
         child_report = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
         return json.dumps({**child_report, "environment": {"gpu": ""}})
@@ -39,31 +39,32 @@ def child(seen: list[list[str]], stages: dict[str, float]) -> object:
     return start
 
 
-def test_one_cold_start_then_warm_ones_on_the_same_fresh_folder() -> None:
-    seen: list[list[str]] = []
-    start = child(seen, {"import": 1.0, "compile": 2.0})
+def test_one_cold_start_and_then_warm_starts_share_a_temporary_folder() -> None:
+    commands: list[list[str]] = []
+    start = fake_child(commands, {"import": 1.0, "compile": 2.0})
     report = run(Recipe(model="m", cache_dir="mine"), StartupSettings(warm_runs=2), NullProgress(), start)  # type: ignore[arg-type]
     rows = [row for row in report.rows if isinstance(row, StartupRow)]
     assert [row.start for row in rows] == ["cold", "warm", "warm"]
-    folders = {command[command.index("--cache-dir") + 1] for command in seen}
+    folders = {command[command.index("--cache-dir") + 1] for command in commands}
     assert len(folders) == 1 and "mine" not in folders
     assert not Path(folders.pop()).exists()
-    assert all("--child" in command for command in seen)
+    assert all("--child" in command for command in commands)
 
 
 def test_stages_add_up_to_the_first_token() -> None:
-    report = run(Recipe(model="m"), StartupSettings(), NullProgress(), child([], {"import": 1.0, "compile": 2.0}))  # type: ignore[arg-type]
+    start = fake_child([], {"import": 1.0, "compile": 2.0})
+    report = run(Recipe(model="m"), StartupSettings(), NullProgress(), start)  # type: ignore[arg-type]
     row = report.rows[0]
     assert isinstance(row, StartupRow)
     assert list(row.stage_seconds) == ["interpreter", "import", "compile", "other"]
     assert sum(row.stage_seconds.values()) == pytest.approx(row.first_token_seconds) == pytest.approx(4, abs=0.2)
 
 
-def test_a_child_that_fails_gives_its_exit_code() -> None:
-    with pytest.raises(TcdeployError, match="exit code 7") as found:
+def test_the_exit_code_of_a_failed_child_is_kept() -> None:
+    with pytest.raises(TcdeployError, match="exit code 7") as raised:
         run_process([sys.executable, "-c", "import sys; sys.exit(7)"])
-    assert found.value.exit_code == 7
+    assert raised.value.exit_code == 7
 
 
-def test_what_a_child_writes_comes_back() -> None:
+def test_run_process_returns_stdout() -> None:
     assert run_process([sys.executable, "-c", "print('{}')"]) == "{}\n"

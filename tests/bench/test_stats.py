@@ -1,4 +1,4 @@
-"""Percentiles are numpy's, and of nothing there are none."""
+"""Percentiles equal numpy's, and an empty sample is an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import numpy
 import pytest
 
-from tcdeploy.bench.stats import intervals, median, percentile, summarise
+from tcdeploy.bench.stats import intervals, median, percentile, summarize, summarize_ms
 from tcdeploy.errors import TcdeployError
 
 
@@ -26,22 +26,23 @@ def test_known_values() -> None:
     assert percentile([0, 10], 90) == 9
 
 
-def test_the_order_of_values_changes_nothing_and_the_values_stay() -> None:
+def test_values_need_no_order_and_are_not_modified() -> None:
     values = [5.0, 1.0, 3.0]
     assert percentile(values, 50) == 3
     assert values == [5.0, 1.0, 3.0]
 
 
-def test_a_percentile_of_nothing_is_an_error() -> None:
-    with pytest.raises(TcdeployError, match="of nothing"):
+def test_a_percentile_of_an_empty_sample_is_an_error() -> None:
+    with pytest.raises(TcdeployError, match="no values"):
         percentile([], 50)
 
 
 def test_a_summary_takes_an_iterator_and_counts_it() -> None:
-    found = summarise(float(value) for value in range(11))
-    assert (found.count, found.p10, found.p50, found.p90, found.p99) == (11, 1, 5, 9, pytest.approx(9.9))
+    summary = summarize(float(value) for value in range(11))
+    assert (summary.count, summary.p10, summary.p50, summary.p90, summary.p99) == (11, 1, 5, 9, pytest.approx(9.9))
+    assert summarize_ms([0.5, 0.25, 0.125]).p50 == 250
 
 
-def test_gaps_are_one_fewer_than_times() -> None:
+def test_there_is_one_interval_less_than_times() -> None:
     assert intervals([1.0, 1.5, 4.0]) == [0.5, 2.5]
     assert intervals([1.0]) == intervals([]) == []

@@ -77,7 +77,7 @@ def test_the_command_compares_a_bundle_with_a_folder(
 ) -> None:
     same = run_cli("cache", "diff", str(small.bundle), str(small.folder))
     assert same.returncode == 0, same.stderr
-    assert same.stdout.strip() == f"{len(KINDS)} files are the same"
+    assert same.stdout.strip() == f"{len(KINDS)} files are identical"
     make_small(tmp_path / "other", seed=4, bucket=64)
     result = run_cli("cache", "diff", str(small.bundle), str(tmp_path / "other"))
     assert "plan.buckets" in result.stdout and "plan.key" in result.stdout

@@ -766,7 +766,7 @@ def test_a_malicious_pickle_in_an_unsigned_bundle_is_not_loaded(
     assert "is not signed" in result.stderr and not (tmp_path / "folder").exists() and not trace.exists()
     result = run_cli(*arguments, "--allow-unsigned")
     assert result.returncode == 0, result.stderr
-    assert "signed by nobody you trust" in result.stdout
+    assert "no trusted signature" in result.stdout
     assert (tmp_path / "folder" / name).exists() and not trace.exists()
     pickle.loads((tmp_path / "folder" / name).read_bytes())
     assert trace.exists(), "the pickle is malicious"

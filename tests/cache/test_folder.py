@@ -209,7 +209,7 @@ def check_served_from_a_copy(result: subprocess.CompletedProcess[str], folder: P
     assert result.returncode == 0, result.stderr
     assert f"{NUMBER_OF_BUCKETS} of {NUMBER_OF_BUCKETS} buckets were cache hits" in result.stdout
     [line] = [line for line in result.stdout.splitlines() if line.startswith("stages: ")]
-    assert line.endswith(f"cache folder {folder} (cannot be written: a private copy served)")
+    assert line.endswith(f"cache folder {folder} (read-only: used a private copy)")
     assert not list(temporary.glob("tcdeploy-*")), "the copy went with the process"
 
 

@@ -343,7 +343,7 @@ def test_a_folder_that_is_none_is_a_usage_error(run_cli: Callable[..., Any], tmp
     for command in ("ls", "du", "gc"):
         for folder in (tmp_path / "nowhere", tmp_path / "mine"):
             result = run_cli("cache", command, str(folder))
-            assert result.returncode == 2 and "is no cache folder" in result.stderr
+            assert result.returncode == 2 and "is not a cache folder" in result.stderr
     assert (mine / "thesis.txt").exists()
 
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bench.session import free_memory
 from tcdeploy.engine import rows
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.engine.engine import Engine
@@ -17,6 +16,7 @@ from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError, UsageError
+from tcdeploy.pipeline import release_memory
 from tcdeploy.planning.plan import Bucket
 from tests.conftest import prepare_tiny, reset_programs
 
@@ -115,7 +115,7 @@ def test_a_deployment_is_frozen_from_garbage_collection_until_free_memory(cache_
     gc.collect()
     assert runner() is not None, "frozen objects are not collected"
     reset_programs()
-    free_memory()
+    release_memory()
     assert runner() is None
 
 

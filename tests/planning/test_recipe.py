@@ -335,3 +335,19 @@ def test_every_shipped_recipe_is_valid(name: str) -> None:
         assert sizes and sizes[0] >= 1
         assert list(sizes) == sorted(set(sizes))
     assert recipe.context is None or recipe.buckets[-1] <= recipe.context
+
+
+def test_a_renamed_key_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "old.yaml"
+    path.write_text("model: m\nprefill_burst: 2\n")
+    assert build_recipe({}, str(path), {}).max_consecutive_prefills == 2
+    assert build_recipe({"model": "m"}, None, {"TCDEPLOY_PREFILL_BURST": "3"}).max_consecutive_prefills == 3
+    assert [record.getMessage().partition(" is ")[0] for record in caplog.records] == [
+        f"recipe {path}: the key prefill_burst",
+        "environment: the key prefill_burst",
+    ]
+
+
+def test_a_renamed_key_does_not_override_its_new_name() -> None:
+    old_and_new = {"model": "m", "max_consecutive_prefills": 5, "prefill_burst": 2}
+    assert build_recipe(old_and_new, environ={}).max_consecutive_prefills == 5

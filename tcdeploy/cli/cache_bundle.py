@@ -1,0 +1,200 @@
+"""`tcdeploy cache pack`, `unpack`, `verify`, `keygen`, `sign` and `trust`: bundles and their signatures."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tcdeploy.cli.cache_target import BundleFile, Json, Target, is_cache_folder, original_recipe, read_plan_manifest
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.remote_cache import AllowUnsigned, TrustedKeys
+from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
+from tcdeploy.planning.environment import installed_versions
+from tcdeploy.planning.recipe import Recipe, build_recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.bundle.verify import BucketReplay
+
+
+@recipe_command
+def pack(
+    recipe: Recipe,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Bundle to write", metavar="FILE.tcb")],
+    plan: Annotated[
+        str | None, typer.Option("--plan", help="Plan to pack, if MODEL is a cache folder with several", metavar="KEY")
+    ] = None,
+    key: Annotated[
+        Path | None, typer.Option("--sign", help="Sign the bundle with this key", metavar="NAME.key")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Pack everything that a warm start of MODEL needs into one file. MODEL may also be a cache folder.
+
+    The plan is started once from the cache folder before it is packed: the bundle contains exactly the files which
+    that start used, and packing fails if it compiled anything.
+    """
+    from tcdeploy.bundle import pack as packing
+    from tcdeploy.cli import cache_display
+
+    folder = Path(recipe.model)
+    if is_cache_folder(folder):
+        if recipe != build_recipe({"model": recipe.model}):
+            raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
+        plan_key = plan or packing.single_plan_key(folder)
+    else:
+        if plan is not None:
+            raise UsageError(
+                "--plan needs a cache folder instead of MODEL", "remove --plan: MODEL and flags are a plan"
+            )
+        folder, plan_key = _warm_model(recipe)
+    packed = packing.warm_start_and_pack(folder, plan_key, out, key)
+    cache_display.show_packed(packed, read_plan_manifest(folder, plan_key), json)
+
+
+def _warm_model(recipe: Recipe) -> tuple[Path, str]:
+    """Warm the plan, and return its cache folder and key."""
+    from tcdeploy.cli import display
+
+    with display.show_progress() as progress:
+        from tcdeploy import pipeline
+
+        deployment = pipeline.prepare(recipe, progress)
+        cache_dir, plan_key = Path(deployment.cache_dir), deployment.plan.key
+        del deployment
+        pipeline.release_memory()  # packing starts the plan again, in another process on the same GPU
+    return cache_dir, plan_key
+
+
+def unpack(
+    file: BundleFile,
+    folder: Annotated[Path, typer.Argument(help="Cache folder to unpack into", show_default=False)],
+    allow_unsigned: AllowUnsigned = False,
+    any_environment: Annotated[
+        bool,
+        typer.Option("--any-environment", help="Unpack for another environment too, for example into an image"),
+    ] = False,
+    trusted_keys: TrustedKeys = None,
+    json: Json = False,
+) -> None:
+    """Check a bundle's signature and hashes, and unpack it into a cache folder."""
+    from tcdeploy.bundle import signing
+    from tcdeploy.bundle import unpack as unpacking
+    from tcdeploy.bundle.why import version_differences
+    from tcdeploy.cli import cache_display
+
+    trusted = trusted_keys or signing.default_trusted_keys_folder()
+    manifest = unpacking.open_bundle(file, trusted, allow_unsigned).header.manifest
+    differences = version_differences(manifest, installed_versions())
+    if differences and not any_environment:
+        cache_display.show_differences(differences, sys.stderr)
+        raise MismatchError(
+            f"{file} was packed in another environment: {', '.join(difference.name for difference in differences)}",
+            f"tcdeploy cache why {file} lists what would miss; --any-environment unpacks it nevertheless",
+        )
+    cache_display.show_unpacked(unpacking.unpack(file, folder, trusted, allow_unsigned), folder, json)
+
+
+def verify(
+    target: Target,
+    run: Annotated[
+        bool, typer.Option("--run", help="Also start each plan, and compare its outputs with the packed ones")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --run: the model's location here, if not the recorded one")
+    ] = None,
+    allow_unsigned: AllowUnsigned = False,
+    trusted_keys: TrustedKeys = None,
+    json: Json = False,
+) -> None:
+    """Check the hash of every file in a bundle or cache folder, and the bundle's signature."""
+    from tcdeploy.bundle import signing
+    from tcdeploy.bundle import verify as verifying
+    from tcdeploy.cli import cache_display
+
+    if model is not None and not run:
+        raise UsageError("--model needs --run", "add --run, or remove --model")
+    trusted = trusted_keys or signing.default_trusted_keys_folder()
+    if target.is_dir():
+        verified = verifying.verify_folder(target, trusted, allow_unsigned)
+    else:
+        verified = [verifying.verify_bundle(target, trusted, allow_unsigned)]
+    replays: dict[str, list[BucketReplay]] = {}
+    if run:
+        with _temporary_copy(target, trusted, allow_unsigned) as folder:
+            replays = {plan.plan_key: _replay(folder, plan.plan_key, model) for plan in verified}
+    cache_display.show_verified(target, verified, replays, json)
+    failed = [f"{key} {replay.bucket}" for key, of_plan in replays.items() for replay in of_plan if not replay.passed]
+    if failed:
+        raise IntegrityError(
+            f"outputs differ from the packed ones: {', '.join(failed)}",
+            "check that --model names the same weights",
+        )
+
+
+@contextlib.contextmanager
+def _temporary_copy(target: Path, trusted: Path, allow_unsigned: bool) -> Iterator[Path]:
+    """A temporary copy of a cache folder, or of a bundle's contents, because a start writes into its cache folder."""
+    from tcdeploy.bundle.unpack import unpack as unpack_bundle
+
+    with tempfile.TemporaryDirectory(prefix="tcdeploy-verify-") as folder:
+        if target.is_dir():
+            shutil.copytree(target, folder, dirs_exist_ok=True)
+        else:
+            unpack_bundle(target, Path(folder), trusted, allow_unsigned)
+        yield Path(folder)
+
+
+def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
+    """Start the plan and compare each bucket's outputs with the packed ones. Raises ThresholdError on a miss."""
+    from tcdeploy.bundle.verify import compare_top_tokens, packed_manifest
+    from tcdeploy.cli import display
+
+    packed = packed_manifest(folder, plan_key)
+    flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
+    with display.show_progress() as progress:
+        from tcdeploy import pipeline
+
+        deployment = pipeline.prepare(build_recipe(flags, defaults=original_recipe(packed)), progress)
+    missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
+    if missed:
+        raise ThresholdError(
+            f"on this machine {', '.join(missed)} had to compile", "tcdeploy cache why lists what differs"
+        )
+    return compare_top_tokens(packed, deployment.records)
+
+
+def generate_key(name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written")]) -> None:
+    """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
+    from tcdeploy.bundle import signing
+
+    print(f"{name}.key {name}.pub {signing.generate_key(name)}")
+
+
+def sign(
+    file: BundleFile,
+    key: Annotated[Path, typer.Option("--key", help="Secret key", metavar="NAME.key")],
+) -> None:
+    """Sign a bundle in place."""
+    from tcdeploy.bundle.pack import add_signature
+
+    add_signature(file, key)
+    print(f"{file} is signed")
+
+
+def trust(
+    name: Annotated[str, typer.Argument(help="Name for the signer")],
+    file: Annotated[Path, typer.Argument(help="Public key", metavar="FILE.pub")],
+    trusted_keys: TrustedKeys = None,
+) -> None:
+    """Trust bundles that are signed with this key."""
+    from tcdeploy.bundle import signing
+
+    key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
+    print(f"{key.name} {key.fingerprint} is trusted")

@@ -1,0 +1,119 @@
+"""`tcdeploy cache why`, `ls`, `du`, `gc` and `diff`: what a cache holds, whether it fits, and what can be deleted."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tcdeploy.cli.cache_target import (
+    Folder,
+    Json,
+    Target,
+    original_recipe,
+    read_manifests,
+    read_single_manifest,
+    require_cache_folder,
+)
+from tcdeploy.cli.options import RecipeOptions, recipe_options_command
+from tcdeploy.errors import MismatchError, UsageError
+
+UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "s": 1, "min": 60, "h": 3600, "d": 86400}
+
+
+@recipe_options_command
+def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
+    """Predict cache hits on this machine without starting anything. Exits with code 3 if a bucket would miss.
+
+    For each miss: which property of the environment, model or plan differs, and the seconds that compiling will
+    take. Without MODEL and flags, the recipe that filled the cache is used.
+    """
+    from tcdeploy.bundle.why import forecast, merge_forecasts
+    from tcdeploy.cli import cache_display
+
+    manifests = read_manifests(target)
+    recipe = options.build(defaults=original_recipe(manifests[0]) if len(manifests) == 1 else None)
+    from tcdeploy import pipeline
+
+    planned = pipeline.decide(recipe)
+    forecasts = []
+    for manifest in manifests:
+        assumed = planned
+        if not planned.environment.compiler and any(file.path.startswith("toolchain/") for file in manifest.files):
+            # The bundle carries a compiler stub: plan as if its C++ compiler were installed here.
+            assumed = pipeline.with_cxx_compiler(planned, str(manifest.environment["compiler"]))
+        forecasts.append(forecast(manifest, assumed.plan, assumed.environment, pipeline.origin_of(assumed)))
+    merged = merge_forecasts(forecasts)
+    cache_display.show_forecast(merged, json)
+    if merged.misses:
+        raise MismatchError(
+            f"{len(merged.misses)} of {len(merged.buckets)} buckets would miss, about {merged.miss_seconds:.0f} s",
+            "tcdeploy warm with the same flags fills the cache",
+        )
+
+
+def list_cache(folder: Folder, json: Json = False) -> None:
+    """List the plans in a cache folder."""
+    from tcdeploy.cache.inventory import list_plans
+    from tcdeploy.cli import cache_display
+
+    cache_display.show_plans(list_plans(require_cache_folder(folder)), json)
+
+
+def disk_usage(folder: Folder, json: Json = False) -> None:
+    """Show the disk usage of a cache folder by kind of file."""
+    from tcdeploy.cache.inventory import usage_by_kind
+    from tcdeploy.cli import cache_display
+
+    cache_display.show_usage(usage_by_kind(require_cache_folder(folder)), json)
+
+
+def collect_garbage(
+    folder: Folder,
+    older_than: Annotated[
+        str | None, typer.Option(help="Remove plans not started for this long, for example 30d or 12h")
+    ] = None,
+    max_size: Annotated[
+        str | None, typer.Option(help="Remove least recently used plans until this size is met, for example 5g")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed")] = False,
+    json: Json = False,
+) -> None:
+    """Remove plans by age and size, and files that no plan lists.
+
+    Plans in use by a process and plans unpacked from a bundle are never removed.
+    """
+    from tcdeploy.cache import inventory
+    from tcdeploy.cli import cache_display
+
+    seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
+    size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
+    max_bytes = None if size is None else int(size)
+    removed = inventory.collect_garbage(require_cache_folder(folder), seconds, max_bytes, dry_run)
+    cache_display.show_removed(removed, dry_run, json)
+
+
+def diff(
+    first: Target,
+    second: Annotated[Path, typer.Argument(help="Bundle or cache folder to compare with", show_default=False)],
+    json: Json = False,
+) -> None:
+    """Compare two bundles or cache folders of one plan each: their inputs and their files."""
+    from tcdeploy.bundle.compare import compare_manifests
+    from tcdeploy.cli import cache_display
+
+    cache_display.show_comparison(compare_manifests(read_single_manifest(first), read_single_manifest(second)), json)
+
+
+def _parse_quantity(option: str, text: str | None, units: tuple[str, ...], example: str) -> float | None:
+    if text is None:
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]*)", text.lower())
+    if match is None or match[2] not in units:
+        raise UsageError(
+            f"{option} is {text!r}, expected a number with a unit of {', '.join(filter(None, units))}",
+            f"{option} {example}",
+        )
+    return float(match[1]) * UNITS[match[2]]

@@ -1,0 +1,73 @@
+"""Arguments that name a cache folder or a bundle, and the manifests read from them. Does not import torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tcdeploy.errors import UsageError
+
+if TYPE_CHECKING:
+    from tcdeploy.cache.manifest import Manifest
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
+Folder = Annotated[Path, typer.Argument(help="Cache folder", show_default=False)]
+BundleFile = Annotated[Path, typer.Argument(help="Bundle", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Bundle or cache folder", show_default=False)]
+
+
+def is_cache_folder(path: Path) -> bool:
+    return (path / "manifests").is_dir()
+
+
+def require_cache_folder(folder: Path) -> Path:
+    if not is_cache_folder(folder):
+        raise UsageError(f"{folder} is not a cache folder", "name one that tcdeploy filled, such as ~/.cache/tcdeploy")
+    return folder
+
+
+def read_manifests(target: Path) -> list[Manifest]:
+    """The manifest of a bundle, or those of all plans in a folder. Raises UsageError.
+
+    A bundle's signature is not checked, since nothing from the bundle is executed.
+    """
+    from tcdeploy.bundle.container import read_signed_header
+    from tcdeploy.bundle.header import parse_header
+    from tcdeploy.cache import manifest
+
+    if target.is_dir():
+        manifests = list(manifest.read_manifests(target).values())
+        if not manifests:
+            raise UsageError(
+                f"the folder {target} holds no plan that finished warming", f"tcdeploy warm --cache-dir {target}"
+            )
+        return manifests
+    try:
+        with open(target, "rb") as file:
+            return [parse_header(read_signed_header(file, str(target)), str(target)).manifest]
+    except OSError as error:
+        raise UsageError(f"{target} cannot be read: {error.strerror}", "name a bundle or a cache folder") from error
+
+
+def read_single_manifest(target: Path) -> Manifest:
+    """As `read_manifests`, for a target that must hold exactly one plan."""
+    manifests = read_manifests(target)
+    if len(manifests) > 1:
+        raise UsageError(f"{target} holds {len(manifests)} plans", "compare bundles, or folders with a single plan")
+    return manifests[0]
+
+
+def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
+    from tcdeploy.cache.manifest import manifest_path, read_manifest
+
+    manifest = read_manifest(manifest_path(folder, plan_key))
+    if manifest is None:
+        raise UsageError(f"the folder {folder} holds no plan {plan_key}", f"tcdeploy cache ls {folder}")
+    return manifest
+
+
+def original_recipe(manifest: Manifest) -> dict[str, Any]:
+    """The recipe that filled a cache, without the location of that cache."""
+    return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key != "cache_dir"}
