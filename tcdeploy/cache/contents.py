@@ -172,7 +172,7 @@ def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode):
-            return DamagedFile(file.path, "is no regular file")
+            return DamagedFile(file.path, "is not a regular file")
         if status.st_size != file.bytes:
             return DamagedFile(file.path, f"has {status.st_size} bytes instead of {file.bytes}")
         return None if sha256_of(path) == file.sha256 else DamagedFile(file.path, "has other bytes")

@@ -90,7 +90,7 @@ def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     listed = {file.path for manifest in read_manifests(folder).values() for file in manifest.files}
     usage: dict[str, tuple[int, int]] = {}
     for path in list_cache_files(folder):
-        kind = kind_of(path) if path in listed else "named by no plan"
+        kind = kind_of(path) if path in listed else "listed by no plan"
         files, size = usage.get(kind, (0, 0))
         with contextlib.suppress(FileNotFoundError):
             usage[kind] = (files + 1, size + (folder / path).stat().st_size)
@@ -137,7 +137,13 @@ def _has_unfinished_start(folder: Path) -> bool:
 
 def _retention_reason(entry: CachedPlan) -> str:
     """Why the plan must stay; empty if it may be removed."""
-    return "a process runs from it" if entry.is_leased else "a bundle put it there" if entry.is_from_bundle else ""
+    return (
+        "it is in use by a running process"
+        if entry.is_leased
+        else "it was imported from a bundle"
+        if entry.is_from_bundle
+        else ""
+    )
 
 
 def _too_old(entries: list[CachedPlan], seconds: float | None) -> set[str]:

@@ -3,9 +3,9 @@
 Triton hashes a kernel's source text and the line it starts on. A reworded comment anywhere above a kernel therefore
 compiles it again on the GPU (seconds per kernel), beside a program that Inductor reports as a hit.
 
-`ignore_comments` replaces the text that Triton holds by one that is generated from the syntax tree, and the line by 1.
-The kernel's code does not change. Line numbers in Triton's compile errors and in profilers then refer to the generated
-text. Kernels that Inductor generates are not touched: their text holds no comments of ours.
+`ignore_comments` replaces the text by one that is generated from the syntax tree, and the line by 1. The kernel's code
+does not change. Line numbers in Triton's compile errors and in profilers then refer to the generated text. Kernels that
+Inductor generates are not affected.
 
 Uses private attributes of `triton.runtime.jit.JITFunction`: `_src`, `raw_src`, `starting_line_number`, `hash` and
 `_unsafe_update_src`. Tried on Triton 3.7; tests/torch_compat/test_triton_source.py fails when they move. Without them

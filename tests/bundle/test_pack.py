@@ -102,7 +102,7 @@ def spoil(file: str, how: str, folder: Path) -> None:
     ("how", "reason"),
     [
         ("missing", "is missing"), ("empty", "has 0 bytes"), ("changed", "has other bytes"),
-        ("a link", "is no regular file"),
+        ("a link", "is not a regular file"),
     ],
 )  # fmt: skip
 def test_a_damaged_file_is_named_and_no_bundle_is_written(small: Packed, how: str, reason: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a start used of a folder is noted by listening, and a file that is not what it was is found with its reason."""
+"""The files that a start uses are recorded from audit events, and damaged files are found with the reason."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import pytest
 from tcdeploy.cache.contents import DamagedFile, FileAccessTracker, FileRecord, find_damage, hash_files, is_cache_file
 from tests.conftest import ROOT
 
-EXTENSION = Path(_ctypes.__file__)  # a library that is there wherever Python is
+EXTENSION = Path(_ctypes.__file__)  # a shared library of every Python
 
 
 @pytest.fixture
@@ -37,10 +37,10 @@ def put(folder: Path, name: str, content: bytes = b"content") -> Path:
     return path
 
 
-# What is noted
+# Recording
 
 
-def test_a_file_that_is_opened_is_noted_and_its_neighbour_is_not(folder: Path) -> None:
+def test_an_opened_file_is_recorded_and_its_neighbour_is_not(folder: Path) -> None:
     opened, other = put(folder, "fxgraph/ab/entry"), put(folder, "fxgraph/ab/another")
     with FileAccessTracker(folder).track() as used:
         opened.read_bytes()
@@ -48,21 +48,21 @@ def test_a_file_that_is_opened_is_noted_and_its_neighbour_is_not(folder: Path) -
     assert used.paths() == ["fxgraph/ab/entry"]
 
 
-def test_a_file_that_is_written_here_is_noted(folder: Path) -> None:
+def test_a_written_file_is_recorded(folder: Path) -> None:
     with FileAccessTracker(folder).track() as used:
         put(folder, "ab/code.py")
     assert used.paths() == ["ab/code.py"]
 
 
 @pytest.mark.parametrize("rename", [os.rename, os.replace, lambda source, target: Path(source).rename(target)])
-def test_a_file_that_is_renamed_into_place_is_noted_under_its_last_name(folder: Path, rename: object) -> None:
+def test_a_renamed_file_is_recorded_under_its_new_name(folder: Path, rename: object) -> None:
     staging = put(folder, "ab/.17.tmp")
     with FileAccessTracker(folder).track() as used:
         rename(staging, folder / "ab" / "entry")  # type: ignore[operator]
     assert used.paths() == ["ab/entry"]
 
 
-def test_a_library_that_is_loaded_is_noted(folder: Path) -> None:
+def test_a_loaded_library_is_recorded(folder: Path) -> None:
     """torch loads its libraries so; the loader opens them without a word to Python."""
     library = put(folder, "ab/cabc.main.so", EXTENSION.read_bytes())
     with FileAccessTracker(folder).track() as used:
@@ -70,7 +70,7 @@ def test_a_library_that_is_loaded_is_noted(folder: Path) -> None:
     assert used.paths() == ["ab/cabc.main.so"]
 
 
-def test_an_extension_module_that_is_imported_is_noted(folder: Path) -> None:
+def test_an_imported_extension_module_is_recorded(folder: Path) -> None:
     path = folder / "ab" / "_ctypes.so"
     put(folder, "ab/_ctypes.so", EXTENSION.read_bytes())
     loader = importlib.machinery.ExtensionFileLoader("_ctypes", str(path))
@@ -81,7 +81,7 @@ def test_an_extension_module_that_is_imported_is_noted(folder: Path) -> None:
     assert used.paths() == ["ab/_ctypes.so"]
 
 
-def test_files_named_to_another_process_are_noted_also_inside_a_longer_text(folder: Path) -> None:
+def test_files_in_a_subprocess_s_arguments_are_recorded_also_inside_a_longer_text(folder: Path) -> None:
     names = [f"ab/{letter}.txt" for letter in "abcd"]
     a, b, c, d = (str(put(folder, name)) for name in names)
     program = f"import sys; first = '{a}'; second = \"{b}\"\nthird = {c} \n"
@@ -90,16 +90,16 @@ def test_files_named_to_another_process_are_noted_also_inside_a_longer_text(fold
     assert used.paths() == names
 
 
-def test_bytes_paths_and_path_objects_are_noted_like_text(folder: Path) -> None:
+def test_bytes_and_path_objects_are_recorded_like_strings(folder: Path) -> None:
     first, second = put(folder, "ab/first"), put(folder, "ab/second")
     with FileAccessTracker(folder).track() as used:
         os.close(os.open(os.fsencode(first), os.O_RDONLY))
         second.open().close()
-        open(os.open(first, os.O_RDONLY)).close()  # a number, which says nothing
+        open(os.open(first, os.O_RDONLY)).close()  # a file descriptor holds no path
     assert used.paths() == ["ab/first", "ab/second"]
 
 
-def test_what_stands_beside_it_under_the_same_name_comes_along(folder: Path) -> None:
+def test_files_with_the_same_stem_are_recorded_too(folder: Path) -> None:
     for name in ("cabc.cpp", "cabc.main.so", "cabc.main.cpp", "cabcd.so", "other.so"):
         put(folder, f"ab/{name}")
     put(folder, "xy/cabc.so")
@@ -110,7 +110,7 @@ def test_what_stands_beside_it_under_the_same_name_comes_along(folder: Path) -> 
     assert used.paths() == ["ab/cabc.cpp", "ab/cabc.main.cpp", "ab/cabc.main.so"]
 
 
-def test_a_folder_of_triton_s_is_noted_whole(folder: Path) -> None:
+def test_a_folder_of_triton_s_cache_is_recorded_whole(folder: Path) -> None:
     for name in ("KEY/kernel.cubin", "KEY/kernel.json", "KEY/__grp__kernel.json", "OTHER/kernel.cubin"):
         put(folder, f"triton/{name}")
     put(folder, "triton/KEY/tmp.pid_1/kernel.ptx")
@@ -119,7 +119,7 @@ def test_a_folder_of_triton_s_is_noted_whole(folder: Path) -> None:
     assert used.paths() == ["triton/KEY/__grp__kernel.json", "triton/KEY/kernel.cubin", "triton/KEY/kernel.json"]
 
 
-def test_locks_unfinished_files_and_bookkeeping_are_left_out(folder: Path) -> None:
+def test_locks_temporary_files_and_bookkeeping_are_left_out(folder: Path) -> None:
     names = (
         "ab/code.py", "ab/code.lock", "ab/code.tmp", "ab/.hidden", "ab/.17.tmp", "locks/x.lock", "locks/plain", "lock",
         "manifests/key.json", "leases/key", "bundles/one/index.json", "top-level", ".lock", "triton/KEY/lock",
@@ -130,7 +130,7 @@ def test_locks_unfinished_files_and_bookkeeping_are_left_out(folder: Path) -> No
     assert used.paths() == ["ab/code.py"]
 
 
-def test_what_is_gone_or_a_folder_or_a_link_out_of_it_is_left_out(folder: Path, tmp_path: Path) -> None:
+def test_deleted_files_folders_and_links_to_outside_are_left_out(folder: Path, tmp_path: Path) -> None:
     put(tmp_path, "outside/file")
     (folder / "ab").mkdir()
     (folder / "ab" / "link").symlink_to(tmp_path / "outside" / "file")
@@ -147,15 +147,15 @@ def test_what_is_gone_or_a_folder_or_a_link_out_of_it_is_left_out(folder: Path, 
     assert used.paths() == []
 
 
-def test_a_sibling_folder_whose_name_begins_alike_is_another_folder(folder: Path) -> None:
+def test_a_sibling_folder_with_the_same_prefix_is_not_the_folder(folder: Path) -> None:
     other = put(folder.with_name("cache2"), "ab/file")
     with FileAccessTracker(folder).track() as used:
         other.read_bytes()
     assert used.paths() == []
 
 
-def test_a_folder_reached_through_a_link_is_the_folder(folder: Path, tmp_path: Path) -> None:
-    """torch is told the real path; whoever watches may have been told the link."""
+def test_a_symlink_to_the_folder_is_the_folder(folder: Path, tmp_path: Path) -> None:
+    """torch uses the real path; the tracker may have been given the link."""
     link = tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
     put(folder, "ab/file")
@@ -164,7 +164,7 @@ def test_a_folder_reached_through_a_link_is_the_folder(folder: Path, tmp_path: P
     assert used.paths() == ["ab/file"]
 
 
-def test_a_name_with_what_a_pattern_would_take_for_signs_is_a_name(tmp_path: Path) -> None:
+def test_regular_expression_characters_in_the_folder_s_name_are_literal(tmp_path: Path) -> None:
     odd = tmp_path / "a+(b) [c].*"
     put(odd, "ab/file")
     with FileAccessTracker(odd).track() as used:
@@ -172,7 +172,7 @@ def test_a_name_with_what_a_pattern_would_take_for_signs_is_a_name(tmp_path: Pat
     assert used.paths() == ["ab/file"]
 
 
-def test_nothing_is_noted_before_and_after(folder: Path) -> None:
+def test_nothing_is_recorded_before_and_after_tracking(folder: Path) -> None:
     before, after = put(folder, "ab/before"), put(folder, "ab/after")
     used = FileAccessTracker(folder)
     before.read_bytes()
@@ -182,7 +182,7 @@ def test_nothing_is_noted_before_and_after(folder: Path) -> None:
     assert used.paths() == []
 
 
-def test_of_two_watchers_one_after_the_other_each_notes_its_own(folder: Path) -> None:
+def test_two_trackers_in_turn_record_their_own_files(folder: Path) -> None:
     put(folder, "ab/first"), put(folder, "ab/second")
     with FileAccessTracker(folder).track() as first:
         (folder / "ab" / "first").read_bytes()
@@ -191,7 +191,7 @@ def test_of_two_watchers_one_after_the_other_each_notes_its_own(folder: Path) ->
     assert (first.paths(), second.paths()) == (["ab/first"], ["ab/second"])
 
 
-def test_watching_ends_with_an_error_too(folder: Path) -> None:
+def test_tracking_ends_with_an_exception_too(folder: Path) -> None:
     path, used = put(folder, "ab/file"), FileAccessTracker(folder)
     with pytest.raises(ValueError), used.track():
         raise ValueError
@@ -199,14 +199,14 @@ def test_watching_ends_with_an_error_too(folder: Path) -> None:
     assert used.paths() == []
 
 
-# What counts
+# Cache files
 
 
 @pytest.mark.parametrize(
     "path",
     ["ab/cabc.so", "fxgraph/ab/key/entry", "triton/KEY/kernel.json", "toolchain/0.json", "ab/locks", "ab/a.lock.py"],
 )
-def test_it_is_content(path: str) -> None:
+def test_it_is_a_cache_file(path: str) -> None:
     assert is_cache_file(path)
 
 
@@ -214,11 +214,11 @@ def test_it_is_content(path: str) -> None:
     "path",
     ["top", "locks/a", "manifests/a.json", "leases/a", "bundles/a/b", "ab/a.lock", "ab/lock", "ab/.a", "ab/a.tmp"],
 )
-def test_it_is_not_content(path: str) -> None:
+def test_it_is_not_a_cache_file(path: str) -> None:
     assert not is_cache_file(path)
 
 
-# What was, and is not any more
+# Damage
 
 
 @pytest.fixture
@@ -229,7 +229,7 @@ def files(folder: Path) -> tuple[FileRecord, ...]:
     return hash_files(folder, reversed(contents))
 
 
-def test_files_are_recorded_by_path_with_their_size_and_sum(folder: Path, files: tuple[FileRecord, ...]) -> None:
+def test_records_hold_path_size_and_sha256(folder: Path, files: tuple[FileRecord, ...]) -> None:
     assert [file.path for file in files] == ["ab/empty", "ab/large", "xy/small"]
     for file in files:
         content = (folder / file.path).read_bytes()
@@ -237,23 +237,23 @@ def test_files_are_recorded_by_path_with_their_size_and_sum(folder: Path, files:
     assert find_damage(folder, files) == []
 
 
-def test_a_file_that_cannot_be_recorded_is_an_error(folder: Path) -> None:
+def test_hashing_a_missing_file_is_an_error(folder: Path) -> None:
     with pytest.raises(FileNotFoundError):
         hash_files(folder, ["ab/missing"])
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_one_bit_is_damage_wherever_it_is(folder: Path, files: tuple[FileRecord, ...], seed: int) -> None:
-    """The last byte of the second megabyte is tried first."""
+def test_a_single_flipped_bit_is_damage(folder: Path, files: tuple[FileRecord, ...], seed: int) -> None:
+    """The first seed flips a bit of the last byte, in the second chunk."""
     path = folder / "ab" / "large"
     content = bytearray(path.read_bytes())
-    place = len(content) - 1 if seed == 0 else random.Random(seed).randrange(len(content))
-    content[place] ^= 1 << seed % 8
+    position = len(content) - 1 if seed == 0 else random.Random(seed).randrange(len(content))
+    content[position] ^= 1 << seed % 8
     path.write_bytes(content)
     assert find_damage(folder, files) == [DamagedFile("ab/large", "has other bytes")]
 
 
-def test_each_damage_has_its_reason_in_the_order_of_the_files(folder: Path, tmp_path: Path) -> None:
+def test_every_kind_of_damage_has_a_reason_in_the_order_of_the_files(folder: Path, tmp_path: Path) -> None:
     names = ["1/cut", "2/grown", "3/gone", "4/folder-gone", "5/link", "6/folder", "7/fifo", "8/whole"]
     for name in names:
         put(folder, name)
@@ -271,9 +271,9 @@ def test_each_damage_has_its_reason_in_the_order_of_the_files(folder: Path, tmp_
         DamagedFile(names[1], "has 16 bytes instead of 7"),
         DamagedFile(names[2], "is missing"),
         DamagedFile(names[3], "is missing"),
-        DamagedFile(names[4], "is no regular file"),
-        DamagedFile(names[5], "is no regular file"),
-        DamagedFile(names[6], "is no regular file"),
+        DamagedFile(names[4], "is not a regular file"),
+        DamagedFile(names[5], "is not a regular file"),
+        DamagedFile(names[6], "is not a regular file"),
     ]
 
 
@@ -293,13 +293,13 @@ print(damage.reason)
 """
 
 
-def test_a_file_that_one_may_not_read_is_named_and_no_traceback(folder: Path, files: tuple[FileRecord, ...]) -> None:
+def test_a_file_without_read_permission_is_damage(folder: Path, files: tuple[FileRecord, ...]) -> None:
     if os.getuid():
-        pytest.skip("only root can become somebody else")
+        pytest.skip("only root can change its user ID")
     (folder / "xy" / "small").chmod(0)
     folder.chmod(0o755)
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", CHECKER], cwd=folder, env=environ, capture_output=True, text=True, check=True
     )
-    assert found.stdout == "cannot be read: Permission denied\n"
+    assert result.stdout == "cannot be read: Permission denied\n"

@@ -1,4 +1,4 @@
-"""The cache folder under use and abuse, through the real command in processes of its own."""
+"""The cache folder through the real command: moved, shared, killed, read-only and full."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.model_families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
 NUMBER_OF_BUCKETS = 3
-COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # every kernel: what is killed, or writes beside another, is the compiler
+COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # no shortcut: the tests kill compilations and run them concurrently
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A cache folder filled by one cold run, and the home it was filled under."""
+    """A cache folder that a cold run filled, and the HOME of that run."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
     result = subprocess.run(
         cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True,
@@ -64,17 +64,17 @@ def test_a_moved_cache_under_another_home_hits_in_every_bucket(
     document = json.loads(result.stdout)
     for record in document["buckets"]:
         assert record["cache_misses"] == 0 and record["cache_hits"] == record["programs"] == 1
-        assert record["cold_seconds"] > record["compile_seconds"], "the manifest kept what the cold run took"
+        assert record["cold_seconds"] > record["compile_seconds"], "the manifest keeps the cold run's time"
     assert document["plan"]["cache_dir"] == str(moved)
 
 
-def test_the_cache_folder_holds_everything_and_home_holds_nothing(warmed: tuple[Path, Path]) -> None:
+def test_all_files_are_in_the_cache_folder_and_none_in_home(warmed: tuple[Path, Path]) -> None:
     cache, home = warmed
     assert {path.name for path in cache.iterdir()} >= {"fxgraph", "aotautograd", "triton", "manifests"}
     assert not list(home.rglob("*.so"))
 
 
-def test_an_inductor_folder_that_is_set_already_is_used(run_cli: Any, model: str, warmed: tuple[Path, Path]) -> None:
+def test_the_folder_of_torchinductor_cache_dir_is_used(run_cli: Any, model: str, warmed: tuple[Path, Path]) -> None:
     arguments = [
         item for item in warm(model, warmed[0], "--require-hit") if item not in ("--cache-dir", str(warmed[0]))
     ]
@@ -98,7 +98,7 @@ def test_another_bucket_is_a_miss_and_the_old_ones_stay_hits(
 def test_another_context_and_another_batch_size_keep_the_hits(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """The KV cache's size follows the machine and the request: programs must not."""
+    """Programs must not depend on the size of the KV cache."""
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
     arguments = [item if item != "2" else "2,5" for item in warm(model, cache, "--context", "200")]
@@ -106,9 +106,7 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
 
 
-def test_a_cache_that_is_switched_off_is_no_hit(
-    run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_disabled_cache_is_a_miss(run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
     arguments = [item if item != "16,48" else "16" for item in warm(model, cache, "--require-hit")]
@@ -138,10 +136,8 @@ def files_in(folder: Path) -> set[Path]:
 
 
 @pytest.mark.parametrize("finished_buckets", [0, 1, 2])
-def test_killed_in_the_middle_the_next_run_recovers(
-    run_cli: Any, model: str, tmp_path: Path, finished_buckets: int
-) -> None:
-    """kill -9 when the bucket after `finished_buckets` begins to write: what was done is kept, the rest done again."""
+def test_the_run_after_a_kill_recovers(run_cli: Any, model: str, tmp_path: Path, finished_buckets: int) -> None:
+    """kill -9 when the bucket after `finished_buckets` begins to write: the finished buckets hit afterwards."""
     cache = tmp_path / "cache"
     environment = cli_environment(tmp_path, PYTHONUNBUFFERED="1", **COMPILES)
     run = subprocess.Popen(
@@ -149,25 +145,25 @@ def test_killed_in_the_middle_the_next_run_recovers(
         start_new_session=True,
     )  # fmt: skip
     assert run.stderr is not None
-    awaited = f"[{finished_buckets}/" if finished_buckets else "compile ..."
+    expected_line = f"[{finished_buckets}/" if finished_buckets else "compile ..."
     for line in run.stderr:
-        if line.startswith(awaited):
+        if line.startswith(expected_line):
             break
     before = files_in(cache)
     while run.poll() is None and files_in(cache) == before:
         time.sleep(0.01)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
-    assert run.returncode == -signal.SIGKILL, "it finished before it was killed"
-    assert not list((cache / "manifests").glob("*.json")), "a manifest says that all buckets are done"
+    assert run.returncode == -signal.SIGKILL, "the run ended before the kill"
+    assert not list((cache / "manifests").glob("*.json")), "a manifest is written after the last bucket"
     again = run_cli(*warm(model, cache))
     assert outcomes(again).count("hit") >= finished_buckets
-    assert outcomes(again).count("miss") >= 1, "it was killed before all was compiled"
+    assert outcomes(again).count("miss") >= 1, "the kill came before the last compilation"
     last = run_cli(*warm(model, cache, "--require-hit"))
     assert last.returncode == 0, last.stderr
 
 
-def test_a_corrupt_manifest_is_named_and_the_programs_stay(
+def test_a_corrupt_manifest_is_named_and_programs_still_hit(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
@@ -183,7 +179,7 @@ def test_a_corrupt_manifest_is_named_and_the_programs_stay(
 
 @contextlib.contextmanager
 def read_only(folder: Path, filled: Path) -> Iterator[Path]:
-    """A file system of its own with what is in `filled`, which nobody can write, root neither."""
+    """A tmpfs with a copy of `filled`, mounted read-only, for root too."""
     with mounted_tmpfs(folder):
         shutil.copytree(filled, folder, dirs_exist_ok=True)
         subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
@@ -191,7 +187,7 @@ def read_only(folder: Path, filled: Path) -> Iterator[Path]:
 
 
 def state_of(folder: Path) -> dict[str, tuple[int, int, bytes]]:
-    """Every folder and file with its mode, its time and its bytes."""
+    """Mode, modification time and content of every folder and file."""
     return {
         str(path.relative_to(folder)): (
             path.stat().st_mode, path.stat().st_mtime_ns, path.read_bytes() if path.is_file() else b"",
@@ -210,7 +206,7 @@ def check_served_from_a_copy(result: subprocess.CompletedProcess[str], folder: P
     assert f"{NUMBER_OF_BUCKETS} of {NUMBER_OF_BUCKETS} buckets were cache hits" in result.stdout
     [line] = [line for line in result.stdout.splitlines() if line.startswith("stages: ")]
     assert line.endswith(f"cache folder {folder} (read-only: used a private copy)")
-    assert not list(temporary.glob("tcdeploy-*")), "the copy went with the process"
+    assert not list(temporary.glob("tcdeploy-*")), "the copy was deleted at exit"
 
 
 def test_a_read_only_cache_folder_serves_from_a_private_copy(
@@ -225,12 +221,12 @@ def test_a_read_only_cache_folder_serves_from_a_private_copy(
     check_served_from_a_copy(result, folder, temporary)
 
 
-def test_a_cache_folder_that_one_may_not_write_serves_from_a_private_copy(
+def test_a_cache_folder_without_write_permission_serves_from_a_private_copy(
     model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """Forbidden by its modes, which root minds once it has given up the right not to."""
-    without_the_right = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
-    if subprocess.run([*without_the_right, "true"], capture_output=True).returncode:
+    """Root respects file modes only without the capabilities to override them."""
+    without_override = ["setpriv", "--bounding-set=-dac_override,-dac_read_search"]
+    if subprocess.run([*without_override, "true"], capture_output=True).returncode:
         pytest.skip("needs root and setpriv")
     folder, temporary = tmp_path / "cache", tmp_path / "tmp"
     temporary.mkdir()
@@ -240,7 +236,7 @@ def test_a_cache_folder_that_one_may_not_write_serves_from_a_private_copy(
         path.chmod(0o555 if path.is_dir() else 0o444)
     before = state_of(folder)
     result = subprocess.run(
-        [*without_the_right, *cli_command(*report_of(warm(model, folder, "--require-hit")))],
+        [*without_override, *cli_command(*report_of(warm(model, folder, "--require-hit")))],
         capture_output=True, text=True, env=cli_environment(tmp_path, TMPDIR=str(temporary)),
     )  # fmt: skip
     assert state_of(folder) == before
@@ -259,10 +255,10 @@ def test_a_read_only_cache_folder_without_the_plan_is_a_clear_error(
     assert "hint:" in result.stderr and "--cache-dir" in result.stderr and "Traceback" not in result.stderr
 
 
-def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
+def test_a_read_only_cache_folder_without_room_for_a_copy_is_a_clear_error(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A folder for temporary files with room for some, not for the copy: Python would pass over one that has none."""
+    """TMPDIR has some space, too little for the copy: Python would skip a full one."""
     with (
         read_only(tmp_path / "read-only", warmed[0]) as folder,
         mounted_tmpfs(tmp_path / "tmp", "-o", "size=512k") as small,
@@ -271,8 +267,8 @@ def test_a_read_only_cache_folder_and_no_room_for_a_copy_is_a_clear_error(
         left = list(small.glob("tcdeploy-*"))
     assert result.returncode == 7, result.stderr
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    said = re.search(rf"the cache folder {folder} cannot be written, and {small} has no room .* of (\d+) bytes", error)
-    assert said is not None and int(said[1]) > 512 << 10, error
+    match = re.search(rf"the cache folder {folder} cannot be written, and {small} has no room .* of (\d+) bytes", error)
+    assert match is not None and int(match[1]) > 512 << 10, error
     assert "TMPDIR" in result.stderr and "Traceback" not in result.stderr
     assert left == []
 
@@ -285,19 +281,21 @@ def test_a_cache_folder_that_is_a_file_is_a_clear_error(run_cli: Any, model: str
     assert (tmp_path / "file").read_text() == "not a folder"
 
 
-def test_a_folder_without_room_for_the_buckets_is_refused_first(run_cli: Any, model: str, tmp_path: Path) -> None:
+def test_a_folder_without_room_for_the_buckets_is_refused_before_compiling(
+    run_cli: Any, model: str, tmp_path: Path
+) -> None:
     with mounted_tmpfs(tmp_path / "small", "-o", "size=2m") as folder:
         result = run_cli(*warm(model, folder))
         left = [path for path in folder.rglob("*") if path.is_file()]
     assert result.returncode == 7
     assert "MiB free" in result.stderr and "may need" in result.stderr
-    assert left == [], "nothing was begun"
+    assert left == [], "nothing was compiled"
 
 
-def test_a_disk_that_fills_up_while_warming_keeps_what_was_cached(
+def test_a_disk_that_fills_up_while_warming_keeps_cached_buckets(
     run_cli: Any, model: str, warmed: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """A folder with a valid cache, then full but for 300 KB: a new bucket cannot be written, the old ones still hit."""
+    """A valid cache on a disk with 300 KB free: a new bucket cannot be written, the others still hit."""
     with mounted_tmpfs(tmp_path / "full", "-o", "size=60m") as folder:
         shutil.copytree(warmed[0], folder, dirs_exist_ok=True)
         free = shutil.disk_usage(folder).free

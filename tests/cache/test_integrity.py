@@ -1,4 +1,4 @@
-"""What is not as it was in a cache folder is found before torch sees any of it, and discarded only when asked."""
+"""Damaged files are found before torch loads any file, and are discarded only with --on-bad-cache rebuild."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS: dict[str, Callable[[str], bool]] = {
     "generated code": lambda name: name.endswith(".py"),
     "fxgraph entry": lambda name: name.startswith("fxgraph/"),
     "aotautograd entry": lambda name: name.startswith("aotautograd/"),
-    "compiler's answers": lambda name: name.startswith("toolchain/"),
+    "compiler's output": lambda name: name.startswith("toolchain/"),
 }
 
 
@@ -42,7 +42,7 @@ def warm(model: str, cache: Path, *more: str, prefill: str = "16") -> list[str]:
 
 @pytest.fixture(scope="module")
 def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that one cold start filled."""
+    """A folder that a cold start filled."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
     result = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=cli_environment(home))
     assert outcomes(result) == ["miss", "miss"]
@@ -62,24 +62,24 @@ def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
     return [record["outcome"] for record in records]
 
 
-def the_manifest(cache: Path) -> Path:
+def manifest_of_cache(cache: Path) -> Path:
     [path] = (cache / "manifests").glob("*.json")
     return path
 
 
-def named_files(manifest: Path) -> list[str]:
-    found = read_manifest(manifest)
-    assert found is not None
-    return [file.path for file in found.files]
+def listed_files(manifest: Path) -> list[str]:
+    content = read_manifest(manifest)
+    assert content is not None
+    return [file.path for file in content.files]
 
 
-def one_of_each_kind(cache: Path) -> dict[str, Path]:
-    names = named_files(the_manifest(cache))
+def file_of_each_kind(cache: Path) -> dict[str, Path]:
+    names = listed_files(manifest_of_cache(cache))
     return {kind: cache / next(filter(belongs, names)) for kind, belongs in KINDS.items()}
 
 
 def flip(path: Path, seed: int = 0) -> None:
-    """One bit, somewhere."""
+    """Flip a random bit."""
     content = bytearray(path.read_bytes())
     content[random.Random(seed).randrange(len(content))] ^= 1 << seed % 8
     path.write_bytes(content)
@@ -90,7 +90,7 @@ def cut(path: Path) -> None:
 
 
 def replace_by_link(path: Path) -> None:
-    """To the same bytes, for now: whoever may write there could change them later."""
+    """A link to the same bytes, which may change later."""
     twin = path.rename(path.with_name("twin"))
     path.symlink_to(twin)
 
@@ -100,18 +100,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut": (cut, "bytes instead of"),
     "emptied": (lambda path: os.truncate(path, 0), "has 0 bytes instead of"),
     "gone": (Path.unlink, "is missing"),
-    "a link": (replace_by_link, "is no regular file"),
+    "a link": (replace_by_link, "is not a regular file"),
 }
 
 
-# Found
+# Detection
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-def test_each_file_that_a_manifest_names_is_looked_at(cache: Path, how: str) -> None:
-    """All of them, one after the other, and each is put back: without a start, but by what every start does."""
-    manifest, (damage, reason) = the_manifest(cache), DAMAGES[how]
-    names = named_files(manifest)
+def test_every_listed_file_is_checked(cache: Path, how: str) -> None:
+    """Damages and restores one file after the other. Without a start, by the function that every start calls."""
+    manifest, (damage, reason) = manifest_of_cache(cache), DAMAGES[how]
+    names = listed_files(manifest)
     assert all(any(map(belongs, names)) for belongs in KINDS.values())
     for number, name in enumerate(names):
         path = cache / name
@@ -127,8 +127,10 @@ def test_each_file_that_a_manifest_names_is_looked_at(cache: Path, how: str) -> 
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "manifest"])
-def test_a_start_refuses_one_flipped_bit_and_names_the_file(run_cli: Any, model: str, cache: Path, kind: str) -> None:
-    path = {**one_of_each_kind(cache), "manifest": the_manifest(cache)}[kind]
+def test_a_start_refuses_a_single_flipped_bit_and_names_the_file(
+    run_cli: Any, model: str, cache: Path, kind: str
+) -> None:
+    path = {**file_of_each_kind(cache), "manifest": manifest_of_cache(cache)}[kind]
     flip(path)
     damaged = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file()}
     result = run_cli(*warm(model, cache))
@@ -136,15 +138,15 @@ def test_a_start_refuses_one_flipped_bit_and_names_the_file(run_cli: Any, model:
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert str(path) in error
     [hint] = [line for line in result.stderr.splitlines() if line.startswith("hint: ")]
-    assert "was loaded" in hint and "nothing of" in hint and "--on-bad-cache rebuild" in hint
+    assert "nothing was loaded" in hint and "--on-bad-cache rebuild" in hint
     assert "compile ..." not in result.stderr.splitlines() and "Traceback" not in result.stderr
     after = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file() and item.parent.name != "leases"}
     assert after == {item: content for item, content in damaged.items() if item.parent.name != "leases"}
 
 
-def test_several_damages_are_counted(run_cli: Any, model: str, cache: Path) -> None:
-    """A cut one, one that is gone and a link, in one start; the first by its path is named."""
-    paths = sorted(one_of_each_kind(cache).values())[:3]
+def test_damaged_files_are_counted(run_cli: Any, model: str, cache: Path) -> None:
+    """A truncated file, a missing one and a link in one start; the error names the first path."""
+    paths = sorted(file_of_each_kind(cache).values())[:3]
     for path, how in zip(paths, ("cut", "gone", "a link"), strict=True):
         DAMAGES[how][0](path)
     result = run_cli(*warm(model, cache))
@@ -153,32 +155,32 @@ def test_several_damages_are_counted(run_cli: Any, model: str, cache: Path) -> N
     assert "and 2 more files are damaged" in result.stderr
 
 
-# Discarded
+# Discarding
 
 
-def test_rebuild_discards_what_is_damaged_and_compiles_again(run_cli: Any, model: str, cache: Path) -> None:
-    """One file of each kind, each damaged in another way; the next start is warm, and as whole as the first."""
-    paths = one_of_each_kind(cache)
+def test_rebuild_discards_damaged_files_and_compiles_again(run_cli: Any, model: str, cache: Path) -> None:
+    """A file of each kind, each damaged in another way; the start after the rebuild is warm."""
+    paths = file_of_each_kind(cache)
     for path, (damage, _) in zip(paths.values(), DAMAGES.values(), strict=True):
         damage(path)
     before = {path: path.lstat().st_mtime_ns for path in cache.rglob("*.so")}
     rebuilt = run_cli(*warm(model, cache, "--on-bad-cache", "rebuild"))
     assert outcomes(rebuilt) == ["miss", "miss"]
-    for path in named_files(the_manifest(cache)):
+    for path in listed_files(manifest_of_cache(cache)):
         assert not (cache / path).is_symlink() and path != "twin"
-    kept = [path for path in before if path.exists() and path.lstat().st_mtime_ns == before[path]]
-    assert before and kept == []
+    unchanged = [path for path in before if path.exists() and path.lstat().st_mtime_ns == before[path]]
+    assert before and unchanged == []
     assert outcomes(run_cli(*warm(model, cache, "--require-hit"))) == ["hit", "hit"]
 
 
 def test_another_plan_in_the_folder_stays_warm_when_one_is_discarded(
     run_cli: Any, model: str, cache: Path, tmp_path: Path
 ) -> None:
-    """They share the decode bucket's program, which the other plan still vouches for."""
-    first = the_manifest(cache)
+    """They share the decode bucket's program, which the other plan still lists."""
+    first = manifest_of_cache(cache)
     assert outcomes(run_cli(*warm(model, cache, prefill="32"))) == ["miss", "hit"]
     [other] = set((cache / "manifests").glob("*.json")) - {first}
-    own = set(named_files(first)) - set(named_files(other))
+    own = set(listed_files(first)) - set(listed_files(other))
     flip(cache / next(name for name in sorted(own) if name.endswith(".so")))
     flip(first)
     assert outcomes(run_cli(*warm(model, cache, "--require-hit", prefill="32"))) == ["hit", "hit"]
@@ -187,24 +189,24 @@ def test_another_plan_in_the_folder_stays_warm_when_one_is_discarded(
     assert outcomes(run_cli(*warm(model, cache, "--require-hit", prefill="32"))) == ["hit", "hit"]
 
 
-def test_discarding_keeps_what_another_plan_vouches_for_and_nothing_else(cache: Path) -> None:
-    """Without a start: the other plan's files that are damaged go too, and so does a manifest that is not one."""
-    first = the_manifest(cache)
-    names = named_files(first)
+def test_discarding_keeps_only_undamaged_files_of_other_plans(cache: Path) -> None:
+    """Without a start. Damaged files of the other plan and an unreadable manifest are removed too."""
+    first = manifest_of_cache(cache)
+    names = listed_files(first)
     manifest = read_manifest(first)
     assert manifest is not None
-    kept, damaged = names[0], names[1]
-    write_manifest(first.with_name("other.json"), of_plan("other", manifest_of(manifest, kept, damaged)))
+    valid, damaged = names[0], names[1]
+    write_manifest(first.with_name("other.json"), of_plan("other", manifest_of(manifest, valid, damaged)))
     flip(cache / damaged)
     first.with_name("broken.json").write_text("{")
-    (cache / "bundles" / "one").mkdir(parents=True)
-    (cache / "bundles" / "one" / "index.json").write_text("{}")
+    (cache / "bundles" / "other").mkdir(parents=True)
+    (cache / "bundles" / "other" / "index.json").write_text("{}")
     (cache / "ab").mkdir(exist_ok=True)
-    (cache / "ab" / "unnamed.so").write_text("left by nobody")
+    (cache / "ab" / "unnamed.so").write_text("unlisted")
     integrity.discard_plan(str(cache), first.stem)
-    assert contents.list_cache_files(cache) == [kept]
+    assert contents.list_cache_files(cache) == [valid]
     assert sorted(path.name for path in (cache / "manifests").iterdir()) == ["other.json"]
-    assert (cache / "bundles" / "one" / "index.json").exists()
+    assert (cache / "bundles" / "other" / "index.json").exists()
 
 
 def of_plan(key: str, manifest: Any) -> Any:
@@ -215,44 +217,44 @@ def manifest_of(manifest: Any, *names: str) -> Any:
     return replace(manifest, files=tuple(file for file in manifest.files if file.path in names))
 
 
-def test_a_plan_that_is_new_to_the_folder_is_refused_a_damaged_one_of_others(cache: Path) -> None:
-    """Programs are shared: what another plan's manifest names may be what this one would load."""
+def test_a_new_plan_is_refused_in_a_folder_with_damaged_files_of_other_plans(cache: Path) -> None:
+    """Plans share programs, so the new plan might load the damaged file."""
     assert integrity.read_verified_manifest(str(cache), "new", rebuild=False) is None
-    path = one_of_each_kind(cache)["library"]
+    path = file_of_each_kind(cache)["library"]
     flip(path)
     with pytest.raises(IntegrityError, match="has other bytes"):
         integrity.read_verified_manifest(str(cache), "new", rebuild=False)
     assert integrity.read_verified_manifest(str(cache), "new", rebuild=True) is None
-    assert not path.exists() and the_manifest(cache).exists()
+    assert not path.exists() and manifest_of_cache(cache).exists()
 
 
-def test_a_folder_without_a_manifest_has_nothing_to_compare(tmp_path: Path) -> None:
+def test_a_folder_without_manifests_is_not_checked(tmp_path: Path) -> None:
     assert integrity.read_verified_manifest(str(tmp_path), "any", rebuild=False) is None
 
 
-def test_what_nobody_checked_does_not_lie_where_torch_would_unpickle_it(run_cli: Any, model: str, cache: Path) -> None:
-    """torch tries every file of a key's folder until one fits: a stranger there would run before the right one."""
-    manifest = read_manifest(the_manifest(cache))
+def test_unlisted_files_that_torch_would_unpickle_are_removed(run_cli: Any, model: str, cache: Path) -> None:
+    """torch unpickles every file of a key's folder until one matches, so an unlisted file could run code first."""
+    manifest = read_manifest(manifest_of_cache(cache))
     assert manifest is not None
     entries = [cache / file.path for file in manifest.files if file.path.startswith(("fxgraph/", "aotautograd/"))]
-    strangers = [entry.with_name(name) for entry in entries for name in ("0", "zz")]
+    unlisted = [entry.with_name(name) for entry in entries for name in ("0", "zz")]
     poison = b"cos\nsystem\n(S'touch " + os.fsencode(cache / "poisoned") + b"'\ntR."
     unfinished = entries[0].with_name(".1.2.tmp")
-    for path in (*strangers, unfinished):
+    for path in (*unlisted, unfinished):
         path.write_bytes(poison)
     elsewhere = cache / "fxgraph" / "another" / "key"
     elsewhere.mkdir(parents=True)
-    (elsewhere / "entry").write_bytes(b"of a start that is under way")
+    (elsewhere / "entry").write_bytes(b"of a start in progress")
     result = run_cli(*warm(model, cache, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert not (cache / "poisoned").exists()
-    assert not any(stranger.exists() for stranger in strangers) and all(entry.exists() for entry in entries)
-    assert unfinished.exists(), "torch passes over what is being written"
-    assert (elsewhere / "entry").exists(), "another key is another start's"
+    assert not any(path.exists() for path in unlisted) and all(entry.exists() for entry in entries)
+    assert unfinished.exists(), "torch skips files that are being written"
+    assert (elsewhere / "entry").exists(), "another key may belong to another start"
 
 
-def test_an_entry_that_another_plan_names_is_no_stranger(cache: Path) -> None:
-    manifest = the_manifest(cache)
+def test_an_entry_that_another_plan_lists_stays(cache: Path) -> None:
+    manifest = manifest_of_cache(cache)
     known = read_manifest(manifest)
     assert known is not None
     mine, theirs = (file for file in known.files if file.path.startswith("fxgraph/"))
@@ -267,7 +269,9 @@ def test_an_entry_that_another_plan_names_is_no_stranger(cache: Path) -> None:
     assert not (cache / shared).exists()
 
 
-def test_damage_in_a_private_copy_is_named_where_the_user_put_it(cache: Path) -> None:
-    flip(one_of_each_kind(cache)["library"])
+def test_damage_in_a_private_copy_is_reported_with_the_original_folder(cache: Path) -> None:
+    flip(file_of_each_kind(cache)["library"])
     with pytest.raises(IntegrityError, match="the cache is damaged: /baked/in/"):
-        integrity.read_verified_manifest(str(cache), the_manifest(cache).stem, rebuild=False, display_path="/baked/in")
+        integrity.read_verified_manifest(
+            str(cache), manifest_of_cache(cache).stem, rebuild=False, display_path="/baked/in"
+        )

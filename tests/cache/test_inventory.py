@@ -1,4 +1,4 @@
-"""What is in a folder, and what may go: by age and size, but never what somebody runs from or a bundle put there."""
+"""Inventory and garbage collection of a cache folder; plans that are in use or came from a bundle stay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.server.conftest import serving
 
 DAY = 86400.0
 SHARED = {"fxgraph/shared": 1000}
-HOLDER = """
+HOLD_LEASE = """
 import sys
 from tcdeploy.cache.leases import acquire_lease
 acquire_lease(sys.argv[1], sys.argv[2])
@@ -79,35 +79,37 @@ def test_plans_are_listed_by_their_last_start(three: tuple[Path, list[str]]) -> 
     assert (first.is_leased, first.is_from_bundle, first.was_warm) == (False, False, True)
 
 
-def test_a_plan_from_a_bundle_and_one_not_started_again_are_told(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_a_plan_from_a_bundle_and_a_plan_without_a_warm_start_are_marked(
+    small: Packed, keys: Keys, tmp_path: Path
+) -> None:
     unpack(small.bundle, tmp_path, keys.trusted)
     other = manifest_for(tmp_path, fill(tmp_path, {"6n/x.so": 9}), bucket=64, outcome="miss")
     write_manifest(path_of(tmp_path, other), other)
-    found = {entry.plan_key: (entry.is_from_bundle, entry.was_warm) for entry in list_plans(tmp_path)}
-    assert found == {small.key: (True, True), key_of(other): (False, False)}
+    flags = {entry.plan_key: (entry.is_from_bundle, entry.was_warm) for entry in list_plans(tmp_path)}
+    assert flags == {small.key: (True, True), key_of(other): (False, False)}
 
 
-def test_an_empty_folder_holds_nothing(tmp_path: Path) -> None:
+def test_an_empty_folder_has_no_plans_and_no_usage(tmp_path: Path) -> None:
     assert (list_plans(tmp_path), usage_by_kind(tmp_path)) == ([], {})
 
 
-def test_a_damaged_manifest_is_an_error_and_not_a_plan_less(three: tuple[Path, list[str]]) -> None:
+def test_a_damaged_manifest_is_an_error(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     path = manifest_path(folder, keys[1])
     path.write_bytes(path.read_bytes()[:-3])
     for look in (list_plans, usage_by_kind, lambda folder: collect_garbage(folder, 0.0, None)):
         with pytest.raises(IntegrityError, match=keys[1]):
             look(folder)  # type: ignore[operator]
-    assert len(contents(folder)) == 7, "nothing went"
+    assert len(contents(folder)) == 7, "nothing was removed"
 
 
-def test_use_is_told_by_kind_the_largest_first(three: tuple[Path, list[str]]) -> None:
+def test_usage_is_listed_by_kind_with_the_largest_first(three: tuple[Path, list[str]]) -> None:
     folder, _ = three
     fill(folder, {"fxgraph/loser": 50, "triton/AB/loser.cubin": 70})
     assert usage_by_kind(folder) == {
-        "compiled C++": (3, 3000), "Inductor's graphs": (1, 1000), "named by no plan": (2, 120),
+        "compiled C++": (3, 3000), "Inductor's graphs": (1, 1000), "listed by no plan": (2, 120),
     }  # fmt: skip
-    assert list(usage_by_kind(folder)) == ["compiled C++", "Inductor's graphs", "named by no plan"]
+    assert list(usage_by_kind(folder)) == ["compiled C++", "Inductor's graphs", "listed by no plan"]
 
 
 @pytest.mark.parametrize(
@@ -119,11 +121,11 @@ def test_use_is_told_by_kind_the_largest_first(three: tuple[Path, list[str]]) ->
         ("6n/x", "other"),
     ],
 )  # fmt: skip
-def test_a_file_s_kind_is_told_by_its_place_and_suffix(path: str, kind: str) -> None:
+def test_a_file_s_kind_follows_from_its_folder_and_suffix(path: str, kind: str) -> None:
     assert kind_of(path) == kind
 
 
-def test_looking_writes_nothing_even_where_nothing_can_be_written(
+def test_the_inventory_of_a_read_only_folder_writes_nothing(
     run_cli: Callable[..., Any], three: tuple[Path, list[str]], tmp_path: Path
 ) -> None:
     folder, keys = three
@@ -145,7 +147,7 @@ def test_looking_writes_nothing_even_where_nothing_can_be_written(
 # gc
 
 
-def test_without_a_wish_no_plan_goes(three: tuple[Path, list[str]]) -> None:
+def test_without_limits_no_plan_is_removed(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     before = contents(folder)
     removed = collect_garbage(folder, None, None)
@@ -153,16 +155,16 @@ def test_without_a_wish_no_plan_goes(three: tuple[Path, list[str]]) -> None:
     assert contents(folder) == before and keys_in(folder) == keys
 
 
-def test_the_old_ones_go_and_what_others_share_stays(three: tuple[Path, list[str]]) -> None:
+def test_old_plans_are_removed_and_shared_files_stay(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     removed = collect_garbage(folder, 3 * DAY, None)
     assert (set(removed.plan_keys), removed.files, removed.bytes) == (set(keys[1:]), 2, 2500)
     assert keys_in(folder) == keys[:1]
     assert set(contents(folder)) == {"6n/own-32.so", "fxgraph/shared", f"manifests/{keys[0]}.json"}
-    assert len(verify_folder(folder, folder)) == 1, "what stays is whole"
+    assert len(verify_folder(folder, folder)) == 1, "the remaining plan is whole"
 
 
-def test_with_the_last_plan_the_shared_files_go_too(three: tuple[Path, list[str]]) -> None:
+def test_shared_files_are_removed_with_the_last_plan(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     removed = collect_garbage(folder, 0.0, None)
     assert (len(removed.plan_keys), removed.files, removed.bytes) == (3, 4, 4000)
@@ -170,45 +172,45 @@ def test_with_the_last_plan_the_shared_files_go_too(three: tuple[Path, list[str]
 
 
 @pytest.mark.parametrize(
-    ("most", "stay"), [(10_000, 3), (4000, 3), (3999, 2), (3500, 2), (3499, 1), (1500, 1), (1499, 0), (0, 0)]
+    ("max_bytes", "remaining"), [(10_000, 3), (4000, 3), (3999, 2), (3500, 2), (3499, 1), (1500, 1), (1499, 0), (0, 0)]
 )
-def test_what_does_not_fit_goes_from_the_least_recently_used_on(
-    three: tuple[Path, list[str]], most: int, stay: int
+def test_the_least_recently_used_plans_are_removed_until_the_rest_fits(
+    three: tuple[Path, list[str]], max_bytes: int, remaining: int
 ) -> None:
-    """A plan counts with all its bytes, but what several share counts once: it goes with none of them."""
+    """A plan counts with all its files; a file that several plans share counts once."""
     folder, keys = three
-    removed = collect_garbage(folder, None, most)
-    assert keys_in(folder) == keys[:stay] and set(removed.plan_keys) == set(keys[stay:])
+    removed = collect_garbage(folder, None, max_bytes)
+    assert keys_in(folder) == keys[:remaining] and set(removed.plan_keys) == set(keys[remaining:])
 
 
-def test_a_dry_run_tells_the_same_and_removes_nothing(three: tuple[Path, list[str]]) -> None:
+def test_a_dry_run_reports_the_same_and_removes_nothing(three: tuple[Path, list[str]]) -> None:
     folder, _ = three
     before = listing(folder)
-    told = collect_garbage(folder, 3 * DAY, None, is_dry_run=True)
+    reported = collect_garbage(folder, 3 * DAY, None, is_dry_run=True)
     assert listing(folder) == before
-    assert collect_garbage(folder, 3 * DAY, None) == told and told.files == 2
+    assert collect_garbage(folder, 3 * DAY, None) == reported and reported.files == 2
 
 
-def test_a_plan_that_another_process_runs_from_stays_with_its_reason_until_it_ends(
+def test_a_plan_in_use_by_another_process_stays_until_that_ends(
     three: tuple[Path, list[str]],
 ) -> None:
     folder, keys = three
-    with Child(HOLDER, folder, keys[2]) as child:
+    with Child(HOLD_LEASE, folder, keys[2]) as child:
         assert child.line() == "ready"
         assert [entry.is_leased for entry in list_plans(folder)] == [False, False, True]
         removed = collect_garbage(folder, 0.0, 0)
-        assert removed.retained == ((keys[2], "a process runs from it"),)
+        assert removed.retained == ((keys[2], "it is in use by a running process"),)
         assert keys_in(folder) == [keys[2]]
         assert {"6n/own-128.so", "fxgraph/shared"} <= set(contents(folder))
         assert len(verify_folder(folder, folder)) == 1
-    assert not is_leased(folder, keys[2]), "killed, it holds nothing"
+    assert not is_leased(folder, keys[2]), "a killed process has no lease"
     assert collect_garbage(folder, 0.0, 0).plan_keys == (keys[2],)
 
 
-def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tuple[Path, list[str]]) -> None:
-    """Were it unlinked, a start that had opened it before would hold a file that nobody finds again."""
+def test_the_lease_file_of_a_removed_plan_stays(three: tuple[Path, list[str]]) -> None:
+    """If it were deleted, a process that had opened it would hold a lock that no other process sees."""
     folder, keys = three
-    with Child(HOLDER, folder, keys[2]) as child:
+    with Child(HOLD_LEASE, folder, keys[2]) as child:
         child.line()
     lease = folder / "leases" / keys[2]
     before = lease.stat().st_ino
@@ -216,49 +218,49 @@ def test_a_lease_outlives_the_plan_that_went_so_the_next_start_is_seen(three: tu
     assert lease.stat().st_ino == before
 
 
-def test_a_start_waits_for_whoever_removes(three: tuple[Path, list[str]]) -> None:
-    """Between the question who runs and the removal no lease can be taken."""
+def test_a_start_waits_for_a_collection_in_progress(three: tuple[Path, list[str]]) -> None:
+    """No lease can be taken between the check for leases and the removal."""
     folder, keys = three
     lease = folder / "leases" / keys[0]
-    with Child(HOLDER, folder, keys[0]) as child:
+    with Child(HOLD_LEASE, folder, keys[0]) as child:
         child.line()
     lease.unlink()
     with folder_lock(folder):
-        child = Child(f"print('at the door', flush=True)\n{HOLDER}", folder, keys[0])
+        child = Child(f"print('before the lease', flush=True)\n{HOLD_LEASE}", folder, keys[0])
         with child:
-            assert child.line() == "at the door"
+            assert child.line() == "before the lease"
             time.sleep(2.0)
-            assert not lease.exists(), "it waits there"
-    with Child(HOLDER, folder, keys[0]) as child:
+            assert not lease.exists(), "it waits for the lock"
+    with Child(HOLD_LEASE, folder, keys[0]) as child:
         assert child.line() == "ready" and is_leased(folder, keys[0])
 
 
-def test_this_process_s_own_plan_stays_too(three: tuple[Path, list[str]]) -> None:
+def test_a_plan_in_use_by_this_process_stays(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     acquire_lease(str(folder), keys[0])
-    assert collect_garbage(folder, 0.0, None).retained == ((keys[0], "a process runs from it"),)
+    assert collect_garbage(folder, 0.0, None).retained == ((keys[0], "it is in use by a running process"),)
 
 
-def test_what_must_stay_counts_first_in_what_may_stay(three: tuple[Path, list[str]]) -> None:
-    """3,999 bytes: the oldest is in use and takes 1,500, the last used one 500 more, the one between does not fit."""
+def test_plans_that_must_stay_are_counted_first(three: tuple[Path, list[str]]) -> None:
+    """Of 3,999 bytes the oldest plan, in use, takes 1,500 and the newest 500 more; the third does not fit."""
     folder, keys = three
-    with Child(HOLDER, folder, keys[2]) as child:
+    with Child(HOLD_LEASE, folder, keys[2]) as child:
         child.line()
         assert collect_garbage(folder, None, 3999).plan_keys == (keys[1],)
     assert keys_in(folder) == [keys[0], keys[2]]
 
 
-def test_a_plan_from_a_bundle_stays_whatever_its_age(small: Packed, keys: Keys, tmp_path: Path) -> None:
+def test_a_plan_from_a_bundle_stays_at_any_age(small: Packed, keys: Keys, tmp_path: Path) -> None:
     unpack(small.bundle, tmp_path, keys.trusted)
     age(manifest_path(tmp_path, small.key), 1000)
-    gone = key_of(add_plan(tmp_path, 64, days=1))
+    other = key_of(add_plan(tmp_path, 64, days=1))
     removed = collect_garbage(tmp_path, 0.0, 0)
-    assert removed.plan_keys == (gone,) and removed.retained == ((small.key, "a bundle put it there"),)
+    assert removed.plan_keys == (other,) and removed.retained == ((small.key, "it was imported from a bundle"),)
     assert len(verify_folder(tmp_path, keys.trusted)) == 1
 
 
 @pytest.mark.parametrize("hours", [0, 23, 25])
-def test_leftovers_go_when_they_are_old(three: tuple[Path, list[str]], hours: float) -> None:
+def test_old_leftovers_are_removed(three: tuple[Path, list[str]], hours: float) -> None:
     folder, keys = three
     fill(folder, {"fxgraph/leftover": 40, "triton/XY/leftover.cubin": 60})
     for name in ("fxgraph/leftover", "triton/XY/leftover.cubin"):
@@ -268,23 +270,23 @@ def test_leftovers_go_when_they_are_old(three: tuple[Path, list[str]], hours: fl
     assert (folder / "fxgraph/leftover").exists() == (hours < 24) and keys_in(folder) == keys
 
 
-@pytest.mark.parametrize("whose", ["a plan's that is here", "a plan's that has no manifest yet"])
-def test_old_leftovers_stay_while_anybody_runs(three: tuple[Path, list[str]], whose: str) -> None:
-    """A start that warms has no manifest yet, and may be reading what an earlier one left."""
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_old_leftovers_stay_while_any_plan_is_leased(three: tuple[Path, list[str]], has_manifest: bool) -> None:
+    """A start has no manifest while it warms, and may use files that an earlier start left."""
     folder, keys = three
     fill(folder, {"fxgraph/leftover": 40})
     age(folder / "fxgraph/leftover", 10)
-    with Child(HOLDER, folder, keys[0] if whose.endswith("here") else "0123456789abcdef") as child:
+    with Child(HOLD_LEASE, folder, keys[0] if has_manifest else "0123456789abcdef") as child:
         child.line()
         assert collect_garbage(folder, None, None).files == 0
         assert (folder / "fxgraph/leftover").exists()
     assert collect_garbage(folder, None, None).files == 1
 
 
-def test_while_a_start_is_under_way_a_plan_may_go_and_its_files_wait(three: tuple[Path, list[str]]) -> None:
-    """It may have hit them, and its manifest, which will name them, is not written yet."""
+def test_during_a_start_a_plan_is_removed_without_its_files(three: tuple[Path, list[str]]) -> None:
+    """The start may use them, and its manifest is not written yet."""
     folder, keys = three
-    with Child(HOLDER, folder, "0123456789abcdef") as child:
+    with Child(HOLD_LEASE, folder, "0123456789abcdef") as child:
         child.line()
         removed = collect_garbage(folder, 3 * DAY, None)
         assert (set(removed.plan_keys), removed.files) == (set(keys[1:]), 0)
@@ -304,7 +306,7 @@ def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
 # The commands
 
 
-def test_the_commands_list_measure_and_clear(run_cli: Callable[..., Any], three: tuple[Path, list[str]]) -> None:
+def test_the_commands_ls_du_and_gc(run_cli: Callable[..., Any], three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     listed = run_cli("cache", "ls", str(folder))
     assert listed.returncode == 0 and all(key in listed.stdout for key in keys), listed.stderr
@@ -326,7 +328,7 @@ def test_the_commands_list_measure_and_clear(run_cli: Callable[..., Any], three:
         ("--max-size", ""),
     ],
 )  # fmt: skip
-def test_a_quantity_that_is_none_removes_nothing(
+def test_an_invalid_quantity_removes_nothing(
     run_cli: Callable[..., Any], three: tuple[Path, list[str]], arguments: tuple[str, str]
 ) -> None:
     folder, keys = three
@@ -335,7 +337,7 @@ def test_a_quantity_that_is_none_removes_nothing(
     assert keys_in(folder) == keys
 
 
-def test_a_folder_that_is_none_is_a_usage_error(run_cli: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_folder_that_is_no_cache_folder_is_a_usage_error(run_cli: Callable[..., Any], tmp_path: Path) -> None:
     mine = tmp_path / "mine" / "docs"
     mine.mkdir(parents=True)
     (mine / "thesis.txt").write_text("years of work")
@@ -347,8 +349,8 @@ def test_a_folder_that_is_none_is_a_usage_error(run_cli: Callable[..., Any], tmp
     assert (mine / "thesis.txt").exists()
 
 
-def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
-    """A cache folder in which somebody keeps other things too, however old: by clearing, and by a rebuild."""
+def test_files_of_other_programs_are_never_removed(tmp_path: Path) -> None:
+    """Neither by garbage collection nor by a rebuild, at any age."""
     manifest = make_small(tmp_path / "cache")
     others = ["docs/thesis.txt", ".git/config", "fxgraph/.hidden/x", "src/a/main.c", "ab/sub/file", "notes"]
     for name in others:
@@ -365,10 +367,10 @@ def test_what_is_not_ours_is_never_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "cache" / manifest.files[0].path).exists()
 
 
-def test_what_a_server_runs_from_stays_while_it_runs(
+def test_the_plan_of_a_running_server_stays(
     run_cli: Callable[..., Any], tmp_path: Path, fork_server: ForkServer
 ) -> None:
-    """Fault 15, with the real server: all that may go is asked to go, and it still answers."""
+    """With the real server: it still answers after everything removable was removed."""
     cache = tmp_path / "cache"
     with serving(tmp_path, cache, "--buckets", "32", "--batch-sizes", "1", fork_server=fork_server) as served:
         [entry] = list_plans(cache)
@@ -378,7 +380,7 @@ def test_what_a_server_runs_from_stays_while_it_runs(
         assert result.returncode == 0, result.stderr
         document = json.loads(result.stdout)
         assert document["plan_keys"] == [other]
-        assert document["kept"] == [[entry.plan_key, "a process runs from it"]]
+        assert document["retained"] == [[entry.plan_key, "it is in use by a running process"]]
         assert len(verify_folder(cache, cache)) == 1
         body = {"model": "builtin:tiny", "prompt": "one two", "max_tokens": 4}
         assert httpx.post(f"{served.address}/v1/completions", json=body, timeout=60).status_code == 200

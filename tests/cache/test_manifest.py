@@ -1,4 +1,4 @@
-"""The manifest comes back as it was written, is replaced whole or not at all, and is never half believed."""
+"""A manifest survives a round trip, is replaced atomically, and any damage to it is an error."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ RECORD = BucketRecord(
     cold_seconds=12.5,
 )
 WARM = replace(RECORD, bucket="decode:1", outcome="hit", compile_seconds=0.5, cold_seconds=None, compiled_ms=5.5)
-ASKED = make_recipe(context=4096)
-PLAN = make_plan(ASKED, H100, LLAMA_8B)
+RECIPE = make_recipe(context=4096)
+PLAN = make_plan(RECIPE, H100, LLAMA_8B)
 ORIGIN = make_origin(
-    ASKED,
+    RECIPE,
     {"model_type": "llama", "rope_theta": 500000.0},
     {"linear/ops.py": hashlib.sha256(b"sources").hexdigest()},
     {"epilogue_fusion": "True"},
@@ -100,7 +100,7 @@ def as_read(manifest: Manifest) -> dict[str, Any]:
 
 
 def corruption(path: Path) -> IntegrityError:
-    """The error that reading must raise, which names the file and says what to do."""
+    """The error that reading must raise; it names the file and the next command."""
     with pytest.raises(IntegrityError) as caught:
         read_manifest(path)
     assert caught.value.exit_code == 5
@@ -110,8 +110,8 @@ def corruption(path: Path) -> IntegrityError:
 
 
 def change(path: Path, edit: Any) -> None:
-    """Rewrite the manifest after `edit` has changed its document in place, with the sha256 that then is right: what
-    finds the change is not the sum but whatever looks at the field."""
+    """Rewrite the manifest after `edit` has changed its document in place, with a matching sha256, so that a check of
+    the field itself must find the change."""
     document = json.loads(path.read_text())
     del document["sha256"]
     edit(document)
@@ -119,23 +119,23 @@ def change(path: Path, edit: Any) -> None:
     path.write_text(json.dumps({**document, "sha256": digest}, indent=1))
 
 
-def test_a_manifest_comes_back_as_it_was_written(written: Path) -> None:
-    found = read_manifest(written)
-    assert found is not None
-    assert found.buckets == (RECORD, WARM)
-    assert (found.origin, found.files) == (ORIGIN, FILES)
-    assert found.origin.recipe["context"] == 4096
-    assert as_read(found) == as_read(MANIFEST)
-    assert found.schema == SCHEMA_VERSION
-    assert found.plan["key"] == PLAN.key and found.environment["gpus"][0]["name"] == H100.gpu
+def test_a_manifest_survives_a_round_trip(written: Path) -> None:
+    manifest = read_manifest(written)
+    assert manifest is not None
+    assert manifest.buckets == (RECORD, WARM)
+    assert (manifest.origin, manifest.files) == (ORIGIN, FILES)
+    assert manifest.origin.recipe["context"] == 4096
+    assert as_read(manifest) == as_read(MANIFEST)
+    assert manifest.schema == SCHEMA_VERSION
+    assert manifest.plan["key"] == PLAN.key and manifest.environment["gpus"][0]["name"] == H100.gpu
 
 
-def test_the_same_manifest_is_the_same_bytes(written: Path) -> None:
-    found = read_manifest(written)
-    assert found is not None and manifest_text(found) == manifest_text(MANIFEST) == written.read_text()
+def test_equal_manifests_are_equal_bytes(written: Path) -> None:
+    manifest = read_manifest(written)
+    assert manifest is not None and manifest_text(manifest) == manifest_text(MANIFEST) == written.read_text()
 
 
-def test_the_file_is_named_after_the_plan_in_a_folder_of_its_own(tmp_path: Path) -> None:
+def test_the_file_is_named_after_the_plan_below_manifests(tmp_path: Path) -> None:
     write_manifest(manifest_path(str(tmp_path / "new" / "cache"), "abc"), MANIFEST)
     assert [item.relative_to(tmp_path) for item in tmp_path.rglob("*.json")] == [Path("new/cache/manifests/abc.json")]
 
@@ -156,14 +156,14 @@ def test_a_start_was_warm_if_no_bucket_had_to_compile(outcomes: tuple[str, str],
     assert replace(MANIFEST, buckets=buckets).was_warm is is_warm
 
 
-def test_figures_that_are_not_numbers_come_back_too(path: Path) -> None:
+def test_infinite_figures_survive_a_round_trip(path: Path) -> None:
     odd = replace(RECORD, parity=replace(RECORD.parity, kl=float("inf"), relative_difference=float("-inf")))
     write_manifest(path, replace(MANIFEST, buckets=(odd,)))
-    found = read_manifest(path)
-    assert found is not None and found.buckets == (odd,)
+    manifest = read_manifest(path)
+    assert manifest is not None and manifest.buckets == (odd,)
 
 
-def test_no_manifest_is_none_and_not_an_error(path: Path) -> None:
+def test_a_missing_manifest_is_none(path: Path) -> None:
     assert read_manifest(path) is None
     path.parent.mkdir(parents=True)
     assert read_manifest(path) is None
@@ -192,8 +192,8 @@ def test_a_changed_byte_is_an_integrity_error(written: Path, seed: int) -> None:
     corruption(written)
 
 
-def test_every_bit_counts(path: Path) -> None:
-    """Each single one of a small manifest turned over, those of blanks and line ends and of the sum too."""
+def test_every_flipped_bit_is_found(path: Path) -> None:
+    """Every bit of a small manifest, those of white space and of the checksum included."""
     small = Manifest({"key": "k"}, {}, Origin({}, {}, {"a.py": "s"}, {}), {"load": 0.5}, (RECORD,), FILES[:1])
     write_manifest(path, small)
     whole = path.read_bytes()
@@ -222,13 +222,13 @@ def test_every_bit_counts(path: Path) -> None:
         b'{"schema": 1, "plan": "\xe9"}',
     ],
 )
-def test_what_is_no_manifest_at_all_is_corrupt(written: Path, content: bytes) -> None:
+def test_other_content_is_corrupt(written: Path, content: bytes) -> None:
     written.write_bytes(content)
     corruption(written)
 
 
-def test_a_change_by_somebody_who_knows_the_format_is_read(written: Path) -> None:
-    """The sum is against accidents; and were this corrupt, so would be all the fields below, whatever they hold."""
+def test_a_change_with_a_matching_checksum_is_read(written: Path) -> None:
+    """The checksum is against accidents. Without this the tests of single fields below would prove nothing."""
     change(written, lambda document: document.update(workspace_bytes=1))
     assert read_manifest(written) == replace(MANIFEST, workspace_bytes=1, **as_read_parts(written))
 
@@ -240,14 +240,14 @@ def as_read_parts(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("schema", ["1", None, [1]])
-def test_a_schema_that_is_none_is_named_beside_the_one_that_is_read(written: Path, schema: Any) -> None:
+def test_an_invalid_schema_is_named_beside_the_supported_one(written: Path, schema: Any) -> None:
     change(written, lambda document: document.update(schema=schema))
     assert f"schema {schema}, and this version reads {SCHEMA_VERSION}" in corruption(written).message
 
 
 @pytest.mark.parametrize("schema", [0, 1, SCHEMA_VERSION - 1, SCHEMA_VERSION + 1])
-def test_what_another_version_wrote_is_no_manifest_and_no_damage(written: Path, schema: int) -> None:
-    """After an upgrade a plan is cold, and the folder of other plans is still of use."""
+def test_a_manifest_of_another_schema_is_none(written: Path, schema: int) -> None:
+    """After an upgrade the plan is cold, and its folder can still be used."""
     change(written, lambda document: document.update(schema=schema))
     assert read_manifest(written) is None
     document = json.loads(written.read_text())
@@ -256,7 +256,7 @@ def test_what_another_version_wrote_is_no_manifest_and_no_damage(written: Path, 
     assert read_manifest(written) is None
 
 
-def test_a_schema_that_was_only_flipped_is_damage(written: Path) -> None:
+def test_a_flipped_schema_is_damage(written: Path) -> None:
     flipped = written.read_text().replace(f'"schema": {SCHEMA_VERSION}', f'"schema": {SCHEMA_VERSION ^ 1}')
     written.write_text(flipped)
     corruption(written)
@@ -274,7 +274,7 @@ def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> N
 
 
 @pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
-def test_a_missing_field_of_a_bucket_is_named_even_where_it_has_a_default(written: Path, name: str) -> None:
+def test_a_missing_field_of_a_bucket_is_named_even_with_a_default(written: Path, name: str) -> None:
     change(written, lambda document: document["buckets"][1].pop(name))
     assert name in corruption(written).message
 
@@ -285,7 +285,7 @@ def test_a_missing_field_of_the_parity_is_named(written: Path, name: str) -> Non
     assert name in corruption(written).message
 
 
-PLACES: dict[str, Any] = {
+SECTIONS: dict[str, Any] = {
     "manifest": lambda document: document,
     "origin": lambda document: document["origin"],
     "file": lambda document: document["files"][0],
@@ -295,28 +295,28 @@ PLACES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_field_nobody_knows_is_named(written: Path, place: str) -> None:
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_unknown_field_is_named(written: Path, section: str) -> None:
     def add(document: dict[str, Any]) -> None:
-        PLACES[place](document)["novelty"] = 1
+        SECTIONS[section](document)["novelty"] = 1
 
     change(written, add)
     assert "novelty" in corruption(written).message
 
 
-@pytest.mark.parametrize("place", ["eager_greedy_tokens", "greedy_tokens"])
+@pytest.mark.parametrize("section", ["eager_greedy_tokens", "greedy_tokens"])
 @pytest.mark.parametrize("name", [item.name for item in fields(GreedyTokens)])
-def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, place: str, name: str) -> None:
-    change(written, lambda document: document["buckets"][0][place].pop(name))
+def test_a_missing_field_of_the_greedy_tokens_is_named(written: Path, section: str, name: str) -> None:
+    change(written, lambda document: document["buckets"][0][section].pop(name))
     assert name in corruption(written).message
 
 
 @pytest.mark.parametrize(
-    ("place", "name"),
+    ("section", "name"),
     [("origin", item.name) for item in fields(Origin)] + [("file", item.name) for item in fields(FileRecord)],
 )
-def test_a_missing_field_of_the_origin_and_of_a_file_is_named(written: Path, place: str, name: str) -> None:
-    change(written, lambda document: PLACES[place](document).pop(name))
+def test_a_missing_field_of_the_origin_and_of_a_file_is_named(written: Path, section: str, name: str) -> None:
+    change(written, lambda document: SECTIONS[section](document).pop(name))
     assert f"'{name}'" in corruption(written).message
 
 
@@ -349,8 +349,8 @@ def test_a_parity_of_another_shape_is_corrupt(written: Path, parity: Any) -> Non
 
 def test_a_second_manifest_replaces_the_first(written: Path) -> None:
     write_manifest(written, replace(MANIFEST, stage_seconds={"compile": 1.0}))
-    found = read_manifest(written)
-    assert found is not None and found.stage_seconds == {"compile": 1.0}
+    manifest = read_manifest(written)
+    assert manifest is not None and manifest.stage_seconds == {"compile": 1.0}
     assert names_beside(written) == [written.name]
 
 
@@ -395,7 +395,7 @@ def test_a_full_disk_is_a_space_error_and_leaves_the_old_manifest(
 
 @pytest.mark.parametrize("step", WRITE_STEPS)
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(errno.EIO, "I/O error"), RuntimeError("any")])
-def test_any_other_failure_passes_through_and_leaves_the_old_manifest(
+def test_any_other_exception_is_raised_and_leaves_the_old_manifest(
     written: Path, step: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = written.read_bytes()
@@ -407,13 +407,13 @@ def test_any_other_failure_passes_through_and_leaves_the_old_manifest(
     assert names_beside(written) == [written.name]
 
 
-def test_what_json_cannot_hold_leaves_nothing_behind(path: Path) -> None:
+def test_a_value_that_json_cannot_hold_leaves_no_file(path: Path) -> None:
     with pytest.raises(TypeError):
         write_manifest(path, replace(MANIFEST, plan={"key": object()}))
     assert names_beside(path) == []
 
 
-def test_the_bytes_are_on_the_disk_before_the_name_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_file_is_synced_before_it_is_renamed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     steps: list[str] = []
     for name in ("fsync", "replace"):
         real = getattr(os, name)
@@ -438,7 +438,7 @@ def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_a_disk_that_is_really_full_leaves_the_old_manifest(tmp_path: Path) -> None:
+def test_a_full_tmpfs_leaves_the_old_manifest(tmp_path: Path) -> None:
     with small_disk(tmp_path, kilobytes=64):
         path = manifest_path(tmp_path, "key")
         write_manifest(path, MANIFEST)
@@ -452,12 +452,12 @@ def test_a_disk_that_is_really_full_leaves_the_old_manifest(tmp_path: Path) -> N
         assert names_beside(path) == [path.name]
         (tmp_path / "filler").unlink()
         write_manifest(path, replace(MANIFEST, stage_seconds={}))
-        found = read_manifest(path)
-        assert found is not None and found.stage_seconds == {}
+        manifest = read_manifest(path)
+        assert manifest is not None and manifest.stage_seconds == {}
 
 
-def test_who_may_read_the_cache_may_read_its_manifest(path: Path) -> None:
-    """An image warms its cache as root and serves from it as somebody else: mkstemp's 0600 must not stay."""
+def test_other_users_may_read_the_manifest(path: Path) -> None:
+    """An image warms its cache as root and serves as another user, so mkstemp's 0600 must not stay."""
     before = os.umask(0o022)
     try:
         write_manifest(path, MANIFEST)
@@ -481,8 +481,8 @@ for number in range(50):
 """
 
 
-def test_two_processes_that_write_at_once_never_show_a_torn_manifest(path: Path) -> None:
-    """One writes long manifests, the other short ones, 50 each; all that is read meanwhile is one or the other."""
+def test_concurrent_writers_never_leave_a_torn_manifest(path: Path) -> None:
+    """One writes 50 long manifests, the other 50 short ones; every read returns one of these."""
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     writers = [
         subprocess.Popen(
@@ -499,10 +499,10 @@ def test_two_processes_that_write_at_once_never_show_a_torn_manifest(path: Path)
         writer.stdin.flush()
     seen: set[str] = set()
     while any(writer.poll() is None for writer in writers) or not seen:
-        found = read_manifest(path)
-        if found is not None:
-            [bucket] = {record.bucket for record in found.buckets}
-            assert len(found.buckets) == (21 if bucket.startswith("long") else 1)
+        manifest = read_manifest(path)
+        if manifest is not None:
+            [bucket] = {record.bucket for record in manifest.buckets}
+            assert len(manifest.buckets) == (21 if bucket.startswith("long") else 1)
             seen.add(bucket)
     for writer in writers:
         writer.communicate()
