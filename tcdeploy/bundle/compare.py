@@ -13,7 +13,7 @@ from tcdeploy.planning.environment import Difference, diff_mappings
 
 @dataclass(frozen=True)
 class Comparison:
-    """The inputs that differ, and the paths of files that are in one cache only, in both but changed, or the same."""
+    """Inputs that differ, paths that are in one cache only or have other content, and the count of identical files."""
 
     differences: tuple[Difference, ...]
     only_first: tuple[str, ...]

@@ -1,8 +1,8 @@
 """The bundle header: the manifest of one plan, made portable, and the size and sha256 of the payload.
 
-The manifest is the one from the cache folder, so a folder that a bundle is unpacked into has the plan as if it had been
-warmed there. Paths of the packing machine and timings of single warm starts are removed, so a cache packs to the same
-bytes wherever it lies. (Compiled files still contain paths of their sources.) Does not import torch.
+The manifest is the one of the cache folder, so a folder that a bundle was unpacked into equals one that was warmed.
+Paths of the packing machine and timings of single warm starts are removed, so a cache in any folder packs to the same
+bytes. (Compiled files still contain paths of their sources.) Does not import torch.
 """
 
 from __future__ import annotations

@@ -246,7 +246,7 @@ def test_the_commands_create_trust_and_use_a_key_pair(
         str(tmp_path / "me.pub"),
     ]
     again = run_cli("cache", "keygen", str(tmp_path / "me"))
-    assert again.returncode == 2 and "is there already" in again.stderr
+    assert again.returncode == 2 and "already exists" in again.stderr
     assert run_cli("cache", "sign", str(bundle), "--key", str(tmp_path / "me.key")).returncode == 0
     assert run_cli("cache", "verify", str(bundle)).returncode == 4
     assert run_cli("cache", "trust", "me", str(tmp_path / "me.pub")).returncode == 0
