@@ -44,9 +44,16 @@ DELETED = {
     "HTTP limits": (
         "from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol; del HttpToolsProtocol.on_headers_complete"
     ),
-    "prompt log-probabilities": "from transformers import PreTrainedModel; del PreTrainedModel.base_model",
 }
 REPLACED = {
+    "prompt log-probabilities": """
+from transformers import PreTrainedModel
+class MovedProperty:
+    def __init__(self, get): self.get = get
+    def __get__(self, model, owner=None): return self if model is None else self.get(model)
+
+PreTrainedModel.base_model = MovedProperty(PreTrainedModel.base_model.fget)
+""",
     "attention registry": """
 import collections
 from transformers import AttentionInterface
@@ -55,7 +62,11 @@ AttentionInterface._global_mapping = collections.UserDict(AttentionInterface._gl
     "compile counters": """
 import collections
 import torch._dynamo.utils
-torch._dynamo.utils.counters = collections.UserDict(torch._dynamo.utils.counters)
+class MovedCounters(collections.UserDict):
+    def __missing__(self, group):
+        return self.data.setdefault(group, collections.Counter())
+
+torch._dynamo.utils.counters = MovedCounters()
 """,
 }
 MOVED = {
@@ -98,7 +109,7 @@ class Starter:
     """Starts builtin:tiny from one cache folder, each time in a process of its own."""
 
     def __init__(self, folder: Path, fork_server: ForkServer) -> None:
-        self.cache_dir, self._fork_server = str(folder / "cache"), fork_server
+        self.cache_dir, self.fork_server = str(folder / "cache"), fork_server
         self.environ = cli_environment(folder)
 
     def start(self, removal: str = "", new_process: bool = False) -> dict[str, Any]:
@@ -108,10 +119,10 @@ class Starter:
         return answer
 
     def run(self, script: str, new_process: bool = False, *arguments: str) -> subprocess.CompletedProcess[str]:
-        if new_process or not self._fork_server.supports(self.environ):
+        if new_process or not self.fork_server.supports(self.environ):
             command = [sys.executable, "-c", script]
             return subprocess.run(command, env=self.environ, capture_output=True, text=True)
-        return self._fork_server.run(*arguments, environ=self.environ, script=script)
+        return self.fork_server.run(*arguments, environ=self.environ, script=script)
 
 
 @pytest.fixture(scope="module")
@@ -151,7 +162,7 @@ def test_a_start_without_it_gives_the_same_tokens_and_the_plan_says_what_is_lost
 
 def test_require_hit_fails_where_hits_cannot_be_counted(starter: Starter, complete: dict[str, Any]) -> None:
     flags = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", starter.cache_dir, "--require-hit")
-    if not starter._fork_server.supports(starter.environ):
+    if not starter.fork_server.supports(starter.environ):
         pytest.skip("needs a fork that has imported torch")
     result = starter.run(REMOVALS["compile counters"], False, *flags)
     assert result.returncode == 6
