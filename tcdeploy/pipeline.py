@@ -211,7 +211,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
-    """The deployment as planned for the compiler that made the cached programs, for a machine without a C++ compiler."""
+    """The deployment as planned for the compiler that made the cached programs, if this machine has none."""
     for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
         replanned = with_cxx_compiler(planned, recorded.version)
         if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():

@@ -40,7 +40,10 @@ LAYER_KINDS = {"gemma2": 2, "gemma3_text": 2, "gpt_oss": 2}  # kinds of decoder 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "mamba": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2}, "linear_attention"),
     "bloom": ({"vocab_size": 256, "hidden_size": 64, "n_layer": 2, "n_head": 4}, "never calls"),
-    "falcon": ({"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}, "does not look its attention up"),
+    "falcon": (
+        {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4},
+        "does not look its attention up",
+    ),
     "llama4_text": ({**_HEADS, "num_local_experts": 2, "attention_chunk_size": 64}, "chunked_attention"),
     "qwen3_next": ({**_HEADS, "num_experts": 8, "num_experts_per_tok": 2}, "linear_attention"),
 }  # fmt: skip

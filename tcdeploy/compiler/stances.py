@@ -30,4 +30,3 @@ def fail_on_recompile() -> Iterator[None]:
                 "warm a bucket for this shape: tcdeploy warm MODEL --buckets ... --batch-sizes ...",
             ) from error
         raise
-

@@ -1,4 +1,4 @@
-"""The static tensors that programs and CUDA graphs read: the decode rows of all decode buckets, and each prefill bucket's.
+"""The static tensors that programs and CUDA graphs read: the decode rows, and the inputs of each prefill bucket.
 
 A CUDA graph replays on fixed addresses. `DecodeRows` is the device's state of the running sequences: the next input
 token of each, its position, length, block table and sampling parameters. Decode bucket b reads the first b rows. The
@@ -118,8 +118,8 @@ class PrefillBuffers:
         )
         self._host_scalars_array = prefill.host_scalars.numpy()
         self.buffers = StepBuffers(
-            bucket, int64_views["ids"][None], int64_views["positions"][None], int64_views["rows"], int32_views["lengths"],
-            AttentionMetadata(prefill=prefill), int64_views["logits_indices"],
+            bucket, int64_views["ids"][None], int64_views["positions"][None], int64_views["rows"],
+            int32_views["lengths"], AttentionMetadata(prefill=prefill), int64_views["logits_indices"],
         )  # fmt: skip
 
     def fill(self, chunks: ListLike[Chunk], rows: ListLike[int | None]) -> None:

@@ -91,7 +91,7 @@ class ModelRunner:
 
     @torch.no_grad()
     def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
-        """Replace the greedy tokens of a step by tokens sampled with the rows' parameters, also as the next step's input.
+        """Sample the tokens of a step with the rows' parameters, in place of the greedy ones; they are the next input.
 
         `masks` [outputs, words] int32 is needed if `features.masks` is set.
         """

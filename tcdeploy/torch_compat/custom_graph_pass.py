@@ -22,10 +22,7 @@ else:
 
 
 def supported() -> bool:
-    return (
-        isinstance(find(f"{MODULE}:CustomGraphPass"), type)
-        and hasattr(find("torch._inductor.config"), OPTION)
-    )
+    return isinstance(find(f"{MODULE}:CustomGraphPass"), type) and hasattr(find("torch._inductor.config"), OPTION)
 
 
 INTERNAL = Internal(

@@ -45,9 +45,13 @@ def test_files_are_grouped_by_the_cache_that_has_them(first: Manifest) -> None:
 
 
 def test_differences_of_environment_plan_config_and_ops_list_both_values(first: Manifest) -> None:
-    origin = replace(first.origin, model_config={"model_type": "llama", "rope": 1}, sources={"linear/ops.py": "6" * 64})
+    config = {"model_type": "llama", "rope": 1}
+    origin = replace(first.origin, model_config=config, sources={"linear/ops.py": "6" * 64})
     second = replace(
-        first, environment={**first.environment, "torch": "9.9"}, plan={**first.plan, "compute_dtype": "float16"}, origin=origin
+        first,
+        environment={**first.environment, "torch": "9.9"},
+        plan={**first.plan, "compute_dtype": "float16"},
+        origin=origin,
     )
     differences = compare_manifests(first, second).differences
     assert {difference.name: (difference.here, difference.there) for difference in differences} == {
