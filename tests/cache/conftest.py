@@ -1,0 +1,7 @@
+"""Fixtures of the bundle tests that the tests of garbage collection use too: signing keys and a small packed cache."""
+
+from __future__ import annotations
+
+from tests.bundle.conftest import keys, small
+
+__all__ = ["keys", "small"]
