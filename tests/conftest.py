@@ -40,8 +40,9 @@ TINY_BATCH_SIZES = (1, 4)
 # those below these paths, which compile, start a model, or run kernels in Triton's interpreter for many seconds.
 COMPILING_FIXTURES = frozenset({"cache_dir", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache"})
 COMPILING_PATHS = (
-    "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "compiler/", "gpu/",
-    "linear/", "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
+    "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
+    "compiler/", "engine/test_tuning.py", "gpu/", "linear/", "models/test_packed_linears.py", "passes/",
+    "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
