@@ -309,7 +309,7 @@ def test_the_command_packs_a_folder_and_reports_the_bundle(
     assert (document["plan_key"], document["packed_bytes"]) == (small.key, out.stat().st_size)
     assert sum(kind["files"] for kind in document["kinds"].values()) == document["files"] == len(KINDS)
     plain = run_cli(*arguments)
-    assert plain.returncode == 0 and f"for {len(KINDS)} files" in plain.stdout
+    assert plain.returncode == 0 and f"{len(KINDS)} files, " in plain.stdout
 
 
 def test_the_command_exits_with_5_for_a_damaged_cache(

@@ -172,7 +172,7 @@ def test_a_start_fetches_its_plan_from_a_folder_of_bundles(
     second = run(tmp_path, "warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "0.5s")
     run(tmp_path, "cache", "pack", str(cache), "-o", str(packed[1]))
     assert packed[0].read_bytes() == packed[1].read_bytes(), "another start does not change the bundle"
-    assert "is here already, nothing was fetched" in second.stderr
+    assert "is already present, nothing fetched" in second.stderr
     assert second.returncode == 6 and re.search(r"startup took [\d.]+ s, over the budget of 0.5 s", second.stderr)
 
 

@@ -786,7 +786,7 @@ def test_a_bundle_for_another_torch_version_exits_with_3_and_a_table(
     arguments = ("cache", "unpack", str(bundle), str(tmp_path / "folder"), "--trusted-keys", str(keys.trusted))
     result = run_cli(*arguments)
     assert result.returncode == 3, result.stderr
-    assert "made for another environment: python, torch" in result.stderr and "1.13.1" in result.stderr
+    assert "was packed in another environment: python, torch" in result.stderr and "1.13.1" in result.stderr
     assert not (tmp_path / "folder").exists()
     assert run_cli(*arguments, "--any-environment").returncode == 0
 
