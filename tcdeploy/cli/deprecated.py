@@ -16,6 +16,7 @@ RENAMED_JSON_KEYS = {  # new name: old name
     "alternative_attention": "other_attention",
     "already_present": "was_there",
     "changed": "other_bytes",
+    "compute_dtype": "dtype",
     "cudagraph_skips": "graph_skips",
     "differences": "factors",
     "eager_greedy_tokens": "oracle",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache
+from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, require_cache_from
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -38,8 +38,7 @@ def serve(
     """Serve MODEL with OpenAI's API; ready when every bucket is warm and checked."""
     from tcdeploy.cli import display
 
-    if cache_from is None and allow_unsigned:
-        raise UsageError("--allow-unsigned needs --cache-from", "add --cache-from URL, or remove --allow-unsigned")
+    require_cache_from(cache_from, allow_unsigned)
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if served_name is not None:

@@ -24,6 +24,7 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.errors import UsageError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.http import http_protocol
@@ -108,6 +109,7 @@ class _Server:
         start, deployment = time.perf_counter(), service.deployment
         await send_warmup_requests(service)
         deployment.stage_seconds["warmup_requests"] = time.perf_counter() - start
+        freeze_gc_after_startup()
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment, self.address)
 

@@ -19,6 +19,7 @@ import functools
 from typing import Any, TypeVar
 
 from tcdeploy.planning.keys import drop_docstrings
+from tcdeploy.torch_compat.internal import Internal, is_installed
 
 Kernel = TypeVar("Kernel")
 
@@ -29,14 +30,16 @@ def ignore_comments(kernel: Kernel) -> Kernel:
     Triton's interpreter (TRITON_INTERPRET=1) makes functions of another type, which have no key and are returned as
     they are.
     """
-    if supported() and _has_source(kernel):
+    if is_installed("triton") and supported() and _has_source(kernel):
         _replace_source(kernel)
     return kernel
 
 
 @functools.cache
 def supported() -> bool:
-    """Whether the installed Triton keeps a kernel's source where this module expects it."""
+    """Whether Triton, if it is installed, keeps a kernel's source where this module expects it."""
+    if not is_installed("triton"):
+        return True
     try:
         from triton.runtime.jit import JITFunction
 
@@ -49,8 +52,17 @@ def supported() -> bool:
         return False
 
 
+INTERNAL = Internal(
+    "kernel sources",
+    "triton",
+    "triton.runtime.jit.JITFunction._unsafe_update_src",
+    "a changed comment in the source of a Triton kernel compiles the kernel again",
+    supported,
+)
+
+
 def _has_source(kernel: Any) -> bool:
-    """Whether it is a JITFunction as Triton 3.7 makes it, whose key has not been computed yet."""
+    """Whether it is a JITFunction as Triton 3.6 and 3.7 make it, whose key has not been computed yet."""
     return (
         isinstance(getattr(kernel, "_src", None), str)
         and isinstance(getattr(kernel, "raw_src", None), list)

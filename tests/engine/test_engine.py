@@ -16,6 +16,7 @@ from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import RecompileError, UsageError
+from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.pipeline import release_memory
 from tcdeploy.planning.plan import Bucket
 from tests.conftest import prepare_tiny, reset_programs
@@ -104,9 +105,16 @@ def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypa
     assert not state.sampling.temperature.any() and (state.sampling.repetition == 1).all()
 
 
-def test_a_deployment_is_frozen_from_garbage_collection_until_free_memory(cache_dir: str) -> None:
+def test_prepare_leaves_the_garbage_collector_alone(cache_dir: str) -> None:
+    before = gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()
+    prepare_tiny(cache_dir)
+    assert (gc.get_freeze_count(), gc.get_threshold(), gc.isenabled()) == before
+
+
+def test_a_frozen_deployment_is_not_collected_until_its_memory_is_released(cache_dir: str) -> None:
     reset_programs()
     deployment = prepare_tiny(cache_dir)
+    freeze_gc_after_startup()
     assert gc.get_freeze_count() > 100_000, "objects of the compiler"
     assert not any(tracked is deployment.engine.runner for tracked in gc.get_objects())
     deployment.engine.runner.itself = deployment.engine.runner  # a cycle, which only the collector frees

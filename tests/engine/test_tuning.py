@@ -112,11 +112,11 @@ def test_each_bucket_runs_the_program_of_its_variant(prepare_auto: Any) -> None:
 def test_a_fused_step_gives_the_same_tokens(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole model through the pass of the GPU's fused variants, where decode attention applies RoPE."""
     fused, rope_in_attention = Variant("fused", fused_epilogues=True), []
-    decode = backends.DECODE_BACKENDS["reference"]
+    reference = backends.IMPLEMENTATIONS["reference"]
 
     def noted_decode(*args: Any) -> Any:
         rope_in_attention.append(args[-1] is not None)
-        return decode(*args)
+        return reference.decode(*args)
 
     deployment = prepare_auto(tune_seconds=0.0)
     prompts, params = [[5, 6, 7], [8, 9, 10, 11, 200]], SamplingParams(max_new_tokens=12)
@@ -124,7 +124,7 @@ def test_a_fused_step_gives_the_same_tokens(prepare_auto: Any, monkeypatch: pyte
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
     runner.set_variant(bucket, fused)
     runner.rerun(bucket)
-    monkeypatch.setitem(backends.DECODE_BACKENDS, "reference", noted_decode)
+    monkeypatch.setitem(backends.IMPLEMENTATIONS, "reference", reference._replace(decode=noted_decode))
     assert deployment.engine.generate(prompts, params) == plain
     assert rope_in_attention and all(rope_in_attention)
 

@@ -120,7 +120,10 @@ def test_a_body_of_100_megabytes_is_413(server: ServerProcess) -> None:
     assert server.resident_bytes - before < GROWTH_BYTES
 
 
-SHORT_TIMEOUTS = "from tcdeploy.server import hot_path, http; http.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 1.0"
+SHORT_TIMEOUTS = (
+    "from tcdeploy.server import hot_path; from tcdeploy.torch_compat import uvicorn_protocol; "
+    "uvicorn_protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 1.0"
+)
 
 
 @pytest.mark.parametrize("is_one_packet", [True, False])
