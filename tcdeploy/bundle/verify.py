@@ -1,8 +1,8 @@
 """Verifies bundles and cache folders: their bytes, their signers, and the tokens that they compute.
 
-`verify_bundle` and `verify_folder` read every byte and run none. `compare_top_tokens` compares a start on this machine
-with the packing machine: the manifest holds the eager model's greedy tokens for each bucket's fixed inputs, and the
-compiled buckets must reproduce them here.
+`verify_bundle` and `verify_folder` read every byte and execute nothing. `compare_top_tokens` compares a start on this
+machine with the packing machine: the manifest holds the eager model's greedy tokens for each bucket's fixed inputs, and
+the compiled buckets must reproduce them here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept from a plan
-    that was there first.
+    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept because
+    another plan had them first.
     """
 
     plan_key: str
@@ -72,7 +72,7 @@ def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False
         stored_header = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
         if stored_header.exists():
             header, signer = _read_stored_header(stored_header, trusted_keys, allow_unsigned)
-            # Files must match the signed header, except those kept from a plan that was there first (unpack.py).
+            # Files must match the signed header, except those of a plan that the folder had before (unpack.py).
             others = {file for other in manifests if other != key for file in manifests[other].files}
             signed = {file.path: file for file in header.manifest.files}
             files |= {path: file for path, file in signed.items() if files.get(path) not in others}

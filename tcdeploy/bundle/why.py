@@ -111,7 +111,9 @@ def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
     """Merge the forecasts of a folder's plans: a bucket hits if it hits in any; differences are the nearest plan's."""
     nearest = min(forecasts, key=lambda forecast: (len(forecast.misses), len(forecast.differences)))
     per_bucket = zip(*(forecast.buckets for forecast in forecasts), strict=True)
-    buckets = tuple(min(candidates, key=lambda bucket: len(bucket.reasons)) for candidates in per_bucket)
+    buckets = tuple(
+        min(forecasts_of_bucket, key=lambda bucket: len(bucket.reasons)) for forecasts_of_bucket in per_bucket
+    )
     return Forecast(buckets, nearest.differences)
 
 

@@ -209,7 +209,7 @@ def _mark_failed(trials: tuple[Trial, ...], name: str, parity: Parity) -> tuple[
 
 
 def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:
-    """A graph of ours or of Inductor's. Lazy initialisation must end before capture, which takes a second run."""
+    """Whether the engine or Inductor captures a graph, before which an extra run completes lazy initialisation."""
     return batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
 
 
