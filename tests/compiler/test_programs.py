@@ -23,8 +23,8 @@ BUCKET, BATCH = 48, 3
 def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
     """A dummy deployment in a process whose programs are forgotten first, so that every count starts at zero."""
     reset_programs()
-    asked = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
-    return prepare(build_recipe({**asked, "cache_dir": cache_dir}, environ={}))
+    base_flags = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
+    return prepare(build_recipe({**base_flags, "cache_dir": cache_dir}, environ={}))
 
 
 @pytest.fixture(scope="module", params=list(SUPPORTED))

@@ -190,8 +190,8 @@ def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_pa
     built = run(tmp_path / "here", BUILD, "patched", PATH=with_file)
     assert built.returncode == 0, built.stderr
     (tmp_path / "here").rename(tmp_path / "there")
-    found = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
-    assert found.stdout == built.stdout.replace("/here/", "/there/"), found.stderr
+    moved = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
+    assert moved.stdout == built.stdout.replace("/here/", "/there/"), moved.stderr
 
 
 def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file: str) -> None:
