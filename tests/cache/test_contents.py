@@ -63,7 +63,7 @@ def test_a_renamed_file_is_recorded_under_its_new_name(folder: Path, rename: obj
 
 
 def test_a_loaded_library_is_recorded(folder: Path) -> None:
-    """torch loads its libraries so; the loader opens them without a word to Python."""
+    """torch loads its libraries this way; the dynamic loader opens them without a Python audit event."""
     library = put(folder, "ab/cabc.main.so", EXTENSION.read_bytes())
     with FileAccessTracker(folder).track() as used:
         ctypes.CDLL(str(library))
@@ -155,7 +155,7 @@ def test_a_sibling_folder_with_the_same_prefix_is_not_the_folder(folder: Path) -
 
 
 def test_a_symlink_to_the_folder_is_the_folder(folder: Path, tmp_path: Path) -> None:
-    """torch uses the real path; the tracker may have been given the link."""
+    """torch uses the real path, even if the tracker was constructed with a link."""
     link = tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
     put(folder, "ab/file")

@@ -1,4 +1,4 @@
-"""Which edits of the package's own sources miss in a filled cache: real starts of edited copies of the package.
+"""Which edits of the package's sources cause cache misses, tested by real starts of edited copies of the package.
 
 One process imports torch and transformers, and forks for each start: a cold one that fills the cache folder, and one
 per edit, which runs `cache why` and then `warm` on a copy of that folder.
@@ -123,7 +123,7 @@ def copy_package(target: Path, edit: Callable[[Path], None] | None = None) -> st
 
 
 def run_starts(home: Path, starts: list[tuple[str, list[list[str]], str]]) -> list[Any]:
-    """What each start's commands returned and printed."""
+    """The exit code and stdout of each start's commands."""
     command = [sys.executable, "-c", RUN_STARTS, json.dumps(starts)]
     environment = cli_environment(home, PYTHONPATH="")
     completed = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
