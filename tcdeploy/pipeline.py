@@ -145,8 +145,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
         return PreviousRun()
-    here, there = origin_of(planned), earlier.origin
-    is_same = (here.sources, here.torch_settings) == (there.sources, there.torch_settings)
+    origin, earlier_origin = origin_of(planned), earlier.origin
+    is_same = (origin.sources, origin.torch_settings) == (earlier_origin.sources, earlier_origin.torch_settings)
     names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
     return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
 

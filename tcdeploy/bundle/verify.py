@@ -144,23 +144,23 @@ def _verified_plan(
     )
 
 
-def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:
+def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]) -> list[BucketReplay]:
     """Compare, per bucket, the compiled model's tokens on this machine with the eager model's on the packer's."""
-    records = {record.bucket: record for record in here}
+    records = {record.bucket: record for record in local_records}
     return [
         _compare_bucket(record, records.get(record.bucket), str(packed.plan["compute_dtype"]))
         for record in packed.buckets
     ]
 
 
-def _compare_bucket(there: BucketRecord, here: BucketRecord | None, dtype: str) -> BucketReplay:
-    expected = there.eager_greedy_tokens
+def _compare_bucket(packed: BucketRecord, local: BucketRecord | None, dtype: str) -> BucketReplay:
+    expected = packed.eager_greedy_tokens
     rows = len(expected.tokens)
-    if here is None or here.greedy_tokens.inputs_sha256 != expected.inputs_sha256:
-        return BucketReplay(there.bucket, rows, 0, 0.0, False, "it was not run here with the packer's inputs")
-    actual = here.greedy_tokens
+    if local is None or local.greedy_tokens.inputs_sha256 != expected.inputs_sha256:
+        return BucketReplay(packed.bucket, rows, 0, 0.0, False, "it was not run here with the packer's inputs")
+    actual = local.greedy_tokens
     difference = max(abs(a - b) for a, b in zip(expected.logprobs, actual.logprobs, strict=True))
     mismatched = sum(a != b for a, b in zip(expected.tokens, actual.tokens, strict=True))
     passed = difference <= LOGPROB_TOLERANCE_NATS[dtype]
     reason = "" if passed else "its tokens differ from the packed model's: other weights, or a miscompiled program"
-    return BucketReplay(there.bucket, rows, mismatched, difference, passed, reason)
+    return BucketReplay(packed.bucket, rows, mismatched, difference, passed, reason)

@@ -74,9 +74,11 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     for difference in diff_mappings(here_config, cached_config, "config."):
         is_head_only = difference.name.removeprefix("config.") in HEAD_CONFIG_KEYS
         (head_differences if is_head_only else shared_differences).append(difference)
-    here, there = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
-    fields = [name for name in here if name not in NON_BUCKET_FIELDS]
-    plan_differences = diff_mappings({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+    plan_values, cached_values = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
+    fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
+    plan_differences = diff_mappings(
+        {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
+    )
     buckets = [
         _forecast_bucket(
             bucket,
@@ -120,8 +122,10 @@ def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
 def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Versions in `installed_versions()` that differ from the packer's, ignoring local labels such as +cu130."""
     factors = _environment(cached).cache_factors()
-    there = {name: _without_local_label(factors[name]) for name in installed}
-    return tuple(diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, there))
+    packed_versions = {name: _without_local_label(factors[name]) for name in installed}
+    return tuple(
+        diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, packed_versions)
+    )
 
 
 def _without_local_label(version: Any) -> Any:

@@ -50,8 +50,8 @@ def is_installed(package: str) -> bool:
 
 def mentions(owner: object, *words: str) -> bool:
     """Whether the code of a function, or of a class's functions, uses all `words` as names or string constants."""
-    seen = {word for function in _functions(owner) for word in _words(function.__code__)}
-    return seen.issuperset(words)
+    used_words = {word for function in _functions(owner) for word in _words(function.__code__)}
+    return used_words.issuperset(words)
 
 
 def has_parameters(function: object, *names: str) -> bool:

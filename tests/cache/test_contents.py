@@ -262,7 +262,7 @@ def test_every_kind_of_damage_has_a_reason_in_the_order_of_the_files(folder: Pat
     (folder / names[1]).write_bytes(b"content and more")
     (folder / names[2]).unlink()
     shutil.rmtree((folder / names[3]).parent)
-    twin = put(tmp_path, "twin")  # the same bytes, elsewhere
+    twin = put(tmp_path, "twin")  # the same bytes in another file
     for name, make in ((names[4], lambda path: path.symlink_to(twin)), (names[5], Path.mkdir), (names[6], os.mkfifo)):
         (folder / name).unlink()
         make(folder / name)
