@@ -77,24 +77,24 @@ class PlannedDeployment:
     environment: Environment
     architecture: Architecture
     plan: Plan
-    toolchain: toolchain.Toolchain | None = None  # that made the cached programs, where this machine has none
+    toolchain: toolchain.Toolchain | None = None  # that built the cached programs, if this machine has no compiler
 
 
 @dataclass(frozen=True)
 class Deployment:
-    """A warmed model: `engine` serves it, `records` prove it."""
+    """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket."""
 
     plan: Plan
     architecture: Architecture
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
-    cache_dir: str  # the plan's, or a private copy of it where that cannot be written
+    cache_dir: str  # the plan's folder, or a private copy if that is not writable
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Loaded when it is first asked for: warming needs none. Raises ModelError where the model brings none."""
+        """Loaded on first access, because warming needs no tokenizer. Raises ModelError if the model has none."""
         return load_tokenizer(self.plan)
 
 
@@ -145,8 +145,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
     if earlier is None:
         return PreviousRun()
-    here, there = origin_of(planned), earlier.origin
-    is_same = (here.sources, here.torch_settings) == (there.sources, there.torch_settings)
+    origin, earlier_origin = origin_of(planned), earlier.origin
+    is_same = (origin.sources, origin.torch_settings) == (earlier_origin.sources, earlier_origin.torch_settings)
     names = frozenset(record.bucket for record in earlier.buckets) if is_same else frozenset()
     return PreviousRun(names, earlier.cold_seconds(), earlier.trials(), earlier.plan.get("tune_seconds", 0.0))
 
@@ -252,7 +252,7 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
 
 
 def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:
-    """The regions to compile. Head modules are compiled only where a whole step becomes one CUDA graph."""
+    """The regions to compile. Head modules are compiled only if a whole step becomes one CUDA graph."""
     plan, layers = planned.plan, find_layers(model, planned.architecture)
     has_head = plan.graphs == "step" and plan.region != "model"
     return [*regions_to_compile(model, layers, plan.region), *(find_head_modules(model, layers) if has_head else [])]

@@ -3,9 +3,8 @@
 Importing torch and transformers takes 5 s, and most commands on a warm cache take less than 1 s. A process that has
 only imported is as clean as a new one: nothing is compiled, no cache folder is read, no thread is started. Forks share
 Python's hash seed, and whatever libraries read from HOME during import. They cannot show the effect of an environment
-variable during import, so a run with other variables is a new process (conftest.py). So are the run that fills the
-cache of test_cache.py, the run that checks it in another place, the server that most tests share, and all runs in moved
-folders.
+variable during import, so a run with other variables is a new process (conftest.py). So are the server that most tests
+share, and runs in moved folders.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from tcdeploy.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup, relax
 
 @pytest.fixture(autouse=True)
 def restored_thresholds() -> Iterator[None]:
-    freeze_gc_after_startup()  # conftest.py has relaxed the collector
+    freeze_gc_after_startup()  # conftest.py has raised the thresholds
     saved = gc.get_threshold()
     yield
     gc.set_threshold(*saved)

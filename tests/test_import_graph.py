@@ -1,7 +1,7 @@
-"""The import graph is the diagram: downward only, no cycles, torch only where torch is the work.
+"""The import graph: layers import downward only, without cycles, and torch only where it is needed.
 
-The rules are functions over a folder of sources, so that each is shown to find its offence in a small bad house
-before it is trusted on ours.
+The rules are functions of a folder of sources. Each is applied to this package, and to a small package that violates
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
-LAYERS = (  # from the ground up; packages of one layer do not import each other
+LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"errors", "gc_policy"},
     {"planning"},
     {"progress", "torch_compat"},
@@ -48,7 +48,7 @@ TORCH_FREE = (
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"
 HELP_SECONDS = 0.4
-PRIVATE_ROOM = "torch_compat"
+PRIVATE_PACKAGE = "torch_compat"
 PRIVATE_OWNERS = ("torch", "triton", "transformers", "uvicorn", "starlette")
 # Names with an underscore that other packages document. No module of PRIVATE_OWNERS is allowed.
 DOCUMENTED_NAMES = {
@@ -75,56 +75,56 @@ def parse(source: str) -> ast.Module:
 
 def modules_of(root: Path) -> dict[str, ast.Module]:
     """Every module under root/tcdeploy by its path inside the package; "" is the package itself."""
-    found = {}
+    modules = {}
     for path in sorted((root / PACKAGE).rglob("*.py")):
         parts = path.relative_to(root / PACKAGE).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = parse(path.read_text())
-    return found
+        modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = parse(path.read_text())
+    return modules
 
 
 def walk_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
-    """Every node below, but not what only a type checker sees."""
+    """All nodes below `node`, without the blocks that only a type checker reads."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
-            for kept in child.orelse:
-                yield kept
-                yield from walk_at_run_time(kept)
+            for statement in child.orelse:
+                yield statement
+                yield from walk_at_run_time(statement)
             continue
         yield child
         yield from walk_at_run_time(child)
 
 
 def imports_of(root: Path) -> list[Import]:
-    """All imports that can happen when the program runs, at the head of a module or inside a function."""
+    """All imports that may run, at the top of a module or inside a function."""
     modules = modules_of(root)
     packages = {name for name in modules if any(other.startswith(f"{name}.") for other in modules)} | {""}
-    found = []
+    imports = []
     for name, tree in modules.items():
         for node in walk_at_run_time(tree):
             if isinstance(node, ast.Import):
-                found += [Import(name, alias.name, node.lineno) for alias in node.names]
+                imports += [Import(name, alias.name, node.lineno) for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
                 source = node.module or ""
                 if node.level:
                     parts = [PACKAGE, *name.split(".")] if name else [PACKAGE]
                     parts = parts[: len(parts) - node.level + (name in packages)]
                     source = ".".join([*parts, source] if source else parts)
-                found += [Import(name, f"{source}.{alias.name}", node.lineno) for alias in node.names]
-    return found
+                imports += [Import(name, f"{source}.{alias.name}", node.lineno) for alias in node.names]
+    return imports
 
 
 def inner_imports(root: Path) -> list[tuple[str, str, int]]:
     """(importer, imported module, line) inside the package; a name from a module counts as that module."""
     modules = modules_of(root)
-    found = []
+    imports = []
     for importer, target, line in imports_of(root):
         parts = target.split(".")
         if parts[0] != PACKAGE:
             continue
         while ".".join(parts[1:]) not in modules:
             parts.pop()
-        found.append((importer, ".".join(parts[1:]), line))
-    return found
+        imports.append((importer, ".".join(parts[1:]), line))
+    return imports
 
 
 def top_level_name(module: str) -> str:
@@ -142,16 +142,17 @@ def upward_imports(root: Path) -> list[str]:
 
 
 def cycles(root: Path) -> list[list[str]]:
-    """Each cycle of modules that is met from its first module on; a module that imports itself is one."""
+    """The import cycles, each as a list that starts and ends with the same module. A module that imports itself is a
+    cycle."""
     graph: dict[str, set[str]] = {name: set() for name in modules_of(root)}
     for importer, imported, _ in inner_imports(root):
         graph[importer].add(imported)
-    found: list[list[str]] = []
+    all_cycles: list[list[str]] = []
     done: set[str] = set()
 
     def visit(name: str, trail: list[str]) -> None:
         if name in trail:
-            found.append([*trail[trail.index(name) :], name])
+            all_cycles.append([*trail[trail.index(name) :], name])
         elif name not in done:
             for imported in sorted(graph[name]):
                 visit(imported, [*trail, name])
@@ -159,7 +160,7 @@ def cycles(root: Path) -> list[list[str]]:
 
     for name in graph:
         visit(name, [])
-    return found
+    return all_cycles
 
 
 def importers_of(root: Path, distribution: str) -> set[str]:
@@ -168,14 +169,14 @@ def importers_of(root: Path, distribution: str) -> set[str]:
 
 def modules_that_print(root: Path) -> list[str]:
     """Modules below cli/ that print, or write to stdout or stderr."""
-    found = []
+    places = []
     for name, tree in modules_of(root).items():
         for node in ast.walk(tree):
             is_print = isinstance(node, ast.Name) and node.id == "print"
             is_stream = isinstance(node, ast.Attribute) and ast.unparse(node) in ("sys.stdout", "sys.stderr")
             if top_level_name(name) != "cli" and (is_print or is_stream):
-                found.append(f"{name}:{node.lineno}")
-    return found
+                places.append(f"{name}:{node.lineno}")
+    return places
 
 
 def bare_excepts(root: Path) -> list[str]:
@@ -199,15 +200,15 @@ def private_names(root: Path) -> list[str]:
     """
     modules = modules_of(root)
     ours = {name for tree in modules.values() for name in defined_private_names(tree)} | set(DOCUMENTED_NAMES)
-    offences = []
+    violations = []
     for module, tree in modules.items():
-        if top_level_name(module) == PRIVATE_ROOM:
+        if top_level_name(module) == PRIVATE_PACKAGE:
             continue
         foreign = foreign_names(tree)
         for node in ast.walk(tree):
             line = getattr(node, "lineno", 0)
-            offences += [f"{module}:{line} {name}" for name in private_names_of(node, foreign, ours)]
-    return sorted(set(offences))
+            violations += [f"{module}:{line} {name}" for name in private_names_of(node, foreign, ours)]
+    return sorted(set(violations))
 
 
 def private_names_of(node: ast.AST, foreign: set[str], ours: set[str]) -> Iterator[str]:
@@ -236,7 +237,7 @@ def is_private(name: str) -> bool:
 
 
 def foreign_names(tree: ast.Module) -> set[str]:
-    """What a module calls the things that it imports from PRIVATE_OWNERS."""
+    """The local names of everything that a module imports from PRIVATE_OWNERS."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -263,12 +264,12 @@ def defined_private_names(tree: ast.Module) -> Iterator[str]:
             yield defined
 
 
-# The rules, on our house
+# The rules, applied to this package
 
 
-def test_every_room_has_its_storey() -> None:
+def test_every_package_has_a_layer() -> None:
     unknown = {top_level_name(name) for name in modules_of(ROOT) if name} - set(LAYER_OF)
-    assert not unknown, f"give {unknown} a place in ORDER, and in the design"
+    assert not unknown, f"give {unknown} a place in LAYERS, and in the docs"
     assert len(modules_of(ROOT)) > 30
 
 
@@ -277,22 +278,22 @@ def test_imports_point_downward_only() -> None:
     assert len(inner_imports(ROOT)) > 100
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     assert cycles(ROOT) == []
 
 
-def test_models_and_attention_do_not_know_each_other() -> None:
+def test_models_and_attention_do_not_import_each_other() -> None:
     pairs = {(top_level_name(importer), top_level_name(imported)) for importer, imported, _ in inner_imports(ROOT)}
     assert not pairs & {("models", "attention"), ("attention", "models")}
 
 
-def test_packages_import_nothing_when_one_of_their_modules_is_imported() -> None:
+def test_the_init_file_of_a_package_imports_nothing() -> None:
     packages = [path.relative_to(ROOT / PACKAGE).parent for path in (ROOT / PACKAGE).rglob("__init__.py")]
     names = {".".join(path.parts) for path in packages} - {""}
     assert [item for item in imports_of(ROOT) if item.importer in names] == []
 
 
-def test_the_package_itself_imports_what_it_offers_only_when_asked() -> None:
+def test_the_package_imports_its_public_names_lazily() -> None:
     done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split()) == (0, [])
     done = run("-c", f"from {PACKAGE} import Engine, Recipe, SamplingParams, prepare; print(Engine.__module__)")
@@ -304,11 +305,11 @@ def test_only_the_display_imports_rich() -> None:
     assert importers_of(ROOT, "rich") == {RICH_IMPORTER}
 
 
-def test_nothing_below_the_cli_speaks() -> None:
+def test_only_the_cli_prints() -> None:
     assert modules_that_print(ROOT) == []
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert without_docstring(ROOT) == []
 
 
@@ -316,25 +317,25 @@ def test_no_except_is_bare() -> None:
     assert bare_excepts(ROOT) == []
 
 
-def test_private_names_of_other_packages_stand_in_torch_compat_only() -> None:
+def test_only_torch_compat_uses_private_names_of_other_packages() -> None:
     assert private_names(ROOT) == []
 
 
 def test_every_file_of_torch_compat_that_holds_a_private_name_is_in_the_registry() -> None:
-    """A file is exempt that only helps others: it defines no `supported`."""
-    modules = {name: tree for name, tree in modules_of(ROOT).items() if top_level_name(name) == PRIVATE_ROOM}
+    """A file without `supported` only helps the others, and is exempt."""
+    modules = {name: tree for name, tree in modules_of(ROOT).items() if top_level_name(name) == PRIVATE_PACKAGE}
     holders = {
         name.rpartition(".")[2]
         for name, tree in modules.items()
         if any(isinstance(node, ast.FunctionDef) and node.name == "supported" for node in tree.body)
     }
-    registry = modules[f"{PRIVATE_ROOM}.registry"]
+    registry = modules[f"{PRIVATE_PACKAGE}.registry"]
     registered = {alias.name for node in registry.body if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert holders - registered == set()
     assert len(holders) > 20
 
 
-def test_no_file_is_named_after_nothing() -> None:
+def test_no_file_has_a_vague_name() -> None:
     names = {part for path in (ROOT / PACKAGE).rglob("*") for part in path.relative_to(ROOT).with_suffix("").parts}
     assert not names & VAGUE_NAMES
     assert "errors" in names
@@ -345,13 +346,13 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], cwd=ROOT, env=environ, capture_output=True, text=True)
 
 
-def test_the_deciding_half_imports_no_torch() -> None:
+def test_planning_and_other_torch_free_modules_do_not_import_torch() -> None:
     modules = ", ".join(f"{PACKAGE}.{name}" for name in TORCH_FREE)
     done = run("-c", f"import sys, {modules}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
-def test_the_server_binds_its_socket_before_it_imports_what_takes_long() -> None:
+def test_the_server_binds_its_socket_before_slow_imports() -> None:
     slow = (*SLOW_IMPORTS, "numpy")
     done = run("-c", f"import sys, {PACKAGE}.server.run; print(*[name for name in {slow} if name in sys.modules])")
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
@@ -364,14 +365,14 @@ def test_the_server_binds_its_socket_before_it_imports_what_takes_long() -> None
     ],
     ids=" ".join,
 )  # fmt: skip
-def test_answers_that_need_no_model_import_neither_torch_nor_transformers_nor_rich(arguments: tuple[str, ...]) -> None:
+def test_commands_without_a_model_import_neither_torch_nor_transformers_nor_rich(arguments: tuple[str, ...]) -> None:
     imported = imported_by(*arguments)
     assert {PACKAGE, "typer", "yaml"} <= imported
     assert not imported & {*SLOW_IMPORTS, "numpy"}
 
 
 @pytest.mark.parametrize("command", ["ls", "du", "gc"])
-def test_looking_after_a_cache_imports_neither_torch_nor_transformers(command: str, tmp_path: Path) -> None:
+def test_cache_maintenance_imports_neither_torch_nor_transformers(command: str, tmp_path: Path) -> None:
     (tmp_path / "manifests").mkdir()  # a cache folder, without a plan
     imported = imported_by("cache", command, str(tmp_path))
     assert {PACKAGE, "rich"} <= imported, "a table is drawn"
@@ -379,15 +380,14 @@ def test_looking_after_a_cache_imports_neither_torch_nor_transformers(command: s
 
 
 def imported_by(*arguments: str) -> set[str]:
-    """The packages that a run of the command imports, which must succeed and say something."""
+    """The packages that a run of the command imports. The run must succeed and print something."""
     done = run("-X", "importtime", "-m", PACKAGE, *arguments)
     assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
     return {match.strip().split(".")[0] for match in re.findall(r"^import time:.*\|(.*)$", done.stderr, re.M)}
 
 
-def test_help_answers_in_a_blink() -> None:
-    """The one assertion about time here, because it is a promise: in seconds of the processor, so that a busy machine
-    can keep it, and the best of five."""
+def test_help_takes_less_than_its_time_limit() -> None:
+    """CPU seconds of the fastest of five runs, so that a busy machine passes."""
     seconds = []
     for _ in range(5):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -399,7 +399,7 @@ def test_help_answers_in_a_blink() -> None:
     assert min(seconds) < HELP_SECONDS
 
 
-# The rules, on bad houses
+# The rules, applied to packages that violate them
 
 
 def build(root: Path, sources: dict[str, str]) -> Path:
@@ -425,26 +425,26 @@ def build(root: Path, sources: dict[str, str]) -> Path:
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    pass\nelse:\n    import tcdeploy.pipeline",
     ],
 )
-def test_an_upward_import_is_found_however_it_is_written(source: str, tmp_path: Path) -> None:
+def test_every_form_of_an_upward_import_is_detected(source: str, tmp_path: Path) -> None:
     package = build(tmp_path, {"__init__.py": "", "pipeline.py": "", "errors.py": source})
-    [found] = upward_imports(package)
-    assert found.startswith("errors:") and found.endswith("imports pipeline")
+    [violation] = upward_imports(package)
+    assert violation.startswith("errors:") and violation.endswith("imports pipeline")
 
 
-def test_an_upward_import_is_found_from_inside_a_package_too(tmp_path: Path) -> None:
+def test_an_upward_import_inside_a_package_is_detected(tmp_path: Path) -> None:
     sources = {"__init__.py": "", "cli/__init__.py": "", "cli/app.py": "", "engine/__init__.py": ""}
     for importing in ("from ..cli import app", "from tcdeploy.cli.app import main"):
-        package = build(tmp_path, {**sources, "engine/step.py": importing})
-        assert upward_imports(package) == ["engine.step:1 imports cli.app"]
+        package = build(tmp_path, {**sources, "engine/runner.py": importing})
+        assert upward_imports(package) == ["engine.runner:1 imports cli.app"]
 
 
-def test_neighbours_in_one_storey_may_not_import_each_other_but_rooms_of_one_package_may(tmp_path: Path) -> None:
+def test_packages_of_one_layer_may_not_import_each_other_but_modules_of_one_package_may(tmp_path: Path) -> None:
     package = build(
         tmp_path,
         {
             "models/load.py": "import tcdeploy.attention.ops",
-            "attention/ops.py": "from tcdeploy.attention import kernels",
-            "attention/kernels.py": "from tcdeploy.errors import SpaceError",
+            "attention/ops.py": "from tcdeploy.attention import decode",
+            "attention/decode.py": "from tcdeploy.errors import SpaceError",
             "errors.py": "",
         },
     )
@@ -452,7 +452,7 @@ def test_neighbours_in_one_storey_may_not_import_each_other_but_rooms_of_one_pac
 
 
 @pytest.mark.parametrize("test", ["TYPE_CHECKING", "typing.TYPE_CHECKING"])
-def test_what_only_a_type_checker_imports_does_not_count(test: str, tmp_path: Path) -> None:
+def test_imports_for_type_checkers_are_ignored(test: str, tmp_path: Path) -> None:
     package = build(
         tmp_path,
         {"errors.py": f"if {test}:\n    from tcdeploy.pipeline import Plan\n    import rich", "pipeline.py": ""},
@@ -460,7 +460,7 @@ def test_what_only_a_type_checker_imports_does_not_count(test: str, tmp_path: Pa
     assert (upward_imports(package), importers_of(package, "rich")) == ([], set())
 
 
-def test_a_circle_is_found_even_through_a_function(tmp_path: Path) -> None:
+def test_a_cycle_through_a_function_is_detected(tmp_path: Path) -> None:
     sources = {
         "a.py": "import tcdeploy.b",
         "b.py": "def f():\n    from tcdeploy.c import g",
@@ -471,7 +471,7 @@ def test_a_circle_is_found_even_through_a_function(tmp_path: Path) -> None:
     assert cycles(build(tmp_path, {"c.py": ""})) == []
 
 
-def test_other_offences_are_found(tmp_path: Path) -> None:
+def test_violations_of_the_other_rules_are_detected(tmp_path: Path) -> None:
     package = build(
         tmp_path,
         {
@@ -487,7 +487,7 @@ def test_other_offences_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "offence"),
+    ("source", "name"),
     [
         ("import torch._dynamo", "torch._dynamo"),
         ("import torch._inductor.config as inductor", "torch._inductor.config"),
@@ -503,13 +503,13 @@ def test_other_offences_are_found(tmp_path: Path) -> None:
         ("import torch\ntorch._mine()\ndef _mine(): pass", "torch._mine"),
     ],
 )  # fmt: skip
-def test_a_private_name_is_found_however_it_is_reached(source: str, offence: str, tmp_path: Path) -> None:
-    package = build(tmp_path, {"engine/runner.py": source, "torch_compat/slot.py": source})
-    [found] = private_names(package)
-    assert found.startswith("engine.runner:") and found.endswith(f" {offence}")
+def test_every_form_of_a_private_name_is_detected(source: str, name: str, tmp_path: Path) -> None:
+    package = build(tmp_path, {"engine/runner.py": source, "torch_compat/compiled_call.py": source})
+    [violation] = private_names(package)
+    assert violation.startswith("engine.runner:") and violation.endswith(f" {name}")
 
 
-def test_private_names_of_the_package_and_of_other_packages_are_no_offence(tmp_path: Path) -> None:
+def test_private_names_of_this_package_and_documented_names_are_allowed(tmp_path: Path) -> None:
     source = """
 import os
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""docs/reference.md says what the code says."""
+"""docs/reference.md is up to date with the code."""
 
 from __future__ import annotations
 

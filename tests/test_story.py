@@ -67,7 +67,7 @@ def test_nothing_compiles_after_warm_up(tiny_deployment: Any) -> None:
 
 
 def test_the_compile_counter_counts_an_ordinary_compile() -> None:
-    """Else the test above could not fail."""
+    """Otherwise the test above could not fail."""
     before = read_counts()
     torch.compile(lambda x: x + 41, backend="eager")(torch.ones(3))
     assert (read_counts() - before).compiles == 1

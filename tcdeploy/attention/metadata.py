@@ -61,7 +61,7 @@ class AttentionConfig(NamedTuple):
     prefill_backend: str
     decode_backend: str
     kv_write_backend: str
-    decode_splits: int  # parts that each sequence's keys are divided into
+    decode_splits: int  # programs that share each sequence's keys
 
 
 @dataclass(eq=False)

@@ -145,7 +145,7 @@ def measure_baseline(baseline: BaselineModel, session: Session, settings: Decode
 
 
 def device_memory(plan: Plan) -> DeviceMemory | None:
-    """Device memory in use now; None on a CPU, where the plan's share of host memory cannot be told apart."""
+    """Device memory in use now; None on a CPU, where the share of the deployment cannot be measured."""
     if plan.device != "cuda":
         return None
     torch.cuda.empty_cache()  # return what the measurement itself left in the caching allocator

@@ -118,9 +118,9 @@ def _copy_seconds(device: str, size: int) -> float:
 
 
 def _matmul_seconds(device: str, edge: int, dtype: str) -> float:
-    left = torch.randn(edge, edge, dtype=getattr(torch, dtype), device=device)
-    out = torch.empty_like(left)
-    return _median_after_warmup(device, lambda: torch.mm(left, left, out=out))
+    matrix = torch.randn(edge, edge, dtype=getattr(torch, dtype), device=device)
+    out = torch.empty_like(matrix)
+    return _median_after_warmup(device, lambda: torch.mm(matrix, matrix, out=out))
 
 
 def _median_after_warmup(device: str, call: Callable[[], object]) -> float:

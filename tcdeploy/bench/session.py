@@ -1,4 +1,4 @@
-"""The course of a benchmark: plan, measure the machine's rates, then the deployment, then each baseline in turn.
+"""Runs a benchmark: plan, measure the machine's rates, then the deployment, then each baseline in turn.
 
 Each subject is released before the next is loaded: two models rarely fit on one GPU, and two compiled models share
 torch's caches. No deployment is referenced beyond the call that measures it.

@@ -201,7 +201,7 @@ def check_payload(path: Path, signed_header: SignedHeader, payload: Payload) -> 
 def read_files(
     path: Path, signed_header: SignedHeader, files: tuple[FileRecord, ...]
 ) -> Iterator[tuple[FileRecord, Iterator[bytes]]]:
-    """Yield each file with an iterator over its chunks. Consume the chunks before asking for the next file.
+    """Yield each file with an iterator over its chunks. Consume the chunks before advancing to the next file.
 
     Raises IntegrityError if the payload is not exactly `files`. A file's sha256 is checked after its last chunk.
     """

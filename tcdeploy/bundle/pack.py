@@ -89,10 +89,10 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
         recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
         command = [sys.executable, "-m", "tcdeploy", "warm", "--recipe", str(recipe), "--require-hit"]
-        done = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL)
-    if done.returncode:
+        completed = subprocess.run(command, env=environ, stdout=subprocess.DEVNULL)
+    if completed.returncode:
         raise ThresholdError(
-            f"the warm start of plan {plan_key} before packing exited with code {done.returncode}",
+            f"the warm start of plan {plan_key} before packing exited with code {completed.returncode}",
             f"run it with the plan's flags and read its report: tcdeploy warm MODEL --cache-dir {folder} --require-hit",
         )
 

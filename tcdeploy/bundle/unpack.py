@@ -3,9 +3,9 @@
 The order matters. Nothing is written before the signature, the header, the payload's sha256 and the free space are
 checked. Each file is then written to a staging folder on the same disk and compared with the header on the way. Once
 all files are complete, they are renamed into the cache, and the plan's manifest last: a start uses only what a manifest
-lists. A process killed at any point leaves the cache as it was, plus a staging folder that the next unpack deletes and
-files that no manifest lists. One exception: a plan that was there with other bytes is cold until it is complete again.
-Processes that unpack at once take turns; those after the first find the plan present.
+lists. A process killed at any point leaves the other plans intact. It may leave a staging folder, which the next unpack
+deletes, and files that no manifest lists. One exception: if the folder had the same plan with other bytes, that plan is
+cold until a later unpack completes. Concurrent unpacks run one after another; all but the first find the plan present.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Verifies bundles and cache folders: their bytes, their signers, and the tokens that they compute.
 
-`verify_bundle` and `verify_folder` read every byte and run none. `compare_top_tokens` compares a start on this machine
-with the packing machine: the manifest holds the eager model's greedy tokens for each bucket's fixed inputs, and the
-compiled buckets must reproduce them here.
+`verify_bundle` and `verify_folder` read every byte and execute nothing. `compare_top_tokens` compares a start on this
+machine with the packing machine: the manifest holds the eager model's greedy tokens for each bucket's fixed inputs, and
+the compiled buckets must reproduce them here.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept from a plan
-    that was there first.
+    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept because
+    another plan had them first.
     """
 
     plan_key: str
@@ -72,7 +72,7 @@ def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False
         stored_header = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
         if stored_header.exists():
             header, signer = _read_stored_header(stored_header, trusted_keys, allow_unsigned)
-            # Files must match the signed header, except those kept from a plan that was there first (unpack.py).
+            # Files must match the signed header, except those of a plan that the folder had before (unpack.py).
             others = {file for other in manifests if other != key for file in manifests[other].files}
             signed = {file.path: file for file in header.manifest.files}
             files |= {path: file for path, file in signed.items() if files.get(path) not in others}
@@ -144,23 +144,23 @@ def _verified_plan(
     )
 
 
-def compare_top_tokens(packed: Manifest, here: tuple[BucketRecord, ...]) -> list[BucketReplay]:
+def compare_top_tokens(packed: Manifest, local_records: tuple[BucketRecord, ...]) -> list[BucketReplay]:
     """Compare, per bucket, the compiled model's tokens on this machine with the eager model's on the packer's."""
-    records = {record.bucket: record for record in here}
+    records = {record.bucket: record for record in local_records}
     return [
         _compare_bucket(record, records.get(record.bucket), str(packed.plan["compute_dtype"]))
         for record in packed.buckets
     ]
 
 
-def _compare_bucket(there: BucketRecord, here: BucketRecord | None, dtype: str) -> BucketReplay:
-    expected = there.eager_greedy_tokens
+def _compare_bucket(packed: BucketRecord, local: BucketRecord | None, dtype: str) -> BucketReplay:
+    expected = packed.eager_greedy_tokens
     rows = len(expected.tokens)
-    if here is None or here.greedy_tokens.inputs_sha256 != expected.inputs_sha256:
-        return BucketReplay(there.bucket, rows, 0, 0.0, False, "it was not run here with the packer's inputs")
-    actual = here.greedy_tokens
+    if local is None or local.greedy_tokens.inputs_sha256 != expected.inputs_sha256:
+        return BucketReplay(packed.bucket, rows, 0, 0.0, False, "it was not run here with the packer's inputs")
+    actual = local.greedy_tokens
     difference = max(abs(a - b) for a, b in zip(expected.logprobs, actual.logprobs, strict=True))
     mismatched = sum(a != b for a, b in zip(expected.tokens, actual.tokens, strict=True))
     passed = difference <= LOGPROB_TOLERANCE_NATS[dtype]
     reason = "" if passed else "its tokens differ from the packed model's: other weights, or a miscompiled program"
-    return BucketReplay(there.bucket, rows, mismatched, difference, passed, reason)
+    return BucketReplay(packed.bucket, rows, mismatched, difference, passed, reason)

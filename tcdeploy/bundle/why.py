@@ -74,9 +74,11 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     for difference in diff_mappings(here_config, cached_config, "config."):
         is_head_only = difference.name.removeprefix("config.") in HEAD_CONFIG_KEYS
         (head_differences if is_head_only else shared_differences).append(difference)
-    here, there = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
-    fields = [name for name in here if name not in NON_BUCKET_FIELDS]
-    plan_differences = diff_mappings({name: here[name] for name in fields}, {name: there.get(name) for name in fields})
+    plan_values, cached_values = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
+    fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
+    plan_differences = diff_mappings(
+        {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
+    )
     buckets = [
         _forecast_bucket(
             bucket,
@@ -111,15 +113,19 @@ def merge_forecasts(forecasts: list[Forecast]) -> Forecast:
     """Merge the forecasts of a folder's plans: a bucket hits if it hits in any; differences are the nearest plan's."""
     nearest = min(forecasts, key=lambda forecast: (len(forecast.misses), len(forecast.differences)))
     per_bucket = zip(*(forecast.buckets for forecast in forecasts), strict=True)
-    buckets = tuple(min(candidates, key=lambda bucket: len(bucket.reasons)) for candidates in per_bucket)
+    buckets = tuple(
+        min(forecasts_of_bucket, key=lambda bucket: len(bucket.reasons)) for forecasts_of_bucket in per_bucket
+    )
     return Forecast(buckets, nearest.differences)
 
 
 def version_differences(cached: Manifest, installed: Mapping[str, Any]) -> tuple[Difference, ...]:
     """Versions in `installed_versions()` that differ from the packer's, ignoring local labels such as +cu130."""
     factors = _environment(cached).cache_factors()
-    there = {name: _without_local_label(factors[name]) for name in installed}
-    return tuple(diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, there))
+    packed_versions = {name: _without_local_label(factors[name]) for name in installed}
+    return tuple(
+        diff_mappings({name: _without_local_label(value) for name, value in installed.items()}, packed_versions)
+    )
 
 
 def _without_local_label(version: Any) -> Any:

@@ -116,7 +116,7 @@ def _count_library(command: object, folder: str) -> None:
 
 
 def _companion_files(root: Path, path: Path) -> Iterator[Path]:
-    """`path` and the files used with it: all of its folder in Triton's cache, elsewhere those with the same stem.
+    """`path` and the files used with it: all files of its folder in Triton's cache, else those with the same stem.
 
     The stem ends at the first dot.
     """

@@ -137,7 +137,7 @@ def _ignore_bookkeeping(root: str) -> Callable[[str, list[str]], list[str]]:
 
     def ignored(folder: str, names: list[str]) -> list[str]:
         relative = Path(folder).relative_to(root)
-        # A folder is judged by a file in it, since is_cache_file takes files only.
+        # is_cache_file takes files only, so a folder is tested with the name of a file in it.
         paths = {name: relative / name / "x" if Path(folder, name).is_dir() else relative / name for name in names}
         return [
             name

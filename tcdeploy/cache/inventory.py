@@ -112,9 +112,9 @@ def collect_garbage(
     with folder_lock(folder):
         entries = list_plans(folder)
         matched = _too_old(entries, older_than_seconds) | _over_size_limit(folder, entries, max_bytes)
-        candidates = [entry for entry in entries if entry.plan_key in matched]
-        retained = tuple((entry.plan_key, reason) for entry in candidates if (reason := _retention_reason(entry)))
-        removed_keys = tuple(entry.plan_key for entry in candidates if not _retention_reason(entry))
+        matching = [entry for entry in entries if entry.plan_key in matched]
+        retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
+        removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
         files: list[str] = []
         if not _has_unfinished_start(folder):
             files = _removable_files(folder, set(removed_keys), not _has_live_lease(folder))

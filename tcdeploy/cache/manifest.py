@@ -159,8 +159,10 @@ def make_origin(
 
 def diff_sources(here: Origin, there: Origin) -> list[Difference]:
     """Each source file of our ops and graph passes that differs, with the first digits of its digests."""
-    ours, theirs = ({path: digest[:12] for path, digest in origin.sources.items()} for origin in (here, there))
-    return diff_mappings(ours, theirs, "tcdeploy/")
+    digests_here, digests_there = (
+        {path: digest[:12] for path, digest in origin.sources.items()} for origin in (here, there)
+    )
+    return diff_mappings(digests_here, digests_there, "tcdeploy/")
 
 
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
@@ -280,9 +282,9 @@ def _read_record(document: dict[str, Any]) -> BucketRecord:
 
 def _check_fields(document: dict[str, Any], kind: type[Manifest | BucketRecord]) -> None:
     """Require every field, with or without a default, and no other. Raises KeyError."""
-    known = {item.name for item in fields(kind)}
-    if set(document) != known:
-        raise KeyError(f"fields of {kind.__name__}: {sorted(set(document) ^ known)}")
+    field_names = {item.name for item in fields(kind)}
+    if set(document) != field_names:
+        raise KeyError(f"fields of {kind.__name__}: {sorted(set(document) ^ field_names)}")
 
 
 def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:

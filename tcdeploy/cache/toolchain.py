@@ -1,11 +1,11 @@
 """The C++ compiler that built a CPU's programs, and a stub for machines without one.
 
-Inductor asks the compiler for its version even if every program is cached: the version is part of file names, and
-without a compiler Inductor gives up. The compiler's output for these queries is therefore kept in the cache folder. On
-a machine without a compiler, a script of the same name on PATH replays it. Any other command of the stub fails with
+Inductor queries the compiler's version even if every program is cached: the version is part of file names, and without
+a compiler Inductor gives up. The compiler's output for these queries is therefore kept in the cache folder. On a
+machine without a compiler, a script of the same name on PATH replays it. Any other command of the stub fails with
 NO_COMPILER_MESSAGE.
 
-torch_compat/compiler_queries.py lists what Inductor asks.
+torch_compat/compiler_queries.py lists Inductor's queries.
 """
 
 from __future__ import annotations

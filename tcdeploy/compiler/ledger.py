@@ -1,9 +1,9 @@
 """Counts of what torch compiled: programs, compilations, cache hits, graph breaks, and the seconds beside them.
 
 A bucket is a *hit* when it compiled something and every program came from the cache, a *miss* when any code was
-generated, and *reused* when the process already had its programs. Where the installed torch or Triton does not let us
-count (torch_compat), the outcome is *unknown*, never a hit. Seconds stand beside the counts because a hit can still be
-slow.
+generated, and *reused* when the process already had its programs. If the installed torch or Triton does not expose its
+counts (torch_compat), the outcome is *unknown*, never a hit. Seconds are reported with the counts because a hit can
+still be slow.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class CompileCounts:
     cudagraph_skips: int = 0  # regions that torch's own CUDA graphs (--graphs region) did not capture
     kernels_timed: int = 0  # kernel variants that torch timed to choose one; a warm start should need none
     kernels_compiled: int = 0  # also those of programs that were cache hits
-    is_complete: bool = True  # False where hits or compiled kernels could not be counted
+    is_complete: bool = True  # False if hits or compiled kernels could not be counted
 
     def __sub__(self, earlier: CompileCounts) -> CompileCounts:
         return self._combine(earlier, -1)

@@ -4,8 +4,8 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-A region has a kind. Regions of one kind run the same program with other weights, so the kind is the region's place in
-its layer, and a number where layers of the model attend differently (a sliding window in some of them, say).
+A region has a kind. Regions of one kind run the same program with other weights, so a kind names the region's place in
+its layer. It also has a number if the layers attend differently (some with a sliding window, for example).
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def _holds_matrix(module: nn.Module) -> bool:
 def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Region]:
     """The modules that run before and after the layers and are worth compiling: final norm, rotary embedding, LM head.
 
-    These are the siblings of the stack of layers on every level above it. Embeddings are left out, since an embedding
-    is a single kernel. So are rotary embeddings that select their formula on the host by the longest position.
+    These are the modules beside the stack of layers, at every level above it. Embeddings are left out, since an
+    embedding is a single kernel, and so are rotary embeddings that select their formula on the host by the longest
+    position.
     """
     path = layers[0].path.rpartition(".")[0].split(".")
     regions: list[Region] = []

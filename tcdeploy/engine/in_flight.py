@@ -1,4 +1,4 @@
-"""Steps between launch and collection: whose tokens they compute, and their results in host memory."""
+"""Steps between launch and collection: the sequences that they serve, and their results in host memory."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def token_logprobs_of(rows: Logprobs | None, row: int, k: int | None) -> TokenLogprobs | None:
-    """One row as Python numbers, with the `k` most likely tokens; None if the request asks for none."""
+    """One row as Python numbers, with the `k` most likely tokens; None if the request has no `logprobs`."""
     if rows is None or k is None:
         return None
     ids, values = rows.top_ids[row, :k].tolist(), rows.top_logprobs[row, :k].tolist()

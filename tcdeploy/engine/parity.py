@@ -26,15 +26,15 @@ def reference_attn_implementation(architecture: Architecture) -> str:
     return "sdpa" if plain else "eager"
 
 
-def check_parity(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
+def check_parity(logits: Tensor, reference: Tensor, dtype: str) -> Parity:
     """Compare logits [rows, vocab] of a bucket with the reference. A NaN on either side fails the check."""
-    difference = (ours.float() - reference).abs().max().item()
+    difference = (logits.float() - reference).abs().max().item()
     relative = difference / max(reference.abs().max().item(), 1e-30)
-    log_p, log_q = reference.log_softmax(dim=-1), ours.float().log_softmax(dim=-1)
+    log_p, log_q = reference.log_softmax(dim=-1), logits.float().log_softmax(dim=-1)
     kl = (log_p.exp() * (log_p - log_q)).sum(dim=-1).max().clamp(min=0).item()  # rounding may leave it below 0
     tolerance, kl_tolerance = TOLERANCE[dtype]
     passed = relative <= tolerance and kl <= kl_tolerance
-    return Parity(ours.shape[0], difference, relative, kl, tolerance, kl_tolerance, passed)
+    return Parity(logits.shape[0], difference, relative, kl, tolerance, kl_tolerance, passed)
 
 
 def greedy_tokens(inputs: list[list[int]], logits: Tensor) -> GreedyTokens:

@@ -245,8 +245,8 @@ class Scheduler:
             self.prefilling.remove(sequence)
         else:
             self._remove_row(sequence)
-        known = min(sequence.num_computed_tokens, len(sequence.token_ids))
-        self.allocator.register(sequence.token_ids, sequence.blocks, known)
+        num_known_tokens = min(sequence.num_computed_tokens, len(sequence.token_ids))
+        self.allocator.register(sequence.token_ids, sequence.blocks, num_known_tokens)
         self.allocator.release(sequence.blocks)
 
     def _remove_row(self, sequence: Sequence) -> None:

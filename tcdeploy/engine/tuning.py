@@ -65,15 +65,17 @@ class _Attempt(NamedTuple):
     error: Exception | None
 
 
-def tune(batch: WarmupBatch, known: Iterable[Trial], more_seconds_than_before: bool, seconds: float) -> TuningRun:
-    """Time the bucket's variants for at most `seconds`, except those that `known` trials of an earlier run cover.
+def tune(
+    batch: WarmupBatch, known_trials: Iterable[Trial], more_seconds_than_before: bool, seconds: float
+) -> TuningRun:
+    """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
     Variants that the earlier run did not reach are tried only if the time allowed has grown since.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:
         return TuningRun()
-    trials = tuple(trial for trial in known if trial.variant in variants)
+    trials = tuple(trial for trial in known_trials if trial.variant in variants)
     if any_timed(trials) and not more_seconds_than_before:
         return TuningRun(trials)
     tried = {trial.variant for trial in trials}
@@ -209,7 +211,7 @@ def _mark_failed(trials: tuple[Trial, ...], name: str, parity: Parity) -> tuple[
 
 
 def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:
-    """A graph of ours or of Inductor's. Lazy initialisation must end before capture, which takes a second run."""
+    """Whether the engine or Inductor captures a graph, before which an extra run completes lazy initialisation."""
     return batch.plan.graphs == "region" or batch.plan.uses_cuda_graph(batch.bucket, variant)
 
 

@@ -105,11 +105,11 @@ def _warm_bucket(
     return _WarmedBucket(record, tuning.seconds)
 
 
-def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known: float | None) -> float | None:
-    """Compile seconds of the run that filled the cache: this one after a miss, else the known figure."""
-    if compilation.counts.cache_misses or (known is None and counts.outcome == "miss"):
+def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known_seconds: float | None) -> float | None:
+    """Compile seconds of the run that filled the cache: this one after a miss, else `known_seconds`."""
+    if compilation.counts.cache_misses or (known_seconds is None and counts.outcome == "miss"):
         return compilation.seconds
-    return known
+    return known_seconds
 
 
 def _make_record(

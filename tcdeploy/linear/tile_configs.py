@@ -2,7 +2,7 @@
 
 The ops' `config` argument is an index into `GEMV_TILES` (one row) or `SKINNY_GEMM_TILES` (2 to 64 rows), so the choice
 is part of the graph and of its cache key. The heuristics return the best guess first, then the other tiles worth
-timing. Their thresholds lie between the measured shapes: Llama 3.1 8B, Qwen2.5 7B and Llama 3.2 1B on an H100
+timing. Their thresholds are set between the measured shapes: Llama 3.1 8B, Qwen2.5 7B and Llama 3.2 1B on an H100
 (scripts/bench-linear).
 """
 

@@ -67,7 +67,8 @@ def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int)
 
 
 def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int) -> list[Node]:
-    """The nodes that commute with the selection, in the graph's order. The first of them read nodes that do not."""
+    """The nodes that commute with the selection, in the graph's order. The first of them read nodes that do not
+    commute."""
     commuting: set[Node] = set()
     for node in reversed(graph.nodes):
         is_above = node is source or any(user in commuting for user in node.users)

@@ -1,4 +1,4 @@
-"""The parts of a cache key that stand for tcdeploy's own code. Does not import torch.
+"""The parts of a cache key that cover tcdeploy's own code. Does not import torch.
 
 A key holds what changes programs or tokens, and nothing else. Source files therefore enter it as syntax trees without
 docstrings, comments and positions: an edit of the documentation keeps every program. The release number does not enter
@@ -21,7 +21,7 @@ from pathlib import Path
 CACHE_EPOCH = 1
 
 DOCUMENTED_NODES = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-BLOCK_FIELDS = ("body", "orelse", "finalbody", "handlers", "cases")  # where a statement holds further statements
+BLOCK_FIELDS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold nested statements
 
 
 def source_digests(root: Path, paths: Iterable[Path]) -> dict[str, str]:

@@ -120,11 +120,11 @@ class Plan:
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer and a static shape."""
-        candidates = variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        bucket_variants = variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
         if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
-            candidates += tuple(map(attention_variant, self.alternative_attention))
+            bucket_variants += tuple(map(attention_variant, self.alternative_attention))
         allows_last_token_rows = self.region == "layer" and not bucket.min_size
-        return tuple(variant for variant in candidates if allows_last_token_rows or not variant.last_token_rows)
+        return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
         """Whether the bucket's step becomes a CUDA graph. A dynamic bucket never does, nor a host read in attention."""

@@ -156,16 +156,16 @@ def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
 
 def _validate(values: Mapping[str, Any], source: str) -> dict[str, Any]:
     hints = typing.get_type_hints(Recipe)
-    known = [item.name for item in fields(Recipe)]
+    known_keys = [item.name for item in fields(Recipe)]
     checked = {}
     for old, new in RENAMED_KEYS.items():
         if old in values:
             log.warning("%s: the key %s is deprecated and will be removed; use %s", source, old, new)
             values = {new: values[old], **{key: value for key, value in values.items() if key != old}}
     for key, value in values.items():
-        if key not in known:
+        if key not in known_keys:
             raise RecipeError(
-                f"{source}: unknown key {key!r}{_suggestion(key, known)}", f"known keys: {', '.join(known)}"
+                f"{source}: unknown key {key!r}{_suggestion(key, known_keys)}", f"known keys: {', '.join(known_keys)}"
             )
         checked[key] = _coerce(key, value, hints[key], source)
     return checked

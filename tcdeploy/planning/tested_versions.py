@@ -25,7 +25,7 @@ def tested_range(package: str) -> str:
 
 
 def untested_packages(versions: Mapping[str, str]) -> list[str]:
-    """Those of `versions` (package -> version, empty where it is not installed) that are outside the tested range."""
+    """Those of `versions` (package -> version, empty if not installed) that are outside the tested range."""
     return [package for package, version in versions.items() if version and not _is_tested(package, version)]
 
 

@@ -1,7 +1,7 @@
 """The variants of a bucket's step, and which of them each mode tries. Does not import torch.
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
-for all buckets. `auto` times several per bucket and keeps the fastest (engine/warmup.py), so this module decides only
+for all buckets. `auto` times several per bucket and keeps the fastest (engine/tuning.py), so this module decides only
 the order: likely winners first, in case the tuning budget (`--tune-seconds`) runs out.
 
 The order comes from timings of the 8B shape on an H100, in docs/performance.md. A decode step at batch 1 took 5.37 ms

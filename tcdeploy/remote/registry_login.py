@@ -85,7 +85,7 @@ def _decode_login(login: str | None) -> str:
 
 def _run_credential_helper(helper: Any, host: str) -> str | None:
     try:
-        done = subprocess.run(
+        completed = subprocess.run(
             [f"docker-credential-{helper}", "get"],
             input=host,
             text=True,
@@ -93,7 +93,7 @@ def _run_credential_helper(helper: Any, host: str) -> str | None:
             timeout=retry.READ_TIMEOUT_SECONDS,
             check=True,
         )
-        credentials = json.loads(done.stdout)
+        credentials = json.loads(completed.stdout)
         return base64.b64encode(f"{credentials['Username']}:{credentials['Secret']}".encode()).decode()
     except (OSError, subprocess.SubprocessError, ValueError, KeyError, TypeError):
         return None

@@ -107,8 +107,8 @@ def classify_error(error: BaseException) -> ClassifiedError:
     for inner in reversed(list(_causes(error))):
         status, code = status_and_code(inner)
         if status is not None or code:
-            answer = f"HTTP {status}" if status else "error"
-            return ClassifiedError(_error_kind(status, code), f"{answer} {code}".rstrip(), status)
+            status_text = f"HTTP {status}" if status else "error"
+            return ClassifiedError(_error_kind(status, code), f"{status_text} {code}".rstrip(), status)
         name = type(inner).__name__
         if isinstance(inner, PermissionError) or name in AUTH_CLASSES:
             return ClassifiedError("auth", str(inner) or name)

@@ -69,8 +69,8 @@ async def read_body(request: Request, max_bytes: int, hot_path: HotPath) -> byte
     """`own_body_reader`: the request's body, read without an async generator, and without a timer if it has arrived.
 
     Saves the generator of `Request.stream()`, and `asyncio.timeout` for a body that came in the same packets as its
-    headers, as most do. Without it, every body is read from `Request.stream()` under a timer.
-    Raises ApiError 413 above `max_bytes` and 408 after BODY_TIMEOUT_S, ClientDisconnect if the client leaves.
+    headers, as most do. Without it, every body is read from `Request.stream()` under a timer. Raises ApiError 413 above
+    `max_bytes` and 408 after BODY_TIMEOUT_S, ClientDisconnect if the client disconnects.
     """
     if hot_path.own_body_reader and is_body_received(request.scope):
         return await _receive_body(request, max_bytes)

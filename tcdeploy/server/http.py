@@ -1,8 +1,8 @@
-"""The server's HTTP/1.1 protocol, and what it tells the application about a connection.
+"""The server's HTTP/1.1 protocol, and the connection's state that it exposes to the application.
 
 The protocol limits the size of a request's head and the time until a request is complete
 (torch_compat/uvicorn_protocol.py). It adds functions to the ASGI scope's extensions, which the functions here read.
-Under another server, or where uvicorn's class is not supported, they return the answer that is safe without them.
+Under another server, or if uvicorn's class is not supported, they return a safe default.
 """
 
 from __future__ import annotations

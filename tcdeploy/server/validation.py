@@ -89,8 +89,8 @@ def to_sampling_params(
 
     `prompt_length` is in tokens. Choices of a seeded request use consecutive seeds.
     """
-    room = limits.context - prompt_length
-    if room < 1:
+    max_new_tokens_limit = limits.context - prompt_length
+    if max_new_tokens_limit < 1:
         raise bad_request(
             f"the prompt has {prompt_length} tokens; the model's context is {limits.context}",
             "messages" if isinstance(request, ChatRequest) else "prompt", "context_length_exceeded",
@@ -98,7 +98,7 @@ def to_sampling_params(
     length_field = "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         length_field = "max_completion_tokens"
-    max_new_tokens = room if request.max_new_tokens is None else request.max_new_tokens
+    max_new_tokens = max_new_tokens_limit if request.max_new_tokens is None else request.max_new_tokens
     field_values = {
         "max_new_tokens": (max_new_tokens, length_field),
         "temperature": (request.temperature if request.temperature is not None else 1.0, "temperature"),
@@ -133,7 +133,7 @@ def to_sampling_params(
     except UsageError as error:  # with min_tokens, stop token ids count towards the limit of logit biases
         bias_field = "logit_bias" if request.logit_bias else "stop_token_ids"
         raise _first_invalid_field(field_values) or bad_request(error.message, bias_field) from None
-    if max_new_tokens > room:
+    if max_new_tokens > max_new_tokens_limit:
         raise bad_request(
             f"the prompt has {prompt_length} tokens and {length_field} is {max_new_tokens}; the model's context is "
             f"{limits.context}", length_field, "context_length_exceeded",

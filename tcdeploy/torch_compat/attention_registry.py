@@ -1,8 +1,8 @@
 """Remove an attention function from transformers' registry.
 
 transformers.AttentionInterface can register a function and has no public way to remove one. Without this, the probe's
-function stays registered until the process ends; a later probe replaces it, and no model is affected unless it asks
-for that name. The dictionary that holds the functions is keyed by `attn_implementation`.
+function stays registered until the process ends; a later probe replaces it, and only models with that attention name
+are affected. The dictionary that holds the functions is keyed by `attn_implementation`.
 """
 
 from __future__ import annotations

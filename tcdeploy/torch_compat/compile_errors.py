@@ -1,8 +1,8 @@
 """Recognise exceptions that torch.compile raises.
 
-Their classes stand in private modules, and only the names of those modules and of one class are used: nothing is
-imported, and a class that torch moves is at worst not recognised. Its traceback is then shown instead of an error with
-a hint.
+Their classes are defined in private modules. Only the names of those modules and of one class are used, and nothing is
+imported, so a class that torch moves is at worst not recognised: its traceback is then shown instead of an error with a
+hint.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The questions that Inductor puts to the C++ compiler at a warm start.
+"""The C++ compiler queries that Inductor runs at a warm start.
 
-The answers are part of the names of compiled CPU programs. cache/toolchain.py stores them, and a stand-in for g++
-repeats them on a machine without a compiler. A query that is not listed here fails there, so a warm start without a
-compiler is lost when torch adds one. tests/cache/test_toolchain.py compares the list with what a warm start runs.
+Their output is part of the names of compiled CPU programs. cache/toolchain.py stores it, and a stub of g++ replays it
+on a machine without a compiler. The stub fails for a query that is not listed here, so a warm start without a compiler
+fails when torch adds a query. tests/cache/test_toolchain.py compares the list with what a warm start runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BUILDER = "torch._inductor.cpp_builder"
 
 
 def supported() -> bool:
-    """Whether the functions that ask are where they were, and ask the same."""
+    """Whether torch's functions that run the queries still exist and run these."""
     return (
         mentions(find(f"{BUILDER}:get_compiler_version_info"), "-v", "--version")
         and mentions(find(f"{BUILDER}:_is_apple_clang"), "--version")

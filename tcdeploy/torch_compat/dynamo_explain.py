@@ -1,4 +1,4 @@
-"""List the graph breaks of a function by `torch._dynamo.explain`, which has no public twin up to torch 2.13.
+"""List the graph breaks of a function by `torch._dynamo.explain`, which has no public equivalent up to torch 2.13.
 
 Without it, `--explain-breaks` is an error that says so; all other commands are unaffected.
 """
@@ -24,7 +24,7 @@ INTERNAL = Internal(
 
 
 def break_reasons(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """torch's records of the breaks, with `reason` and `user_stack`. Raises CompileError where torch has no explain."""
+    """torch's records of the breaks, with `reason` and `user_stack`. Raises CompileError if torch has no explain."""
     if not supported():
         raise CompileError(
             "this version of torch has no torch._dynamo.explain", "leave out --explain-breaks, or install torch 2.13"

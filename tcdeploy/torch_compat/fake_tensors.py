@@ -33,7 +33,7 @@ INTERNAL = Internal(
 
 @contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Within the block, new tensors hold no data. torch's log messages about them are switched off."""
+    """Within the block, new tensors hold no data. torch's log messages about them are silenced."""
     logger = logging.getLogger(LOGGER)
     level = logger.level
     logger.setLevel(logging.CRITICAL)

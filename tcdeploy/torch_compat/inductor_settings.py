@@ -1,8 +1,8 @@
 """The torch settings that are part of Inductor's cache key, as text.
 
-Most are in torch._inductor.config, which environment variables set too. A variable that is set where a cache is filled
-and not where it serves makes every start a miss, and torch names no reason; manifests record the settings so that
-`cache why` can. Settings that torch leaves out of its key (`_cache_config_ignore_prefix`) are left out here.
+Most are in torch._inductor.config, which environment variables set too. If a variable is set when the cache is filled
+but not when it serves, every start is a miss, and torch reports no reason. Manifests record the settings, so `cache
+why` reports it. Settings that torch leaves out of its key (`_cache_config_ignore_prefix`) are left out here.
 
 Without that list, `cache why` may name settings that do not matter.
 """

@@ -21,7 +21,7 @@ WORKER_FUNCTION = "torch._inductor.runtime.compile_tasks:_worker_compile_triton"
 
 
 def supported() -> bool:
-    """True also where Triton is not installed: nothing is lost there."""
+    """True also if Triton is not installed, because nothing is lost then."""
     return not is_installed("triton") or (
         callable(find(WORKER_FUNCTION))
         and callable(find(f"{ASYNC_COMPILE}:_worker_compile_triton"))

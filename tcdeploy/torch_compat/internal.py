@@ -1,4 +1,4 @@
-"""What a private name of another package is called, how to look for it, and what is lost without it.
+"""Describes a private name of another package: its location, the check for it, and what is lost without it.
 
 The checks look at names, signatures and the constants in a function's code. They run nothing of the other package
 beyond importing the module that should hold the name, and treat every failure of that import as "not supported".
@@ -23,7 +23,7 @@ class Internal:
 
     name: str  # what it is for; names the Plan's decision
     package: str  # distribution that owns it, a key of TESTED_VERSIONS
-    symbol: str  # where it stands, as users can search for it in that package
+    symbol: str  # its location, as users can search for it in that package
     consequence: str  # what is lost without it: a clause that reads on with ": torch 2.16 moved ..."
     supported: Callable[[], bool]
 
@@ -33,13 +33,13 @@ class Internal:
 
 
 def find(path: str) -> Any:
-    """The object at "module:attribute.attribute", or None where it is missing or its module cannot be imported."""
+    """The object at "module:attribute.attribute", or None if it is missing or its module cannot be imported."""
     module, _, attributes = path.partition(":")
     try:
         value: Any = importlib.import_module(module)
         for attribute in filter(None, attributes.split(".")):
             value = getattr(value, attribute)
-    except Exception:  # an import may raise anything, and all of it means that the name cannot be used
+    except Exception:  # an import may raise any exception, and each means that the name cannot be used
         return None
     return value
 
@@ -50,8 +50,8 @@ def is_installed(package: str) -> bool:
 
 def mentions(owner: object, *words: str) -> bool:
     """Whether the code of a function, or of a class's functions, uses all `words` as names or string constants."""
-    seen = {word for function in _functions(owner) for word in _words(function.__code__)}
-    return seen.issuperset(words)
+    used_words = {word for function in _functions(owner) for word in _words(function.__code__)}
+    return used_words.issuperset(words)
 
 
 def has_parameters(function: object, *names: str) -> bool:

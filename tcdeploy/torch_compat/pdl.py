@@ -24,7 +24,7 @@ GDC_FUNCTIONS = ("gdc_wait", "gdc_launch_dependents")
 
 
 def supported() -> bool:
-    """True also where Triton is not installed: nothing is lost there."""
+    """True also if Triton is not installed, because nothing is lost then."""
     if not is_installed("triton"):
         return True
     cuda = find("triton.language:extra.cuda")

@@ -5,7 +5,7 @@ or miss: 0.4 s, or 12 s on a machine that has none yet. They halve a cold start 
 public setting cannot be used, because it is part of the cache key and of program names, so a cold start would have to
 do without headers too. The patch replaces the function that names the header by one that returns None.
 
-Without it, a warm start prepares headers. tests/cache/test_toolchain.py fails when torch asks another function.
+Without it, a warm start prepares headers. tests/cache/test_toolchain.py fails when torch calls another function.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ INTERNAL = Internal(
 
 
 def use_precompiled_headers(enabled: bool) -> None:
-    """Set whether Inductor may prepare headers from now on. Without, compiling a C++ kernel takes twice as long."""
+    """Set whether Inductor may prepare headers. Without headers, compiling a C++ kernel takes twice as long."""
     global _original_get_prefix_header
     if not supported():
         return

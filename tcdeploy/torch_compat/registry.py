@@ -1,6 +1,6 @@
 """All private names that this package depends on, and which of them the installed versions lack.
 
-Adding one: write its file, add the module to the tuple, and a way to take the name away to
+Adding one: write its file, add the module to the tuple, and add the removal of the name to
 tests/torch_compat/test_missing_internals.py, which starts a model without it.
 """
 

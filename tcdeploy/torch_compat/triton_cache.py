@@ -29,7 +29,7 @@ else:
 
 
 def supported() -> bool:
-    """True also where Triton is not installed: nothing is lost there."""
+    """True also if Triton is not installed, because nothing is lost then."""
     if not is_installed("triton"):
         return True
     manager = find(CACHE_MANAGER)
@@ -70,7 +70,7 @@ class RelocatableCacheManager(FileCacheManager):
         return str(super().put_group(filename, {name: name for name in group}))
 
     def get_group(self, filename: str) -> dict[str, str] | None:
-        """Name -> path of the kernel's files; None where the list is missing or unreadable, or a file is gone."""
+        """Name -> path of the kernel's files; None if the list is missing or unreadable, or a file is gone."""
         path = self.get_file(f"__grp__{filename}")
         if path is None:
             return None

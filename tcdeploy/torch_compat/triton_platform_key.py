@@ -19,7 +19,7 @@ BUILD = "triton.runtime.build"
 
 
 def supported() -> bool:
-    """True also where Triton is not installed: nothing is lost there."""
+    """True also if Triton is not installed, because nothing is lost then."""
     if not is_installed("triton"):
         return True
     builder = find(f"{BUILD}:compile_module_from_src")

@@ -25,7 +25,7 @@ Kernel = TypeVar("Kernel")
 
 
 def ignore_comments(kernel: Kernel) -> Kernel:
-    """Decorator, outside `@triton.jit`: the kernel itself, under a key that holds its code and not its text.
+    """Decorator, outside `@triton.jit`: computes the kernel's cache key from its code instead of its text.
 
     Triton's interpreter (TRITON_INTERPRET=1) makes functions of another type, which have no key and are returned as
     they are.

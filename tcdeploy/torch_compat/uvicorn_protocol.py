@@ -31,7 +31,7 @@ else:
 
 
 def supported() -> bool:
-    """True also in a process that has not imported uvicorn: it does not serve, and loses nothing."""
+    """True also if uvicorn is not imported, because such a process does not serve."""
     if "uvicorn" not in sys.modules:
         return True
     protocol = find(PROTOCOL)
@@ -52,7 +52,7 @@ INTERNAL = Internal(
 
 
 def bounded_protocol(error_body: Callable[[int, str], bytes]) -> Any:
-    """The protocol for uvicorn.Config(http=...); "auto", which is uvicorn's own choice, where it is not supported.
+    """The protocol for uvicorn.Config(http=...); "auto", uvicorn's own choice, if the class is not supported.
 
     `error_body` makes the JSON of a response from status and message.
     """
@@ -129,7 +129,7 @@ class _Bounds(_Base):
             )
 
     def _send_error_and_close(self, status: int, reason: str, message: str) -> None:
-        """Answer before a request exists; a response that is being sent is only cut off."""
+        """Reject with an error response. If a response is being sent, only close the connection."""
         if self.cycle is None or self.cycle.response_complete:
             body = self.error_body(status, message)
             head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close"

@@ -104,7 +104,7 @@ def test_in_a_steady_run_every_step_generates_a_token_of_every_request(
     steady = run_steady(engine, [prompts.draw(shape.prompt_length) for _ in range(count)], shape.new_tokens, 12)
     assert (steady.steps, steady.tokens) == (12, 12 * count)
     assert steady.wall_seconds > 0
-    assert steady.host_seconds is None, "on a CPU, host and device cannot be told apart"
+    assert steady.host_seconds is None, "on a CPU, host time cannot be measured separately"
 
 
 def test_a_steady_run_is_shortened_to_a_small_kv_cache(tiny_deployment: Any) -> None:

@@ -76,12 +76,12 @@ def old(tmp_path: Path) -> tuple[Path, Listing]:
 def refused(bundle: Path, old: tuple[Path, Listing], keys: Keys, error: type[TcdeployError] = IntegrityError) -> str:
     """Assert that unpacking raises `error` and changes nothing on disk; returns the message."""
     folder, before = old
-    siblings = sorted(path.name for path in folder.parent.iterdir())
+    names_before = sorted(path.name for path in folder.parent.iterdir())
     with pytest.raises(error) as caught:
         unpack(bundle, folder, keys.trusted)
     assert type(caught.value) is error
     assert listing(folder) == before
-    assert sorted(path.name for path in folder.parent.iterdir()) == siblings, "nothing was written beside it"
+    assert sorted(path.name for path in folder.parent.iterdir()) == names_before, "nothing was written beside it"
     with pytest.raises(error):
         verify_bundle(bundle, keys.trusted)
     return caught.value.message

@@ -200,7 +200,7 @@ def test_a_start_that_rewrites_the_manifest_keeps_the_signature_valid(
 def test_an_unlisted_file_that_torch_would_unpickle_is_an_integrity_error(
     unpacked: Path, small: Packed, keys: Keys
 ) -> None:
-    """torch loads any file beside a listed one under the same key, but not files elsewhere."""
+    """torch loads any file beside a listed one under the same key, but not files in other folders."""
     entry = next(name for name in KINDS if name.startswith("aotautograd/"))
     (unpacked / "6n" / "unnamed.py").write_bytes(b"left over")
     assert len(verify_folder(unpacked, keys.trusted)) == 1

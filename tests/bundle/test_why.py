@@ -200,8 +200,9 @@ def test_on_a_gpu_the_cpu_and_the_compiler_do_not_matter(manifest: Manifest) -> 
 def test_other_sources_of_our_ops_are_a_miss_that_names_them(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     other = dataclasses.replace(manifest.origin, sources={"linear/ops.py": "0" * 64})
-    found = forecast(manifest, plan, environment, other)
-    assert len(found.misses) == 4 and "tcdeploy/linear/ops.py" in [one.name for one in found.differences]
+    predicted = forecast(manifest, plan, environment, other)
+    assert len(predicted.misses) == 4
+    assert "tcdeploy/linear/ops.py" in [difference.name for difference in predicted.differences]
 
 
 def test_an_unknown_bucket_costs_the_median_of_its_phase(manifest: Manifest) -> None:

@@ -63,7 +63,7 @@ def test_a_renamed_file_is_recorded_under_its_new_name(folder: Path, rename: obj
 
 
 def test_a_loaded_library_is_recorded(folder: Path) -> None:
-    """torch loads its libraries so; the loader opens them without a word to Python."""
+    """torch loads its libraries this way; the dynamic loader opens them without a Python audit event."""
     library = put(folder, "ab/cabc.main.so", EXTENSION.read_bytes())
     with FileAccessTracker(folder).track() as used:
         ctypes.CDLL(str(library))
@@ -155,7 +155,7 @@ def test_a_sibling_folder_with_the_same_prefix_is_not_the_folder(folder: Path) -
 
 
 def test_a_symlink_to_the_folder_is_the_folder(folder: Path, tmp_path: Path) -> None:
-    """torch uses the real path; the tracker may have been given the link."""
+    """torch uses the real path, even if the tracker was constructed with a link."""
     link = tmp_path / "link"
     link.symlink_to(folder, target_is_directory=True)
     put(folder, "ab/file")
@@ -262,7 +262,7 @@ def test_every_kind_of_damage_has_a_reason_in_the_order_of_the_files(folder: Pat
     (folder / names[1]).write_bytes(b"content and more")
     (folder / names[2]).unlink()
     shutil.rmtree((folder / names[3]).parent)
-    twin = put(tmp_path, "twin")  # the same bytes, elsewhere
+    twin = put(tmp_path, "twin")  # the same bytes in another file
     for name, make in ((names[4], lambda path: path.symlink_to(twin)), (names[5], Path.mkdir), (names[6], os.mkfifo)):
         (folder / name).unlink()
         make(folder / name)

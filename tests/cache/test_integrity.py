@@ -242,15 +242,15 @@ def test_unlisted_files_that_torch_would_unpickle_are_removed(run_cli: Any, mode
     unfinished = entries[0].with_name(".1.2.tmp")
     for path in (*unlisted, unfinished):
         path.write_bytes(poison)
-    elsewhere = cache / "fxgraph" / "another" / "key"
-    elsewhere.mkdir(parents=True)
-    (elsewhere / "entry").write_bytes(b"of a start in progress")
+    other_key = cache / "fxgraph" / "another" / "key"
+    other_key.mkdir(parents=True)
+    (other_key / "entry").write_bytes(b"of a start in progress")
     result = run_cli(*warm(model, cache, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert not (cache / "poisoned").exists()
     assert not any(path.exists() for path in unlisted) and all(entry.exists() for entry in entries)
     assert unfinished.exists(), "torch skips files that are being written"
-    assert (elsewhere / "entry").exists(), "another key may belong to another start"
+    assert (other_key / "entry").exists(), "another key may belong to another start"
 
 
 def test_an_entry_that_another_plan_lists_stays(cache: Path) -> None:

@@ -95,7 +95,7 @@ def names_beside(path: Path) -> list[str]:
 
 
 def as_read(manifest: Manifest) -> dict[str, Any]:
-    """What JSON makes of a manifest: tuples become lists."""
+    """A manifest after a JSON round trip: tuples become lists."""
     return json.loads(json.dumps(asdict(manifest)))
 
 
@@ -228,13 +228,13 @@ def test_other_content_is_corrupt(written: Path, content: bytes) -> None:
 
 
 def test_a_change_with_a_matching_checksum_is_read(written: Path) -> None:
-    """The checksum is against accidents. Without this the tests of single fields below would prove nothing."""
+    """The checksum detects accidents only. Otherwise the tests of single fields below would prove nothing."""
     change(written, lambda document: document.update(workspace_bytes=1))
     assert read_manifest(written) == replace(MANIFEST, workspace_bytes=1, **as_read_parts(written))
 
 
 def as_read_parts(path: Path) -> dict[str, Any]:
-    """Plan and environment as JSON gives them back."""
+    """Plan and environment after a JSON round trip."""
     document = json.loads(path.read_text())
     return {"plan": document["plan"], "environment": document["environment"]}
 

@@ -57,7 +57,7 @@ def arguments(model: str, cache: Path, *more: str) -> list[str]:
     return [model, "--load-format", "dummy", "--buckets", "16", "--batch-sizes", "1", "--cache-dir", str(cache), *more]
 
 
-def test_modelling_code_of_a_model_runs_only_when_asked(run_cli: Any, breaking_model: str, tmp_path: Path) -> None:
+def test_modelling_code_of_a_model_runs_only_if_trusted(run_cli: Any, breaking_model: str, tmp_path: Path) -> None:
     result = run_cli("compile", *arguments(breaking_model, tmp_path / "cache"))
     assert result.returncode == 1
     assert "requires modelling code from its repository" in result.stderr and "--trust-remote-code" in result.stderr
@@ -81,7 +81,7 @@ def test_a_graph_break_is_an_error_that_explain_breaks_locates(
     assert 'open("/dev/null")' in breaks[0]["source"]
 
 
-def test_a_model_that_traces_whole_has_nothing_to_explain(run_cli: Any, tmp_path: Path) -> None:
+def test_a_model_without_graph_breaks_has_nothing_to_explain(run_cli: Any, tmp_path: Path) -> None:
     from tests.model_families import save_config
 
     folder = save_config("llama", tmp_path / "llama")

@@ -1,4 +1,4 @@
-"""Programs counted, on small models of many families: one per bucket and kind of layer, right, and never one more."""
+"""Small models of many families have exactly one program per bucket and kind of layer, and correct outputs."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BUCKET, BATCH = 48, 3
 
 
 def deploy(folder: str, cache_dir: str, **flags: Any) -> Deployment:
-    """A dummy deployment in a process whose programs are forgotten first, so that every count starts at zero."""
+    """A dummy deployment, after resetting torch's compiled programs so that all counts start at zero."""
     reset_programs()
-    asked = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
-    return prepare(build_recipe({**asked, "cache_dir": cache_dir}, environ={}))
+    base_flags = {"model": folder, "load_format": "dummy", "buckets": (BUCKET,), "batch_sizes": (BATCH,), **flags}
+    return prepare(build_recipe({**base_flags, "cache_dir": cache_dir}, environ={}))
 
 
 @pytest.fixture(scope="module", params=list(SUPPORTED))
@@ -50,7 +50,7 @@ def test_compiled_logits_are_those_of_eager_transformers(family: Any) -> None:
 
 
 def test_generating_past_the_window_equals_transformers_generate(family: Any) -> None:
-    """Chunks, the paged prefix, window, soft-capping and sinks, token for token over 40 tokens and 130 of prompt."""
+    """Covers chunks, the paged prefix, window, soft-capping and sinks, with 130 prompt tokens and 40 new ones."""
     name, deployment = family
     prompts = [
         [(7 * position + row) % 250 + 3 for position in range(length)] for row, length in enumerate((130, 5, 47))
@@ -70,7 +70,7 @@ def test_generating_past_the_window_equals_transformers_generate(family: Any) ->
 
 
 def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
-    """The highest logit each time, from a whole pass without any cache: nothing to share a mistake with."""
+    """Greedy decoding with a full, uncompiled forward pass per token and without a KV cache."""
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(new_tokens):
@@ -126,6 +126,6 @@ def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: 
     runner.slot.step = None
 
 
-def test_max_autotune_is_right_too(cache_dir: str, tmp_path: Path) -> None:
+def test_max_autotune_gives_correct_logits(cache_dir: str, tmp_path: Path) -> None:
     deployment = deploy(save_config("llama", tmp_path), cache_dir, mode="max-autotune")
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)

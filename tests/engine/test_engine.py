@@ -117,7 +117,7 @@ def test_a_frozen_deployment_is_not_collected_until_its_memory_is_released(cache
     freeze_gc_after_startup()
     assert gc.get_freeze_count() > 100_000, "objects of the compiler"
     assert not any(tracked is deployment.engine.runner for tracked in gc.get_objects())
-    deployment.engine.runner.itself = deployment.engine.runner  # a cycle, which only the collector frees
+    deployment.engine.runner.itself = deployment.engine.runner  # a cycle, which only the garbage collector frees
     runner = weakref.ref(deployment.engine.runner)
     del deployment
     gc.collect()

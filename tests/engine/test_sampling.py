@@ -118,7 +118,7 @@ def test_the_lowest_ids_are_kept_among_equal_logits_at_the_limit_of_top_k() -> N
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"),
+    ("p", "expected"),
     [
         (1e-9, {1}),  # the most likely token is always kept
         (1e-40, {1}),
@@ -134,15 +134,15 @@ def test_the_lowest_ids_are_kept_among_equal_logits_at_the_limit_of_top_k() -> N
         (1.0, {0, 1, 2, 3, 4}),
     ],
 )
-def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, kept: set[int]) -> None:
+def test_top_p_keeps_the_smallest_set_that_reaches_p(p: float, expected: set[int]) -> None:
     tokens = draws(LOGITS, DRAWS, top_p=p)
-    assert set(tokens) == kept
-    assert chi_square(tokens, {token: PROBABILITIES[token] for token in kept}) < 30
+    assert set(tokens) == expected
+    assert chi_square(tokens, {token: PROBABILITIES[token] for token in expected}) < 30
 
 
-@pytest.mark.parametrize(("p", "kept"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
-def test_top_p_keeps_a_set_that_reaches_p_exactly(p: float, kept: int) -> None:
-    assert set(draws(torch.zeros(4), 400, top_p=p)) == set(range(kept))
+@pytest.mark.parametrize(("p", "num_tokens"), [(0.25, 1), (0.5, 2), (0.75, 3), (0.76, 4)])
+def test_top_p_keeps_a_set_that_reaches_p_exactly(p: float, num_tokens: int) -> None:
+    assert set(draws(torch.zeros(4), 400, top_p=p)) == set(range(num_tokens))
 
 
 def test_top_p_applies_to_the_tokens_that_top_k_left() -> None:
@@ -156,12 +156,12 @@ def test_top_p_applies_after_temperature() -> None:
 
 
 @pytest.mark.parametrize(
-    ("p", "kept"),
+    ("p", "expected"),
     [(1.0, {1}), (0.76, {1}), (0.74, {1, 3}), (0.376, {1, 3}), (0.374, {1, 2, 3}), (0.1, {0, 1, 2, 3, 4}), (0.0, None)],
 )
-def test_min_p_is_relative_to_the_largest_probability(p: float, kept: set[int] | None) -> None:
+def test_min_p_is_relative_to_the_largest_probability(p: float, expected: set[int] | None) -> None:
     tokens = draws(LOGITS, DRAWS, min_p=p)
-    assert set(tokens) == (kept or set(range(5)))
+    assert set(tokens) == (expected or set(range(5)))
     assert chi_square(tokens, {token: PROBABILITIES[token] for token in set(tokens)}) < 30
 
 

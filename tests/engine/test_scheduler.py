@@ -381,7 +381,7 @@ def test_unused_lookahead_blocks_are_freed_before_any_preemption() -> None:
 
 
 def test_a_row_that_drops_lookahead_keeps_the_block_of_its_next_token() -> None:
-    """Else it would allocate others in the same call, and its block table would change at equal length."""
+    """Otherwise it would allocate others in the same call, and its block table would change at equal length."""
     scheduler = make_scheduler(blocks=40)
     [first] = running(scheduler, 4)
     while first.length < 9:

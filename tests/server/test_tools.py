@@ -396,9 +396,9 @@ def test_a_streamed_call_equals_the_whole_call(tool_server: ServerProcess) -> No
     chunks = [chunk.choices[0] for chunk in chat(tool_server, **fields, stream=True)]
     assert chunks[0].delta.role == "assistant"
     assert "".join(chunk.delta.content or "" for chunk in chunks) == ""
-    streamed = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
-    assert [call.index for call in streamed] == list(range(len(streamed)))
-    assert [(call.function.name, call.function.arguments) for call in streamed] == [
+    streamed_calls = [call for chunk in chunks for call in chunk.delta.tool_calls or []]
+    assert [call.index for call in streamed_calls] == list(range(len(streamed_calls)))
+    assert [(call.function.name, call.function.arguments) for call in streamed_calls] == [
         (call.function.name, call.function.arguments) for call in whole.message.tool_calls
     ]
     assert chunks[-1].finish_reason == whole.finish_reason

@@ -25,13 +25,13 @@ old, new = map(Path, sys.argv[1:])
 variants = [Config({"XBLOCK": size}, num_warps=4) for size in (1, 2, 4)]
 source, inductor_meta = str(old / "ab" / "cabcd.py"), {"autotune_local_cache": True}
 
-def candidates():
-    "The variants that Inductor would time; one where it found a result."
+def configs_to_time():
+    "The block sizes that Inductor would time; one if it has a result."
     configs, _, _ = check_autotune_cache(variants, source, inductor_meta)
     return [config.kwargs["XBLOCK"] for config in configs]
 
 def save_result():
-    "What a kernel that was loaded with its program does once it has timed its variants."
+    "Save a result as a kernel does that was loaded with its program."
     pickle.loads(pickled_entry).save(variants[2], 7)
     return old.exists(), len(list(new.rglob("*.best_config")))
 
@@ -39,13 +39,13 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(old)
 entry = AutotuneCache.create(inductor_meta, source, hash_configs(variants))
 pickled_entry = pickle.dumps(entry)
 entry.save(variants[1], 7)
-results = [candidates()]
+results = [configs_to_time()]
 old.rename(new)
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(new)
-results += [candidates(), save_result()]
+results += [configs_to_time(), save_result()]
 shutil.rmtree(old)
 relocate_autotune_cache()
-results += [candidates(), save_result(), candidates()]
+results += [configs_to_time(), save_result(), configs_to_time()]
 print(json.dumps(results))
 """
 
@@ -58,7 +58,7 @@ def test_an_autotune_result_is_found_after_the_folder_has_moved(tmp_path: Path) 
     in_place, torch_finds, torch_writes, patched_finds, patched_writes, patched_rereads = json.loads(result.stdout)
     assert in_place == [2]
     assert torch_finds == [1, 2, 4]  # all variants, to be timed again
-    assert torch_writes == [True, 1]  # into a new folder of the old name
+    assert torch_writes == [True, 1]  # in a new folder with the old name
     assert patched_finds == [2]
     assert patched_writes == [False, 1]
     assert patched_rereads == [4]

@@ -1,4 +1,4 @@
-"""Looking for a private name never raises, and finds what is there."""
+"""Looking up a private name never raises, and returns the object if it exists."""
 
 from __future__ import annotations
 
@@ -51,6 +51,6 @@ def test_parameters_are_compared_by_name() -> None:
 
 
 def test_the_installed_versions_lack_nothing() -> None:
-    """Fails when an installed package moves a name: mend its file, or accept the loss and say so there."""
+    """Fails when an installed package moves a name: repair its file, or accept the loss and document it there."""
     assert missing_internals() == ()
     assert all(internal.consequence and not internal.consequence.endswith(".") for internal in INTERNALS)

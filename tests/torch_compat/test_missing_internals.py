@@ -1,4 +1,4 @@
-"""Each private name is taken away, one by one: the model starts, generates the same tokens, and the Plan says why."""
+"""Each private name is removed in turn: the model starts, generates the same tokens, and the Plan reports the loss."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ outcomes = [record.outcome for record in deployment.records]
 print(json.dumps({"decisions": decisions, "tokens": tokens + scored, "outcomes": outcomes}))
 """
 
-# How to take each name away. Where torch itself needs the name, it is looked for where no version has it.
+# How to remove each name. If torch itself needs the name, it is looked up under a name that does not exist.
 DELETED = {
     "autotune cache": "from torch._inductor.runtime.autotune_cache import AutotuneCache; del AutotuneCache.create",
     "kernel timings": "from torch._inductor.runtime import benchmarking; del benchmarking.benchmarker",
@@ -107,7 +107,7 @@ REMOVALS = {
 
 
 class Starter:
-    """Starts builtin:tiny from one cache folder, each time in a process of its own."""
+    """Starts builtin:tiny from one cache folder, each time in a separate process."""
 
     def __init__(self, folder: Path, fork_server: ForkServer) -> None:
         self.cache_dir, self.fork_server = str(folder / "cache"), fork_server
@@ -140,7 +140,7 @@ def complete(starter: Starter) -> dict[str, Any]:
     return answer
 
 
-def test_every_internal_can_be_taken_away() -> None:
+def test_every_internal_has_a_removal() -> None:
     assert [internal.name for internal in INTERNALS if internal.name not in REMOVALS] == []
     assert len(REMOVALS) == len(INTERNALS) == len({internal.name for internal in INTERNALS})
 
@@ -161,7 +161,7 @@ def test_a_start_without_it_gives_the_same_tokens_and_the_plan_says_what_is_lost
         assert answer["outcomes"] == ["unknown", "unknown"]
 
 
-def test_require_hit_fails_where_hits_cannot_be_counted(starter: Starter, complete: dict[str, Any]) -> None:
+def test_require_hit_fails_if_hits_cannot_be_counted(starter: Starter, complete: dict[str, Any]) -> None:
     flags = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", starter.cache_dir, "--require-hit")
     if not starter.fork_server.supports(starter.environ):
         pytest.skip("needs a fork that has imported torch")

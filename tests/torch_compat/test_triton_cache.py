@@ -122,15 +122,15 @@ def test_a_kernel_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
     assert compile_in(tmp_path / "there") == (True, size, moved_files)
 
 
-def test_pickling_a_config_loses_that_coordinate_descent_found_it() -> None:
-    """If this fails, Inductor's workers can load cached programs, and torch_compat/compile_threads.py can go."""
+def test_pickling_a_config_drops_the_mark_of_coordinate_descent() -> None:
+    """If this fails, Inductor's workers can load cached programs: delete torch_compat/compile_threads.py."""
     config = triton.Config({"XBLOCK": 4})
     config.found_by_coordesc = True
     assert not hasattr(pickle.loads(pickle.dumps(config)), "found_by_coordesc")
 
 
 def test_triton_s_own_manager_misses_in_a_moved_folder(tmp_path: Path) -> None:
-    """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can go."""
+    """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can be deleted."""
     stock = "triton.runtime.cache:FileCacheManager"
     compile_in(tmp_path / "here", stock)
     assert compile_in(tmp_path / "here", stock)[0]
@@ -190,8 +190,8 @@ def test_a_library_is_found_without_compiler_and_without_the_file_command(tmp_pa
     built = run(tmp_path / "here", BUILD, "patched", PATH=with_file)
     assert built.returncode == 0, built.stderr
     (tmp_path / "here").rename(tmp_path / "there")
-    found = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
-    assert found.stdout == built.stdout.replace("/here/", "/there/"), found.stderr
+    moved = run(tmp_path / "there", BUILD, "patched", PATH=str(tmp_path))
+    assert moved.stdout == built.stdout.replace("/here/", "/there/"), moved.stderr
 
 
 def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file: str) -> None:
@@ -199,12 +199,12 @@ def test_inductor_s_workers_use_the_same_library_keys(tmp_path: Path, with_file:
     assert result.returncode == 0, result.stderr
     process_key, unpatched_worker_key, patched_worker_key = json.loads(result.stdout)
     assert process_key == patched_worker_key == f"{platform.machine()},{platform.system()}"
-    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: torch_compat/inductor_workers.py can go"
-    assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls it by another name"
+    assert "ELF" in unpatched_worker_key, "torch's own function uses our key: delete torch_compat/inductor_workers.py"
+    assert "_worker_compile_triton" in AsyncCompile.triton.__code__.co_names, "torch calls another function"
 
 
 def test_without_the_patch_triton_does_not_find_a_library(tmp_path: Path, with_file: str) -> None:
-    """If this fails, torch_compat/triton_platform_key.py can go."""
+    """If this fails, torch_compat/triton_platform_key.py can be deleted."""
     assert run(tmp_path / "here", BUILD, PATH=with_file).returncode == 0
     result = run(tmp_path / "here", BUILD, PATH=str(tmp_path))
     assert result.returncode == 1 and "C compiler" in result.stderr

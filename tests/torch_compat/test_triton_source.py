@@ -126,7 +126,7 @@ def test_without_a_private_attribute_the_kernel_keeps_triton_s_key(
     source, line = kernel.src, kernel.starting_line_number
 
     class Moved:
-        """The kernel as a Triton would make it that has renamed the attribute."""
+        """The kernel as made by a Triton version that has renamed the attribute."""
 
         def __getattr__(self, name: str) -> Any:
             if name == attribute:

@@ -1,4 +1,4 @@
-"""The HTTP limits are off where uvicorn's class has changed; tests/server/test_abuse.py tests the limits themselves."""
+"""The HTTP limits are off if uvicorn's class has changed; tests/server/test_abuse.py tests the limits themselves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_without_a_method_of_uvicorn_s_class_its_own_protocol_serves(
     assert config.http_protocol_class is HttpToolsProtocol
 
 
-def test_a_connection_without_the_extensions_is_taken_for_one_that_may_wait() -> None:
+def test_a_connection_without_the_extensions_may_wait() -> None:
     scope: dict[str, object] = {"type": "http"}
     abort(scope)
     assert is_write_paused(scope) and not is_body_received(scope)
