@@ -30,12 +30,15 @@ if TYPE_CHECKING:
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
-    help="Measure MODEL on this machine, beside the hardware's floor and baselines.",
+    help="Measure MODEL against the limits of this machine and against baselines, or any server.",
 )
 
 Baseline = Annotated[
     list[str] | None,
-    typer.Option(metavar="|".join(BASELINES), help="Also measure this baseline; may be repeated"),
+    typer.Option(
+        metavar="|".join(BASELINES),
+        help="Also measure transformers (eager, generate) or region graphs; may be repeated",
+    ),
 ]
 Plot = Annotated[str | None, typer.Option(help="Write a plot to this .png, .svg or .pdf file", metavar="FILE")]
 Output = Annotated[str | None, typer.Option(help="Also write the JSON document to this file", metavar="FILE")]
@@ -51,7 +54,7 @@ RequestRate = Annotated[
 ]
 Concurrency = Annotated[
     int,
-    typer.Option(help="Number of clients that send a request after each response; 0: arrivals by --request-rate"),
+    typer.Option(help="Clients that each send the next request after a response; 0: use --request-rate"),
 ]
 
 
@@ -70,7 +73,7 @@ def decode(
     repeats: Annotated[int, typer.Option(help="Isolated steps per bucket")] = DecodeSettings.repeats,
     steps: Annotated[int, typer.Option(help="Engine steps per bucket")] = DecodeSettings.steps,
     breakdown: Annotated[
-        bool, typer.Option("--breakdown", help="Add GPU time per kernel kind and in gaps; needs a GPU")
+        bool, typer.Option("--breakdown", help="Add GPU time by kind of kernel and between kernels; needs a GPU")
     ] = False,
     baseline: Baseline = None,
     plot: Plot = None,

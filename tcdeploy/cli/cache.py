@@ -13,7 +13,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Pack, verify, explain, list, clean up and share compile caches.",
+    help="Pack, verify, list, clean up and share compile caches, and predict their hits.",
 )
 app.command("pack")(cache_bundle.pack)
 app.command("unpack")(cache_bundle.unpack)

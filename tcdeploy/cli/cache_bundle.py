@@ -28,7 +28,8 @@ def pack(
     recipe: Recipe,
     out: Annotated[Path, typer.Option("--out", "-o", help="Bundle to write", metavar="FILE.tcb")],
     plan: Annotated[
-        str | None, typer.Option("--plan", help="Plan to pack, if MODEL is a cache folder with several", metavar="KEY")
+        str | None,
+        typer.Option("--plan", help="Plan to pack (see cache ls), if MODEL is a folder with several", metavar="KEY"),
     ] = None,
     key: Annotated[
         Path | None, typer.Option("--sign", help="Sign the bundle with this key", metavar="NAME.key")
@@ -37,8 +38,8 @@ def pack(
 ) -> None:
     """Pack everything that a warm start of MODEL needs into one file. MODEL may also be a cache folder.
 
-    The plan is started once from the cache folder before it is packed: the bundle contains exactly the files which
-    that start used, and packing fails if it compiled anything.
+    The bundle contains exactly the files that a start without compilation used. If the plan's last start compiled
+    something, it is started once more, and packing fails if that start compiles too.
     """
     from tcdeploy.bundle import pack as packing
     from tcdeploy.cli import cache_display
@@ -74,11 +75,13 @@ def _warm_model(recipe: Recipe) -> tuple[Path, str]:
 
 def unpack(
     file: BundleFile,
-    folder: Annotated[Path, typer.Argument(help="Cache folder to unpack into", show_default=False)],
+    folder: Annotated[Path, typer.Argument(help="Cache folder to unpack into", metavar="FOLDER", show_default=False)],
     allow_unsigned: AllowUnsigned = False,
     any_environment: Annotated[
         bool,
-        typer.Option("--any-environment", help="Unpack for another environment too, for example into an image"),
+        typer.Option(
+            "--any-environment", help="Unpack even if made for another GPU or versions, for example into an image"
+        ),
     ] = False,
     trusted_keys: TrustedKeys = None,
     json: Json = False,
@@ -104,10 +107,10 @@ def unpack(
 def verify(
     target: Target,
     run: Annotated[
-        bool, typer.Option("--run", help="Also start each plan, and compare its outputs with the packed ones")
+        bool, typer.Option("--run", help="Also start each plan, and compare its tokens with the packing machine's")
     ] = False,
     model: Annotated[
-        str | None, typer.Option(help="With --run: the model's location here, if not the recorded one")
+        str | None, typer.Option(help="With --run: model to load, if not at its recorded location")
     ] = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
@@ -170,7 +173,9 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     return compare_top_tokens(packed, deployment.records)
 
 
-def generate_key(name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written")]) -> None:
+def generate_key(
+    name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")],
+) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
     from tcdeploy.bundle import signing
 
@@ -179,7 +184,7 @@ def generate_key(name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pu
 
 def sign(
     file: BundleFile,
-    key: Annotated[Path, typer.Option("--key", help="Secret key", metavar="NAME.key")],
+    key: Annotated[Path, typer.Option("--key", help="Secret key to sign with", metavar="NAME.key")],
 ) -> None:
     """Sign a bundle in place."""
     from tcdeploy.bundle.pack import add_signature
@@ -189,7 +194,7 @@ def sign(
 
 
 def trust(
-    name: Annotated[str, typer.Argument(help="Name for the signer")],
+    name: Annotated[str, typer.Argument(help="Name for the signer, shown by verify", metavar="NAME")],
     file: Annotated[Path, typer.Argument(help="Public key", metavar="FILE.pub")],
     trusted_keys: TrustedKeys = None,
 ) -> None:

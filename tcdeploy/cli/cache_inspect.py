@@ -28,7 +28,8 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
     """Predict cache hits on this machine without starting anything. Exits with code 3 if a bucket would miss.
 
     For each miss: which property of the environment, model or plan differs, and the seconds that compiling will
-    take. Without MODEL and flags, the recipe that filled the cache is used.
+    take. Without MODEL, the recipe that filled the cache is used, changed by the flags; a folder with several plans
+    needs MODEL.
     """
     from tcdeploy.bundle.why import forecast, merge_forecasts
     from tcdeploy.cli import cache_display
@@ -78,7 +79,7 @@ def collect_garbage(
     max_size: Annotated[
         str | None, typer.Option(help="Remove least recently used plans until this size is met, for example 5g")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing")] = False,
     json: Json = False,
 ) -> None:
     """Remove plans by age and size, and files that no plan lists.
@@ -97,7 +98,9 @@ def collect_garbage(
 
 def diff(
     first: Target,
-    second: Annotated[Path, typer.Argument(help="Bundle or cache folder to compare with", show_default=False)],
+    second: Annotated[
+        Path, typer.Argument(help="Bundle or cache folder to compare with", metavar="SECOND", show_default=False)
+    ],
     json: Json = False,
 ) -> None:
     """Compare two bundles or cache folders of one plan each: their inputs and their files."""

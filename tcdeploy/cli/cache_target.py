@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from tcdeploy.cache.manifest import Manifest
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
-Folder = Annotated[Path, typer.Argument(help="Cache folder", show_default=False)]
-BundleFile = Annotated[Path, typer.Argument(help="Bundle", show_default=False)]
-Target = Annotated[Path, typer.Argument(help="Bundle or cache folder", show_default=False)]
+Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
+BundleFile = Annotated[Path, typer.Argument(help="Bundle", metavar="FILE.tcb", show_default=False)]
+Target = Annotated[Path, typer.Argument(help="Bundle or cache folder", metavar="TARGET", show_default=False)]
 
 
 def is_cache_folder(path: Path) -> bool:

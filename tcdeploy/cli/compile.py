@@ -20,7 +20,7 @@ def compile_model(
     ] = False,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
-    """Compile MODEL and compare it with eager execution, bucket by bucket."""
+    """Compile MODEL and report the speed-up, the difference from eager execution and the memory of each bucket."""
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:

@@ -19,7 +19,7 @@ import typer
 from tcdeploy.errors import Interrupted
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
 
-MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if --recipe names one"
+MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,10 @@ def _model_argument() -> inspect.Parameter:
 
 
 def _recipe_option() -> inspect.Parameter:
-    annotation = Annotated[str | None, typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file")]
+    annotation = Annotated[
+        str | None,
+        typer.Option(help="Recipe name (see `tcdeploy recipes`) or path of a YAML file", metavar="NAME"),
+    ]
     return inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 

@@ -14,7 +14,9 @@ from tcdeploy.planning.recipe import Recipe
 
 CacheFrom = Annotated[
     str | None,
-    typer.Option("--cache-from", help="Fetch the cache from this bundle or folder of bundles", metavar="URL"),
+    typer.Option(
+        "--cache-from", help="Fetch the cache from this bundle, or from a remote folder of bundles", metavar="URL"
+    ),
 ]
 AllowUnsigned = Annotated[
     bool,
@@ -76,7 +78,8 @@ def parse_seconds(text: str) -> float:
 def push(
     file: BundleFile,
     url: Annotated[
-        str, typer.Argument(help="Remote folder: a path, s3://, gs://, hf:// or oci://", show_default=False)
+        str,
+        typer.Argument(help="Remote folder: a path, s3://, gs://, hf:// or oci://", metavar="URL", show_default=False),
     ],
     json: Json = False,
 ) -> None:
@@ -91,7 +94,9 @@ def push(
 
 
 def pull(
-    url: Annotated[str, typer.Argument(help="URL of a bundle, as printed by push or find", show_default=False)],
+    url: Annotated[
+        str, typer.Argument(help="URL of a bundle, as printed by push or find", metavar="URL", show_default=False)
+    ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write", metavar="FILE.tcb")],
 ) -> None:
     """Pull a bundle, and check it against the digest in its name."""
@@ -102,8 +107,10 @@ def pull(
 
 
 def find(
-    url: Annotated[str, typer.Argument(help="Remote folder of bundles", show_default=False)],
-    plan: Annotated[str, typer.Option("--plan", help="Key of the plan", metavar="KEY")],
+    url: Annotated[str, typer.Argument(help="Remote folder of bundles", metavar="URL", show_default=False)],
+    plan: Annotated[
+        str, typer.Option("--plan", help="Key of the plan, as cache ls and --json reports print it", metavar="KEY")
+    ],
 ) -> None:
     """List the bundles of a plan, newest first. Printed URLs do not contain the secrets of URL."""
     from tcdeploy.remote import transfer

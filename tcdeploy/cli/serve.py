@@ -24,18 +24,19 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="API key that requests must send", envvar="TCDEPLOY_API_KEY")
+        str | None,
+        typer.Option(help="API key that requests must send; default: none required", envvar="TCDEPLOY_API_KEY"),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model name in the API; default: MODEL")] = None,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
-    max_queued: Annotated[int, typer.Option(help="Choices that may wait beside the running ones")] = 256,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds until a client that does not read is dropped")] = 30.0,
+    max_queued: Annotated[int, typer.Option(help="Completions that may wait for a decode row; more get 503")] = 256,
+    stall_timeout: Annotated[float, typer.Option(help="Seconds until a client that reads nothing is dropped")] = 30.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish after SIGTERM")] = 30.0,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
 ) -> None:
-    """Serve MODEL with OpenAI's API; ready when every bucket is warm and checked."""
+    """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked."""
     from tcdeploy.cli import display
 
     require_cache_from(cache_from, allow_unsigned)

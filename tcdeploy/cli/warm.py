@@ -30,14 +30,18 @@ def warm(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")] = False,
     missed_shapes: Annotated[
         str | None,
-        typer.Option("--from", help="Add buckets for the missed shapes that a server recorded", metavar="FILE"),
+        typer.Option(
+            "--from", help="Add buckets for the request shapes in a server's missed_shapes.jsonl", metavar="FILE"
+        ),
     ] = None,
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
     ] = False,
     budget: Annotated[
         str | None,
-        typer.Option(help="Exit with code 6 if startup took longer, for example 6s", metavar="SECONDS"),
+        typer.Option(
+            help="Exit with code 6 if the start took longer, imports included; for example 6s", metavar="SECONDS"
+        ),
     ] = None,
     cache_from: CacheFrom = None,
     cache_to: Annotated[
@@ -45,13 +49,16 @@ def warm(
         typer.Option("--cache-to", help="Pack the plan and push the bundle to this remote folder", metavar="URL"),
     ] = None,
     key: Annotated[
-        Path | None, typer.Option("--sign", help="Sign the pushed bundle with this key", metavar="NAME.key")
+        Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")
     ] = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
-    """Compile, capture and check every bucket of MODEL into the cache folder. Safe to repeat and to run in parallel."""
+    """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
+
+    Safe to repeat and to run in parallel. Without a GPU nothing is captured.
+    """
     from tcdeploy.cli import display
 
     if dry_run and (require_hit or budget or cache_from or cache_to):

@@ -52,26 +52,38 @@ class Recipe:
 
     model: str = _option(MISSING, "hub id, local folder, or builtin:tiny")
     revision: str | None = _option(None, "branch, tag or commit of a hub model")
-    load_format: LoadFormat = _option("auto", "dummy: random weights, from the config alone")
+    load_format: LoadFormat = _option("auto", "auto: load the weights; dummy: random weights, only the config is read")
     trust_remote_code: bool = _option(False, "run modelling code from the model repository")
-    device: Device | None = _option(None, "cuda or cpu; default: cuda if a GPU is present")
-    dtype: DType | None = _option(None, "default: the checkpoint's dtype on a GPU, float32 on a CPU")
+    device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present")
+    dtype: DType | None = _option(
+        None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"
+    )
     attention: Attention | None = _option(None, "prefill attention backend; default: the best supported one")
-    region: Region = _option("layer", "unit of compilation: the decoder layer, its two blocks, or the whole model")
-    mode: Mode = _option("reduce-overhead", "torch.compile mode; auto: the variant that measures fastest, per bucket")
-    tune_seconds: float = _option(300.0, "time limit of mode auto for variants beyond the first of each bucket")
-    graphs: Graphs | None = _option(None, "CUDA graph of the whole step, one per region, or none")
+    region: Region = _option(
+        "layer", "unit of compilation: decoder layer, its attention and MLP blocks, or whole model"
+    )
+    mode: Mode = _option(
+        "reduce-overhead", "torch.compile mode; auto: time several variants, keep the fastest per bucket"
+    )
+    tune_seconds: float = _option(
+        300.0, "seconds that --mode auto may spend on variants beyond the first of each bucket"
+    )
+    graphs: Graphs | None = _option(None, "one CUDA graph per step, one per region, or none; default on a GPU: step")
     shapes: Shapes = _option("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
-    buckets: tuple[int, ...] | None = _option(None, "prefill buckets in tokens, ascending: 128,512,2048")
-    batch_sizes: tuple[int, ...] | None = _option(None, "decode buckets in sequences, ascending: 1,4,16,32")
+    buckets: tuple[int, ...] | None = _option(
+        None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
+    )
+    batch_sizes: tuple[int, ...] | None = _option(
+        None, "decode buckets in sequences, ascending: 1,4,16,32; the plan shows the default"
+    )
     context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
-    block_size: int | None = _option(None, "slots per KV block, a power of two")
+    block_size: int | None = _option(None, "tokens per KV block, a power of two; the plan shows the default")
     kv_blocks: int | None = _option(None, "KV blocks to allocate; default: as needed, up to the available memory")
-    max_consecutive_prefills: int = _option(4, "prefill steps in a row while running sequences wait for a token")
+    max_consecutive_prefills: int = _option(4, "most prefill steps in a row before running sequences decode a token")
     memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
-    cache_dir: str | None = _option(None, "root folder of the persistent compile cache")
+    cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default")
     on_bad_cache: OnBadCache = _option(
-        "refuse", "refuse: a damaged cache is an error; rebuild: discard it and compile again"
+        "refuse", "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again"
     )
 
 
