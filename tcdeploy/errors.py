@@ -1,7 +1,7 @@
 """The errors that tcdeploy raises deliberately, and their exit codes.
 
 `message` says what is wrong, with the value; `hint` gives the next command. Errors of other libraries and of the
-operating system are translated where they occur. The CLI catches this tree in one place.
+operating system are translated at the call that raises them. The CLI catches this tree in one place.
 
     TcdeployError                 1   failure
     |- UsageError                 2   the request is invalid

@@ -105,7 +105,7 @@ def _floor_columns(seconds: list[float], floor: DecodeFloor) -> tuple[Summary, i
 
 
 def effective_context(plan: Plan, batch: int, settings: DecodeSettings) -> int:
-    """Context per sequence of a full bucket: the requested length, or less where the KV cache is smaller."""
+    """Context per sequence of a full bucket: the requested length, or less if the KV cache is smaller."""
     capacity = (plan.kv_blocks - 1) // batch * plan.block_size
     return min(settings.context_length or settings.DEFAULT_CONTEXT, plan.context, capacity)
 

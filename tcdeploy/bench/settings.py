@@ -113,7 +113,8 @@ class PrefillSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class ThroughputSettings(CommonSettings):
-    """Requests at `request_rate` per second with Poisson arrivals (infinity: all at once), or by so many clients."""
+    """Requests with Poisson arrivals at `request_rate` per second (infinity: all at once), or by `concurrency`
+    clients."""
 
     requests: int = 64
     input_length: int = 512

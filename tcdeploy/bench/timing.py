@@ -1,9 +1,9 @@
 """Timing in seconds: CUDA events on a GPU, `time.perf_counter` on a CPU.
 
-The device timestamps an event when it reaches it, so host work is included only where the device waits for it. To
-exclude launch latency, `step_seconds` first enqueues filler copies, which still run while the host launches the step.
-A step of hundreds of kernel launches (without a CUDA graph) outlasts the filler; its launch gaps are then measured,
-as they occur in production.
+The device timestamps an event when it reaches it, so host work is included only if the device waits for it. To exclude
+launch latency, `step_seconds` first enqueues filler copies, which still run while the host launches the step. A step of
+hundreds of kernel launches (without a CUDA graph) outlasts the filler; its launch gaps are then measured, as they occur
+in production.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Choose the variant of a bucket: compile and time several, select the fastest that passes the parity check.
 
-Trials come from the manifest of an earlier run where there is one, and from this run. A variant is timed once: a warm
-start loads the selected variant only, and repeats no timing. `--tune-seconds` bounds the time spent on variants beyond
-the first, which has to be compiled in any case.
+Trials come from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads
+the selected variant only, and repeats no timing. `--tune-seconds` bounds the time spent on variants beyond the first,
+which has to be compiled in any case.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class RequestGroup:
         ]
 
     async def start(self) -> None:
-        """Submit all requests, and wait for their launch if the hot path says so. `close` must follow."""
+        """Submit all requests, and wait for their launch if `wait_for_launch` is on. `close` must follow."""
         for pending in self.pending_requests:
             self._worker.submit(pending)
         if self._failure is None and self._worker.hot_path.wait_for_launch:

@@ -35,7 +35,7 @@ def supported() -> bool:
 
 
 INTERNAL = Internal(
-    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again where the cache folder moved", supported
+    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again in a moved cache folder", supported
 )
 
 

@@ -48,7 +48,7 @@ INTERNAL = Internal(
 
 
 def read_counters() -> TorchCounters:
-    """Zeros where the counters are missing."""
+    """Zeros if the counters are missing."""
     if not supported():
         return TorchCounters()
     counters = find(COUNTERS)

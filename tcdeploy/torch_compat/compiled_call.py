@@ -57,5 +57,5 @@ def _run_class_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(module).forward(module, *args, **kwargs)
 
 
-# Runs the module's own code, hooks included where the slot exists. Chosen at import: Dynamo traces through it.
+# Runs the module's own code, hooks included if the slot exists. Chosen at import: Dynamo traces through it.
 run_uncompiled = _run_call_impl if _HAS_SLOT else _run_class_forward

@@ -44,7 +44,7 @@ INTERNAL = Internal(
     "Triton's cache",
     "triton",
     "triton.runtime.cache.FileCacheManager",
-    "Triton kernels compile again where the cache folder moved, and are not counted",
+    "Triton kernels compile again in a moved cache folder, and are not counted",
     supported,
 )
 

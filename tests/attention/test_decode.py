@@ -1,4 +1,4 @@
-"""The Triton decode kernel agrees with `reference.paged_decode`, split or not, and torch.compile sees what it writes.
+"""The Triton decode kernel agrees with `reference.paged_decode`, split or not, and torch.compile sees its writes.
 
 In every test the newest token's slot is NaN before the call, so the kernel must take that token from registers.
 """

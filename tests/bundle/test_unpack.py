@@ -558,7 +558,7 @@ def test_peak_memory_is_measured(packed: Packed, keys: Keys, tmp_path: Path) -> 
 
 
 def zeros(gigabytes: int) -> bytes:
-    """A zstd frame of so many GB of zeros, as RLE blocks of 128 KiB."""
+    """A zstd frame of `gigabytes` GB of zeros, as RLE blocks of 128 KiB."""
     return FRAME + zero_block(BLOCK) * (gigabytes << 13) + raw_block(b"", is_last=True)
 
 

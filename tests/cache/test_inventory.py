@@ -38,7 +38,7 @@ sys.stdin.readline()
 
 
 def add_plan(folder: Path, bucket: int, days: float, size: int = 500) -> Manifest:
-    """A plan with one file of its own and one that all plans share, last started so many days ago."""
+    """A plan with one unique file and one that all plans share, last started `days` ago."""
     names = fill(folder, {f"6n/own-{bucket}.so": size}, seed=bucket) + fill(folder, SHARED)
     manifest = manifest_for(folder, names, bucket)
     write_manifest(path_of(folder, manifest), manifest)

@@ -424,7 +424,7 @@ def test_the_file_is_synced_before_it_is_renamed(path: Path, monkeypatch: pytest
 
 @contextlib.contextmanager
 def small_disk(folder: Path, kilobytes: int) -> Iterator[None]:
-    """A tmpfs of that size on `folder`; the test skips where mounting is not allowed."""
+    """A tmpfs of that size on `folder`; skips the test if mounting is not allowed."""
     options = f"size={kilobytes}k"
     mount = shutil.which("mount")
     if (

@@ -1,4 +1,4 @@
-"""What the ledger counts: kernels that this process timed or compiled, and an outcome that is never a false hit."""
+"""The ledger counts kernels that this process timed or compiled, and never reports a false hit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Residual additions are fused into `tcdeploy::linear`, or accumulated in place by cuBLAS, where that is safe."""
+"""Residual additions are fused into `tcdeploy::linear`, or accumulated in place by cuBLAS if that is safe."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_triton_must_be_installed() -> None:
 
 
 def test_triton_rejects_head_dims_without_prefill_tiles() -> None:
-    """kernels.PREFILL_TILES ends at a padded head_dim of 256; beyond it, bfloat16 prefill raises KeyError."""
+    """`prefill.PREFILL_TILES` ends at a padded head_dim of 256; beyond it, bfloat16 prefill raises KeyError."""
     assert "512" in reason("triton", H100, with_heads(512))
     assert "264" in reason("triton", H100, with_heads(192, 264))
 

@@ -66,7 +66,7 @@ def test_differences_are_in_field_order_and_have_two_sides() -> None:
 
 
 def test_between_a_gpu_and_a_cpu_machine_neither_compiler_nor_cpu_is_a_difference() -> None:
-    """What was compiled on a laptop is rejected for other factors."""
+    """A cache compiled on a laptop is rejected for other factors."""
     there = replace(LAPTOP, compiler="")
     names = ["triton", "cuda", "gpu", "gpu_capability", "gpu_multiprocessors"]
     assert (

@@ -29,7 +29,7 @@ class FakeResponse(NamedTuple):
 
 
 class Cut(NamedTuple):
-    """A fault: the connection closes after so many bytes of the body."""
+    """A fault: the connection closes after `after` bytes of the body."""
 
     after: int
 

@@ -1,4 +1,4 @@
-"""What every response has, on direct routes and on Starlette's: OpenAI's errors, a request id, authentication."""
+"""Properties of all responses, on direct routes and on Starlette's: OpenAI's errors, a request id, authentication."""
 
 from __future__ import annotations
 
