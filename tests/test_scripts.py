@@ -1,4 +1,4 @@
-"""Claims of the README about the repository, and the flags with which the benchmark scripts run."""
+"""Claims of the documentation about the repository, and the flags with which the benchmark scripts run."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from typer.testing import CliRunner
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def test_the_reading_order_of_the_readme_names_existing_files() -> None:
-    """It starts with prepare()."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    reading_order = readme.partition("## Reading the code")[2].partition("`scripts/code-size`")[0]
-    named = re.findall(r"`((?:tcdeploy/)?(?:\w+/)?\w+\.py)`", reading_order)
-    assert named[0] == "tcdeploy/pipeline.py" and "prepare()" in reading_order.splitlines()[4]
-    existing = {path.name for path in (ROOT / "tcdeploy").rglob("*.py")}
-    assert len(named) >= 20
-    assert {Path(name).name for name in named} <= existing
+def test_the_python_files_that_the_documentation_names_exist() -> None:
+    """Except templates (with NAME) and files marked as `(new)`. A name may be relative to tcdeploy/."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    pattern = re.compile(r"`((?:\w+/)*(?!\w*NAME)\w+\.py)`(?! \(new\))")
+    named = {name for page in pages for name in pattern.findall(page.read_text(encoding="utf-8"))}
+    assert len(named) >= 30
+    missing = [name for name in sorted(named) if not any((ROOT / base / name).is_file() for base in ("", "tcdeploy"))]
+    assert missing == []
 
 
 def test_the_console_script_of_the_readme_is_declared() -> None:
