@@ -1,7 +1,7 @@
 """From a recipe to a running deployment: the one path that every command takes.
 
-A cold start and a warm start take the same path. Read `prepare` from top to bottom: each `with` block is
-a stage, and its seconds are written to the manifest.
+A cold start and a warm start take the same path. Read `prepare` from top to bottom: each `with` block is a stage, and
+its seconds are written to the manifest.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
-from tcdeploy.attention.metadata import StepSlot, make_split_counters
+from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
-from tcdeploy.cache.integrity import read_verified_manifest
+from tcdeploy.cache.integrity import verify_and_clean
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
     BucketRecord,
@@ -121,14 +121,14 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
             patch_compile_workers()
             relocate_autotune_cache()
         acquire_lease(cache_dir, plan.key)
-        earlier = read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
+        earlier = verify_and_clean(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         use_precompiled_headers(earlier is None)
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
     with stages.stage("compile"):
         regions = _regions(runner.model, planned)
-        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.slot)
+        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(cache_dir).track() as tracker:
             records = warm_buckets(runner, architecture, previous, cache_dir, measure, progress)
@@ -234,9 +234,9 @@ def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Gra
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     layers = find_layers(runner.model, planned.architecture)
     regions = regions_to_compile(runner.model, layers, planned.plan.region)
-    breaks = explain_regions(regions, runner.slot, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    breaks = explain_regions(regions, runner.step_holder, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
     runner.row_assignment.assign_prefilled([prompt])
-    breaks += explain_regions(regions, runner.slot, lambda: runner.decode([prompt]))
+    breaks += explain_regions(regions, runner.step_holder, lambda: runner.decode([prompt]))
     return list(dict.fromkeys(breaks))
 
 
@@ -246,9 +246,9 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     register_attention()
     model = load_model(plan, planned.config, ATTN_IMPLEMENTATION)
     pack_linears(model, architecture.packed_linears)
-    slot = StepSlot()
-    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), slot)
-    return ModelRunner(model, plan, slot, make_split_counters(plan, architecture), architecture.vocab_size)
+    step_holder = StepHolder()
+    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
+    return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
 def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:

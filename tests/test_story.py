@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles, read_counts
+from tcdeploy.compiler.compile_stats import measure_compiles, read_counts
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import TINY_BATCH_SIZES, TINY_BUCKETS

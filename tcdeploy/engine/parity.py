@@ -26,7 +26,7 @@ def reference_attn_implementation(architecture: Architecture) -> str:
     return "sdpa" if plain else "eager"
 
 
-def check_parity(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
+def compare_logits(ours: Tensor, reference: Tensor, dtype: str) -> Parity:
     """Compare logits [rows, vocab] of a bucket with the reference. A NaN on either side fails the check."""
     difference = (ours.float() - reference).abs().max().item()
     relative = difference / max(reference.abs().max().item(), 1e-30)

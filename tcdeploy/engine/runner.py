@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
-from tcdeploy.attention.metadata import AttentionConfig, Step, StepSlot, choose_decode_splits
+from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder, choose_decode_splits
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -36,15 +36,15 @@ class ModelRunner:
     """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
     Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
-    attention/metadata.py; `slot` is the one that the attention modules of `model` hold.
+    attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, slot: StepSlot, split_counters: Tensor, vocab_size: int
+        self, model: PreTrainedModel, plan: Plan, step_holder: StepHolder, split_counters: Tensor, vocab_size: int
     ) -> None:
         self.model = model
         self.plan = plan
-        self.slot = slot
+        self.step_holder = step_holder
         self.split_counters = split_counters
         self.vocab_size = vocab_size
         self.state = make_decode_rows(plan, vocab_size)
@@ -185,11 +185,11 @@ class ModelRunner:
             kwargs["logits_to_keep"] = 0 if head_rows is None else head_rows
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        self.slot.step = self._make_step(buffers, last_token_rows)
+        self.step_holder.step = self._make_step(buffers, last_token_rows)
         output = self.model(
             input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs
         )  # fmt: skip
-        self.slot.step = None
+        self.step_holder.step = None
         logits: Tensor = output.logits[0]
         return logits if head_rows is None or kwargs else logits[head_rows]
 
@@ -208,7 +208,7 @@ class ModelRunner:
         """Logits [vocab] (float32) after the last of `token_ids`, by transformers' own attention, uncompiled."""
         input_ids = torch.tensor([token_ids], device=self.model.device)
         last_row = {"logits_to_keep": 1} if self._supports_logits_to_keep else {}
-        self.slot.step = None  # modules run uncompiled
+        self.step_holder.step = None  # modules run uncompiled
         self.model.set_attn_implementation(attn_implementation)
         try:
             return self.model(input_ids=input_ids, use_cache=False, **last_row).logits[0, -1].float()

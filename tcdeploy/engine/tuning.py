@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
-from tcdeploy.compiler.ledger import CompileStats, measure_compiles
+from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
 from tcdeploy.engine.parity_check import ParityCheck, check_bucket
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch

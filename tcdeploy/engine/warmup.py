@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from tcdeploy.cache.manifest import BucketRecord, Trial
+from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
-from tcdeploy.compiler.ledger import CompileCounts, CompileStats, read_counts
 from tcdeploy.engine.parity import reference_attn_implementation
 from tcdeploy.engine.parity_check import raise_if_failed
 from tcdeploy.engine.runner import ModelRunner

@@ -1,8 +1,8 @@
 """Checks whether an attention backend can run on a machine with a model. Does not import torch.
 
 `check_backend` returns `Unsupported` with a reason instead of raising. The machine is an argument, so a test on a
-laptop can check an H100.
-Only hard requirements are checked here; preferences are the order of the table in backends.py.
+laptop can check an H100. Only hard requirements are checked here; preferences are the order of the table in
+backends.py.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ def test_a_step_that_would_compile_raises_without_a_server(tiny_deployment: Any)
     engine = tiny_deployment.engine
     unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
     warm = engine.runner
-    runner = ModelRunner(warm.model, unwarmed, warm.slot, warm.split_counters, engine.vocab_size)
+    runner = ModelRunner(warm.model, unwarmed, warm.step_holder, warm.split_counters, engine.vocab_size)
     with pytest.raises(RecompileError, match="after warm-up"):
         Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
     assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2

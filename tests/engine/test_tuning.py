@@ -13,7 +13,7 @@ import torch
 from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.compiler import jit
-from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
+from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.engine import parity_check, tuning
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.tuning import CompiledVariant, fastest, total_compilation
@@ -188,15 +188,15 @@ def test_a_variant_that_does_not_compile_is_skipped_and_recorded(
 def test_a_fast_variant_that_fails_its_parity_check_is_skipped_and_recorded(
     prepare_auto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_parity = parity_check.check_parity
+    compare_logits = parity_check.compare_logits
     results: list[Parity] = []
 
     def fail_first_check(ours: torch.Tensor, reference: torch.Tensor, dtype: str) -> Parity:
-        parity = check_parity(ours, reference, dtype)
+        parity = compare_logits(ours, reference, dtype)
         results.append(parity if results else replace(parity, passed=False, kl=0.5))
         return results[-1]
 
-    monkeypatch.setattr(parity_check, "check_parity", fail_first_check)
+    monkeypatch.setattr(parity_check, "compare_logits", fail_first_check)
     cold, warm = prepare_auto().records[0], prepare_auto().records[0]
     failed = [trial for trial in cold.trials if trial.error]
     assert [(trial.step_ms, trial.error) for trial in failed] == [(None, "failed the parity check: KL 0.5")]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
