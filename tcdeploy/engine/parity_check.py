@@ -1,8 +1,8 @@
 """Check one bucket against transformers' attention: run its step, run the reference, compare the logits.
 
 The bucket runs as it will serve, from its CUDA graph if it has one. A prefill bucket is also checked on a prompt split
-into two chunks, where the second chunk attends to the first through the paged cache. `parity.py` has the reference and
-the tolerances.
+into two chunks, where the second chunk attends to the first through the paged cache. `parity.py` has the comparison and
+the tolerances, and `ModelRunner.reference_logits` computes the reference.
 """
 
 from __future__ import annotations

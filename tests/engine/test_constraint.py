@@ -38,7 +38,7 @@ def ids_of(tokens: list[NewToken]) -> list[int]:
 
 def assert_idle(engine: Engine) -> None:
     engine.allocator.assert_consistent()
-    assert engine.allocator.free == engine.allocator.capacity
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
 
 
 @pytest.fixture(scope="module")

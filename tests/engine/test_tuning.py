@@ -139,11 +139,15 @@ def test_compilation_of_a_variant_includes_the_programs_it_shares_with_an_earlie
         counts = CompileCounts(programs=programs, cache_misses=programs)
         return CompiledVariant(CompileStats(float(programs), counts), 0.0, None)
 
-    last = CompileStats(0.1, CompileCounts())
+    final_compilation = CompileStats(0.1, CompileCounts())
     other = attention_variant("flash-attn-4")
     compiled = {DEFAULT: compiled_variant(1), LAST_TOKEN_ROWS: compiled_variant(2), other: compiled_variant(4)}
-    assert [total_compilation(variant, last, compiled).counts.programs for variant in compiled] == [1, 3, 4]
-    timed_before = total_compilation(DEFAULT, last, {LAST_TOKEN_ROWS: compiled_variant(2)})
+    assert [total_compilation(variant, final_compilation, compiled).counts.programs for variant in compiled] == [
+        1,
+        3,
+        4,
+    ]
+    timed_before = total_compilation(DEFAULT, final_compilation, {LAST_TOKEN_ROWS: compiled_variant(2)})
     assert timed_before.counts.outcome == "miss", "this run compiled, though the variant was timed in an earlier one"
 
 
