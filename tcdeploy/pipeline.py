@@ -1,7 +1,7 @@
 """From a recipe to a running deployment: the one path that every command takes.
 
-A cold start and a warm start take the same path. Read `prepare` from top to bottom: each block is a stage, whose
-seconds are written to the manifest.
+A cold start and a warm start take the same path. Read `prepare` from top to bottom: each `with` block is a stage, and
+its seconds are written to the manifest.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
-from tcdeploy.attention.metadata import StepSlot, make_split_counters
+from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
-from tcdeploy.cache.integrity import read_verified_manifest
+from tcdeploy.cache.integrity import verify_and_clean
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
     BucketRecord,
@@ -77,7 +77,7 @@ class PlannedDeployment:
     environment: Environment
     architecture: Architecture
     plan: Plan
-    toolchain: toolchain.Toolchain | None = None  # that built the cached programs, if this machine has no compiler
+    cached_toolchain: toolchain.Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Deployment:
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
-    cache_dir: str  # the plan's folder, or a private copy if that is not writable
+    cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
 
     @cached_property
@@ -102,9 +102,10 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
-    TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH; raises torch._dynamo's recompile limits; registers an attention function
-    with transformers and an audit hook with Python; and applies the patches of torch_compat/. It does not touch the
-    garbage collector, signals or logging. Raises TcdeployError.
+    TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH, and puts a folder in front of PATH if it replays a recorded compiler;
+    raises torch._dynamo's recompile limits; registers an attention function with transformers and an audit hook with
+    Python; and applies the patches of torch_compat/. It does not touch the garbage collector, signals or logging.
+    Raises TcdeployError.
     """
     global _prepare_calls
     _prepare_calls += 1
@@ -120,19 +121,19 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
             patch_compile_workers()
             relocate_autotune_cache()
         acquire_lease(cache_dir, plan.key)
-        earlier = read_verified_manifest(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
+        earlier = verify_and_clean(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
         use_precompiled_headers(earlier is None)
-        if planned.toolchain:
-            toolchain.install_compiler_stub(planned.toolchain)
+        if planned.cached_toolchain:
+            toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
     with stages.stage("compile"):
         regions = _regions(runner.model, planned)
-        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.slot)
+        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
-        with FileAccessTracker(cache_dir).track() as used:
+        with FileAccessTracker(cache_dir).track() as tracker:
             records = warm_buckets(runner, architecture, previous, cache_dir, measure, progress)
     with stages.stage("record"):
-        files = _hash_used_files(planned, cache_dir, used, earlier)
+        files = _hash_used_files(cache_dir, tracker.paths(), earlier)
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = planned.environment, origin_of(planned)
     manifest = make_manifest(
@@ -156,18 +157,17 @@ def origin_of(planned: PlannedDeployment) -> Origin:
     return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
-def _hash_used_files(
-    planned: PlannedDeployment, cache_dir: str, used: FileAccessTracker, earlier: Manifest | None
-) -> tuple[FileRecord, ...]:
-    """Hash the cache files that this start used, with the file that describes the C++ compiler.
+def _hash_used_files(cache_dir: str, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
+    """Hash the cache files that this start used, and the record of the C++ toolchain.
 
     If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
     included.
     """
-    recorded = [file.path for file in earlier.files if file.path.startswith(TOOLCHAIN_DIR)] if earlier else []
-    compiler = recorded[0] if recorded else toolchain.save_toolchain(cache_dir)
-    previous = [file.path for file in earlier.files] if earlier and not _is_first_prepare() else []
-    return hash_files(cache_dir, {*used.paths(), *previous, *([compiler] if compiler else [])})
+    earlier_paths = [file.path for file in earlier.files] if earlier else []
+    toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
+    toolchain_path = toolchain_paths[0] if toolchain_paths else toolchain.save_toolchain(cache_dir)
+    reused_paths = [] if _is_first_prepare() else earlier_paths
+    return hash_files(cache_dir, {*used_paths, *reused_paths, *([toolchain_path] if toolchain_path else [])})
 
 
 def _is_first_prepare() -> bool:
@@ -211,11 +211,11 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
-    """The deployment as planned for the compiler that made the cached programs, if this machine has none."""
+    """Replan for a recorded C++ compiler whose programs are in the cache; without one, returns `planned` unchanged."""
     for recorded in toolchain.load_toolchains(planned.plan.cache_dir):
         replanned = with_cxx_compiler(planned, recorded.version)
         if manifest_path(replanned.plan.cache_dir, replanned.plan.key).is_file():
-            return dataclasses.replace(replanned, toolchain=recorded)
+            return dataclasses.replace(replanned, cached_toolchain=recorded)
     return planned
 
 
@@ -234,9 +234,9 @@ def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Gra
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     layers = find_layers(runner.model, planned.architecture)
     regions = regions_to_compile(runner.model, layers, planned.plan.region)
-    breaks = explain_regions(regions, runner.slot, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
+    breaks = explain_regions(regions, runner.step_holder, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
     runner.row_assignment.assign_prefilled([prompt])
-    breaks += explain_regions(regions, runner.slot, lambda: runner.decode([prompt]))
+    breaks += explain_regions(regions, runner.step_holder, lambda: runner.decode([prompt]))
     return list(dict.fromkeys(breaks))
 
 
@@ -246,16 +246,20 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     register_attention()
     model = load_model(plan, planned.config, ATTN_IMPLEMENTATION)
     pack_linears(model, architecture.packed_linears)
-    slot = StepSlot()
-    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), slot)
-    return ModelRunner(model, plan, slot, make_split_counters(plan, architecture), architecture.vocab_size)
+    step_holder = StepHolder()
+    bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
+    return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
 def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:
-    """The regions to compile. Head modules are compiled only if a whole step becomes one CUDA graph."""
+    """The regions to compile.
+
+    Head modules are added if the whole step is one CUDA graph, except with `--region model`, which contains them.
+    """
     plan, layers = planned.plan, find_layers(model, planned.architecture)
-    has_head = plan.graphs == "step" and plan.region != "model"
-    return [*regions_to_compile(model, layers, plan.region), *(find_head_modules(model, layers) if has_head else [])]
+    compiles_head = plan.graphs == "step" and plan.region != "model"
+    head_modules = find_head_modules(model, layers) if compiles_head else []
+    return [*regions_to_compile(model, layers, plan.region), *head_modules]
 
 
 @dataclass

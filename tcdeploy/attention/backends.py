@@ -3,8 +3,8 @@
 All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
 out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
 packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
-requires blocks of 256 slots, and torch 2.11 supports none. Attention sinks need no kernel support: a sink only adds to
-the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
+requires blocks of 256 slots, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no kernel support:
+a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
 
 Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
 """
@@ -21,9 +21,10 @@ from torch import Tensor
 from tcdeploy.attention import reference
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
-# With max_seqlen_q = 1 FlashAttention-2 packs the heads of a group as queries, and reads one query for each sequence. A
-# padding sequence has none, so the adapter never passes less than 2.
-MIN_MAX_SEQLEN_Q = 2
+# FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
+# as queries and reads one query per sequence, and a padding sequence has none. `_flash_prefill` passes at least this
+# value.
+MAX_SEQLEN_Q_FLOOR = 2
 
 
 class AttentionParams(NamedTuple):
@@ -148,7 +149,7 @@ def _flash_prefill(
         )
     else:
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
-    seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MIN_MAX_SEQLEN_Q), max_seqlen_k)
+    seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MAX_SEQLEN_Q_FLOOR), max_seqlen_k)
     result = varlen(q[:tokens], k, v, seqlens, params)
     out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
     if params.sinks is None:

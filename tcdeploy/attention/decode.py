@@ -3,12 +3,12 @@
 The kernel writes the new token's key and value, computes attention and merges the splits. With `cos` and `sin` it also
 applies RoPE to q and k first (passes/rotary.py).
 
-Decode attention is bound by reading the cache; everything else that a launch costs is latency. Three choices keep the
-chain of dependent loads short:
+At large batches the kernel is limited by memory bandwidth, and at batch 1 by latency. Three choices keep the chain of
+dependent loads short ("program" means a Triton program instance here, one thread block):
 
 - A program's rows are the query heads that share a kv head, so each key is read once. To fill the GPU, the key tiles of
   a sequence are dealt round-robin to `splits` programs. Which tiles a program reads does not depend on the length, so
-  its first block ids load together with the length, and those of each later tile load one tile ahead.
+  it loads its first block ids in parallel with the length, and prefetches those of the next tile.
 - The new token does not pass through memory. Split 0 takes its key and value from registers after its last tile and
   stores them in the cache. The loops end before the new token, so no program reads what another program writes.
 - The last split to finish merges all splits in index order, so the result does not depend on which one finished last.
@@ -20,7 +20,7 @@ The host reads no lengths, and `splits` is an argument, so a captured CUDA graph
 without tiles exit at once, so many splits cost little for a short sequence.
 
 The op is opaque (ops.py) and not a `triton_op`, because Inductor does not pass `launch_pdl` through, and programmatic
-dependent launch (torch_compat/pdl.py) takes a decode step of the 8B shape from 5.73 to 5.67 ms at batch 4.
+dependent launch (torch_compat/pdl.py) takes a decode step of Llama 3.1 8B from 5.73 to 5.67 ms at batch 4.
 
 On an H100, batch 256 at 512 tokens runs at 97% of the bandwidth of a copy. Batch 1 takes 7.4 us where reading the cache
 takes 2.2: the counter and the merge cost nearly as much as a second launch. All timings and the rejected alternatives:
@@ -63,7 +63,7 @@ def paged_decode(
     split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
     cos: Tensor | None = None, sin: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `ops.decode_attention`; split_counters [sequences, kv_heads] int32 is zero before and after the call.
+    """As `ops.decode_attention`; split_counters [max batch + 1, kv_heads] int32 is zero before and after the call.
 
     The block size is a power of two, at least 16. q, k, v, cos and sin may have any strides except in the last
     dimension.
@@ -112,7 +112,8 @@ def _decode_kernel(
     kv_head, split_idx, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     table = block_table + sequence * table_stride
 
-    # Before the PDL wait: only loads of data that no kernel of this step writes.
+    # Before the PDL wait: only loads of data that no earlier kernel of this step writes. `advance` writes seq_lens at
+    # the end of a step, after this kernel.
     length = tl.load(seq_lens + sequence)
     oldest, first = 0, 0
     if WINDOWED:

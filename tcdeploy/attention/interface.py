@@ -1,21 +1,22 @@
 """The bridge to transformers: one attention function, registered with the AttentionInterface.
 
 Modelling code is neither patched nor copied. Each attention module carries a `LayerBinding` with the layer's own K and
-V caches and the slot of the running step. To torch.compile the tensors of a binding are inputs of the program, so all
+V caches and the holder of the running step. To torch.compile the tensors of a binding are inputs of the program, so all
 layers share one program.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.attention import ops
+from tcdeploy.attention.backends import AttentionParams
 from tcdeploy.attention.kv_cache import LayerKV
-from tcdeploy.attention.metadata import AttentionConfig, DecodeMetadata, PrefillMetadata, StepSlot
+from tcdeploy.attention.metadata import AttentionConfig, DecodeMetadata, PrefillMetadata, StepHolder
 from tcdeploy.planning.architecture import Architecture
 
 ATTN_IMPLEMENTATION = "tcdeploy"
@@ -27,16 +28,7 @@ class LayerBinding:
 
     k_cache: Tensor  # [blocks, block_size, kv_heads, head_dim]
     v_cache: Tensor  # [blocks, block_size, kv_heads, v_head_dim]
-    slot: StepSlot
-
-
-class ScoreOptions(NamedTuple):
-    """How a layer computes attention scores."""
-
-    scale: float
-    window: int  # in tokens; 0: unlimited
-    softcap: float  # 0: none
-    sinks: Tensor | None  # [heads]
+    step_holder: StepHolder
 
 
 def register_attention() -> None:
@@ -44,10 +36,10 @@ def register_attention() -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTN_IMPLEMENTATION, paged_attention)
 
 
-def bind_attention(model: nn.Module, architecture: Architecture, cache: list[LayerKV], slot: StepSlot) -> None:
-    """Attach its K and V cache and the step slot to each attention module of `model`."""
+def bind_attention(model: nn.Module, architecture: Architecture, cache: list[LayerKV], step_holder: StepHolder) -> None:
+    """Attach its K and V cache and the step holder to each attention module of `model`."""
     for spec, layer_kv in zip(architecture.attention_layers, cache, strict=True):
-        binding = LayerBinding(layer_kv.k, layer_kv.v, slot)
+        binding = LayerBinding(layer_kv.k, layer_kv.v, step_holder)
         model.get_submodule(spec.path).tcdeploy = binding  # type: ignore[assignment]
 
 
@@ -68,22 +60,22 @@ def paged_attention(
     key and value are [1, kv_heads, tokens, dim]. The probe refuses models that pass other arguments with an effect.
     """
     binding: LayerBinding = module.tcdeploy  # type: ignore[assignment]
-    step = binding.slot.step
+    step = binding.step_holder.step
     assert step is not None, "the runner assigns the step before each forward pass"
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
-    options = ScoreOptions(scale, sliding_window or 0, softcap or 0.0, s_aux)
-    if step.metadata.prefill is not None:
-        out = _prefill(q, k, v, binding, step.metadata.prefill, step.attention, options)
+    params = AttentionParams(scale, sliding_window or 0, softcap or 0.0, s_aux)
+    if step.attention_metadata.prefill is not None:
+        out = _prefill(q, k, v, binding, step.attention_metadata.prefill, step.attention_config, params)
     else:
-        assert step.metadata.decode is not None
-        out = _decode(q, k, v, binding, step.metadata.decode, step.attention, options)
+        assert step.attention_metadata.decode is not None
+        out = _decode(q, k, v, binding, step.attention_metadata.decode, step.attention_config, params)
     return out.unsqueeze(0), None
 
 
 def _prefill(
     q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig,
-    options: ScoreOptions,
+    params: AttentionParams,
 ) -> Tensor:  # fmt: skip
     q, k = q.contiguous(), k.contiguous()
     if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
@@ -91,15 +83,15 @@ def _prefill(
     ops.kv_write(k, v, binding.k_cache, binding.v_cache, batch.slot_mapping, config.kv_write_backend)
     return ops.prefill_attention(
         q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens,
-        batch.host_scalars, options.sinks, options.scale, options.window, options.softcap, config.prefill_backend,
+        batch.host_scalars, params.sinks, params.scale, params.window, params.softcap, config.prefill_backend,
     )  # fmt: skip
 
 
 def _decode(
     q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: DecodeMetadata, config: AttentionConfig,
-    options: ScoreOptions,
+    params: AttentionParams,
 ) -> Tensor:  # fmt: skip
     return ops.decode_attention(
         q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.seq_lens, batch.split_counters,
-        options.sinks, options.scale, options.window, options.softcap, config.decode_splits, config.decode_backend,
+        params.sinks, params.scale, params.window, params.softcap, config.decode_splits, config.decode_backend,
     )  # fmt: skip

@@ -1,16 +1,16 @@
-"""What attention reads in one forward pass, and the slot through which the layers find it.
+"""What attention reads in one forward pass, and the object through which the layers find it.
 
-A `Step` is built once for each bucket and variant, because its tensors are the static buffers of the bucket. It keeps
-two things apart: `AttentionMetadata` holds device tensors, which are inputs of the compiled programs, and
-`AttentionConfig` holds the choices that a program is specialised on (backends, number of splits).
+A `Step` is built for each forward pass that is not a replay of a CUDA graph; its tensors are the static buffers of the
+bucket. It keeps two things apart: `AttentionMetadata` holds device tensors, which are inputs of the compiled programs,
+and `AttentionConfig` holds the choices that a program is specialised on (backends, number of splits).
 
-The layers find the step in a `StepSlot`, which every attention module holds. Keyword arguments of the model's forward
-would be the plainer way, but some layers drop them. The runner assigns `slot.step` before each forward pass and sets it
-to None afterwards. Steps are never modified.
+The layers find the step in a `StepHolder`, which every attention module holds. Keyword arguments of the model's forward
+would be the plainer way, but some layers drop them. The runner assigns `StepHolder.step` before each forward pass and
+sets it to None afterwards. Steps are never modified.
 
-torch.compile reads the slot like any attribute, so the tensors of a step become inputs of the program, and all layers
-share one program. `Step` is not a frozen dataclass on purpose: Dynamo guards on every field of a frozen dataclass, and
-two variants that share a program would then compile it twice.
+torch.compile reads the holder's attribute like any other, so the tensors of a step become inputs of the program, and
+all layers share one program. `Step` is not a frozen dataclass on purpose: Dynamo guards on every field of a frozen
+dataclass, and two variants that share a program would then compile it twice.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class DecodeMetadata(NamedTuple):
 
     block_table: Tensor  # [sequences, width] int32
     seq_lens: Tensor  # [sequences] int32: the new token included; 0 for padding
-    split_counters: Tensor  # [max sequences, kv_heads] int32: zeros before and after each launch
+    split_counters: Tensor  # [max batch + 1, kv_heads] int32: zeros before and after each launch
 
 
 class AttentionMetadata(NamedTuple):
@@ -73,12 +73,12 @@ class Step:
 
     bucket: Bucket
     variant: Variant
-    metadata: AttentionMetadata
-    attention: AttentionConfig
+    attention_metadata: AttentionMetadata
+    attention_config: AttentionConfig
     last_token_rows: Tensor | None = None
 
 
-class StepSlot:
+class StepHolder:
     """Holds the step of the running forward pass; None outside of one, where modules run uncompiled."""
 
     def __init__(self) -> None:

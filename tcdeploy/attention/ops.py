@@ -4,12 +4,14 @@
     prefill_attention  packed prompts, or chunks of them, each over its own KV blocks
     decode_attention   one new token per sequence: writes its K and V, and attends over the sequence's KV blocks
 
-decode.py says why its kernel is not a `triton_op`. Triton's compiled kernels are stored in the cache folder too. Each
-op takes the name of its backend as an argument, so the choice is part of the graph and of the cache key. `reference.py`
-defines what the ops compute. Lengths reach the graph only as tensors. The few integers that FlashAttention needs on the
-host are passed in `host_scalars`, a CPU tensor, which costs neither a guard nor a synchronisation.
+An opaque op hides its Triton kernels from Inductor (decode.py says why its kernel is not a `triton_op`). The kernels
+are cached all the same, in Triton's part of the cache folder. Each op takes the name of its backend as an argument, so
+the choice is part of the graph and of the cache key. `reference.py` defines what the ops compute. Lengths reach the
+graph only as tensors. The few integers that FlashAttention needs on the host are passed in `host_scalars`, a CPU
+tensor, which costs neither a guard nor a synchronisation.
 
-torch does not include the Python body of an op in its compile cache key; compiler/programs.py adds it.
+torch does not include the Python body of an op in its compile cache key; `PostGradPass.uuid` (passes/post_grad.py) adds
+it.
 """
 
 from __future__ import annotations
@@ -110,9 +112,9 @@ def decode_attention(
 
     q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]. k and v [sequences, kv_heads, dim] are written to
     the last slot of the sequence; `seq_lens` [sequences] int32 already counts it. A sequence of length 0 is padding: it
-    writes nothing, and its row of the result is zero. split_counters [sequences, kv_heads] int32 is zero before and
-    after. `splits` is the number of programs that share a sequence's keys, fixed per bucket; it affects speed and
-    rounding. The reference backend uses neither.
+    writes nothing, and its row of the result is zero. split_counters [max batch + 1, kv_heads] int32 is zero
+    before and after; a step uses the first rows. `splits` is the number of parts that a sequence is divided into, fixed
+    per bucket; it affects speed and rounding. The reference backend ignores `splits` and `split_counters`.
 
     If cos and sin [sequences, head_dim] are given, RoPE is applied to q and k first (rotate-half layout).
     """
@@ -154,8 +156,9 @@ MIN_KEYS_PER_SPLIT = 64
 def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:
     """The default number of splits: a power of two that gives the GPU about one wave of thread blocks.
 
-    It depends on static values only, so it is constant for a bucket. `max_context` is the block table's width in
-    tokens, or the window. On 132 SMs with 8 KV heads, one sequence is split 16 ways and 16 sequences are not split.
+    It depends on static values only, so it is constant for a bucket. `max_context` bounds a sequence's length in
+    tokens; the engine passes UNBOUNDED_CONTEXT_TOKENS, because programs must not depend on the context. On 132 SMs with
+    8 KV heads, one sequence is split 16 ways and 16 sequences are not split.
     """
     programs = PROGRAMS_PER_SM * num_sms // max(batch * kv_heads, 1)
     splits = min(programs, max_context // MIN_KEYS_PER_SPLIT)

@@ -18,7 +18,7 @@ from tcdeploy.bench.report import Report, Row, price_per_million
 from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Sequence
 from tcdeploy.errors import UsageError

@@ -1,13 +1,13 @@
-"""Which files of the cache folder a plan needs, and whether they still have their recorded bytes. No torch.
+"""Which files of the cache folder a plan needs, and whether they still have their recorded bytes.
 
-torch does not check a compiled library before it loads it. Of 14 random bit flips in one library, 6 had no effect, 5
-crashed the process and one changed the results, while torch reported a cache hit. The manifest of a plan therefore
-lists its files with their sha256, and every start compares them first (0.1 s per 100 MB).
+torch does not check a compiled library before it loads it. Of 14 random bit flips in one library, 6 had no effect, 2
+raised an error, 5 crashed the process and one changed the results, while torch reported a cache hit. The manifest of a
+plan therefore lists its files with their sha256, and every start compares them first (0.1 s per 100 MB).
 
 torch does not report which files a start uses. `FileAccessTracker` records them from Python's audit events while the
 buckets are warmed: files that are opened, loaded as a library, renamed or passed to a subprocess. C++ code in torch and
 Triton opens further files without an audit event, so the companions of a recorded file count as used too: files with
-the same stem, and all files in the same folder of Triton's cache.
+the same stem, and all files in the same folder of Triton's cache. Does not import torch.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
             return DamagedFile(file.path, "is not a regular file")
         if status.st_size != file.bytes:
             return DamagedFile(file.path, f"has {status.st_size} bytes instead of {file.bytes}")
-        return None if sha256_of(path) == file.sha256 else DamagedFile(file.path, "has other bytes")
+        return None if sha256_of(path) == file.sha256 else DamagedFile(file.path, "does not match its recorded sha256")
     except FileNotFoundError:
         return DamagedFile(file.path, "is missing")
     except OSError as error:

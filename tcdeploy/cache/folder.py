@@ -7,9 +7,9 @@
     ROOT/leases/          one lock file per plan, shared by the processes that run from it (leases.py)
     ROOT/bundles/         headers and signatures of unpacked bundles (bundle/)
 
-`activate` must run before the first compilation, because torch reads the variables once. It writes a probe file: torch
-would raise a bare OSError from deep inside a compilation. A read-only folder that holds the plan (a container image, a
-read-only mount) is copied to a temporary folder that lives as long as the process.
+`activate` must run before the first compilation, because torch reads the variables once. It writes a test file first,
+because torch reports an unwritable folder as a bare OSError in the middle of a compilation. A read-only folder that
+holds the plan (a container image, a read-only mount) is copied to a temporary folder that lives as long as the process.
 
 TRITON_CACHE_DIR and TRITON_CACHE_MANAGER are overwritten when they are set: a cache that is packed and moved must be a
 single folder, and Triton's own manager stores absolute paths (torch_compat/triton_cache.py).
@@ -34,7 +34,7 @@ MEBIBYTE = 1 << 20
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
 
 
-def activate(root: str, plan_key: str, buckets: int) -> str:
+def activate(root: str, plan_key: str, num_buckets: int) -> str:
     """Create the folder, check that it is writable, and point torch and Triton at it.
 
     Returns the folder in use: `root`, or a private copy if `root` holds the plan and is not writable. Raises SpaceError
@@ -42,7 +42,7 @@ def activate(root: str, plan_key: str, buckets: int) -> str:
     """
     try:
         folder = _ensure_writable(root)
-        _check_free_space(folder, buckets)
+        _check_free_space(folder, num_buckets)
     except TcdeployError:
         if not manifest_path(root, plan_key).is_file():
             raise
@@ -56,9 +56,9 @@ def activate(root: str, plan_key: str, buckets: int) -> str:
     return folder
 
 
-def bytes_needed(buckets: int) -> int:
+def bytes_needed(num_buckets: int) -> int:
     """A generous bound for a cold warm-up: four buckets of builtin:tiny take 6 MiB on a CPU."""
-    return (4 + 4 * buckets) * MEBIBYTE
+    return (4 + 4 * num_buckets) * MEBIBYTE
 
 
 def folder_error(root: str, error: OSError) -> TcdeployError:
@@ -89,21 +89,21 @@ def _ensure_writable(root: str) -> str:
     try:
         for folder in (TRITON_DIR, MANIFESTS_DIR):
             (path / folder).mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as probe:
-            probe.write(b"x" * 4096)
-            probe.flush()
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".writable-") as test_file:
+            test_file.write(b"x" * 4096)
+            test_file.flush()
     except OSError as error:
         raise folder_error(root, error) from error
     return root
 
 
-def _check_free_space(root: str, buckets: int) -> None:
+def _check_free_space(root: str, num_buckets: int) -> None:
     """Only for a folder without programs: a filled one may need no more space."""
     free = shutil.disk_usage(root).free
-    if free < bytes_needed(buckets) and not any(Path(root).glob("fxgraph/*")):
+    if free < bytes_needed(num_buckets) and not any(Path(root).glob("fxgraph/*")):
         raise SpaceError(
-            f"the cache folder {root} has {free / MEBIBYTE:.1f} MiB free, and {buckets} buckets may need "
-            f"{bytes_needed(buckets) / MEBIBYTE:.0f} MiB",
+            f"the cache folder {root} has {free / MEBIBYTE:.1f} MiB free, and {num_buckets} buckets may need "
+            f"{bytes_needed(num_buckets) / MEBIBYTE:.0f} MiB",
             "free space, or choose another folder: --cache-dir DIR",
         )
 

@@ -1,8 +1,8 @@
-"""Checks a cache folder against its manifests before anything is loaded, and discards what is damaged. No torch.
+"""Checks a cache folder against its manifests before anything is loaded, and discards what is damaged.
 
 torch loads compiled libraries and unpickles graphs without checking them. Each start therefore compares every file of
 its plan with the size and sha256 in the manifest. It also removes unlisted files that torch would unpickle beside the
-listed ones: torch reads all entries in the folder of a key until one matches.
+listed ones: torch reads all entries in the folder of a key until one matches. Does not import torch.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ from tcdeploy.errors import IntegrityError
 KEYED_DIRS = ("fxgraph/", "aotautograd/")  # torch keeps one folder per key there, with one entry per set of guards
 
 
-def read_verified_manifest(
-    folder: str, plan_key: str, rebuild: bool, display_path: str | None = None
-) -> Manifest | None:
-    """The plan's manifest after a check of every file that it lists; None if there is no manifest.
+def verify_and_clean(folder: str, plan_key: str, rebuild: bool, display_path: str | None = None) -> Manifest | None:
+    """Check the files of a plan, delete unlisted files beside them, and return its manifest; None if there is none.
 
-    Without a manifest of this plan the files of all other plans are checked, since plans share programs. For damage it
-    raises IntegrityError with the first file; with `rebuild` it discards the plan and returns None instead.
-    `display_path` replaces `folder` in the error if that is a private copy.
+    Every file that the manifest lists is checked, and `unlisted_files` of its key folders are deleted. Without a
+    manifest of this plan the files of all other plans are checked, since plans share programs. For damage it raises
+    IntegrityError with the first file; with `rebuild` it discards the plan and returns None instead. `display_path`
+    replaces `folder` in the error if that is a private copy.
     """
     try:
         manifest = read_manifest(manifest_path(folder, plan_key))
@@ -71,7 +70,10 @@ def unlisted_files(folder: str | Path, manifest: Manifest) -> set[Path]:
 
 
 def _remove_unlisted_files(folder: str, manifest: Manifest) -> None:
-    """Two concurrent cold starts leave unlisted files too; the programs in them are duplicates."""
+    """Delete what `unlisted_files` returns.
+
+    This is safe for the files of two concurrent cold starts: the programs in them are duplicates.
+    """
     if unlisted_files(folder, manifest):
         with folder_lock(folder):  # unpacking moves files into place before it writes their manifest
             for path in unlisted_files(folder, manifest):
@@ -79,7 +81,10 @@ def _remove_unlisted_files(folder: str, manifest: Manifest) -> None:
 
 
 def discard_plan(folder: str, plan_key: str) -> None:
-    """Remove the plan's manifest and every cache file, except undamaged files that another plan's manifest lists."""
+    """Remove the plan's manifest and every cache file, except undamaged files that another plan's manifest lists.
+
+    Manifests of other plans are removed too if they are damaged or have another schema, and the files they list.
+    """
     with folder_lock(folder):
         _remove_manifest(folder, plan_key)
         paths = list(Path(folder, MANIFESTS_DIR).glob("*.json"))  # before reading: a manifest written later must stay

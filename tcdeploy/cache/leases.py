@@ -1,4 +1,4 @@
-"""Locks of a cache folder: a lease per plan for readers, and one lock of the whole folder for writers. No torch.
+"""Locks of a cache folder: a lease per plan for readers, and one lock of the whole folder for writers.
 
 A process that runs from a plan holds a shared flock on the plan's lease file until it exits, so that garbage collection
 keeps the plan. The kernel releases the lock even after `kill -9`, which a PID file would not survive. Unpacking,
@@ -6,6 +6,7 @@ garbage collection and discarding hold the folder's lock while they add or remov
 lock, so it waits for a collection in progress.
 
 Lease files are never deleted: a process that has opened the deleted file would hold a lock that no other process sees.
+Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The manifest of a plan: what was warmed, from which inputs, into which files, and with what result. No torch.
+"""The manifest of a plan: what was warmed, from which inputs, into which files, and with what result.
 
 A manifest lists the files that a start needs with their sha256, the inputs of its programs (recipe, environment, model
 config, digests of our op sources), and the greedy tokens of the eager model for each bucket's fixed inputs. A cache can
@@ -6,6 +6,7 @@ therefore be packed, explained and verified on another machine from this file.
 
 There is one JSON file per plan key, so processes that warm different plans never write to the same file. It is written
 to a staging file, synced and renamed. Its last field is the sha256 of the other fields, against accidental changes.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class BucketRecord:
     compiles: int
     programs: int
     cache_hits: int
-    cache_misses: int
+    cache_misses: int  # bypasses of the cache included
     graph_breaks: int
     cudagraph_skips: int
     captured: bool
@@ -294,6 +295,5 @@ def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:
 def _corruption_error(path: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"the manifest {path} is corrupt: {reason}",
-        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild; to trust the other files "
-        f"of the folder: rm {path}",
+        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild",
     )

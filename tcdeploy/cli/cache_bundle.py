@@ -164,7 +164,7 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
-        deployment = pipeline.prepare(build_recipe(flags, defaults=original_recipe(packed)), progress)
+        deployment = pipeline.prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
     missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
     if missed:
         raise ThresholdError(

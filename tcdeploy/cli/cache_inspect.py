@@ -35,7 +35,7 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
     from tcdeploy.cli import cache_display
 
     manifests = read_manifests(target)
-    recipe = options.build(defaults=original_recipe(manifests[0]) if len(manifests) == 1 else None)
+    recipe = options.build(bundle_recipe=original_recipe(manifests[0]) if len(manifests) == 1 else None)
     from tcdeploy import pipeline
 
     planned = pipeline.decide(recipe)

@@ -29,9 +29,9 @@ class RecipeOptions:
     flags: dict[str, Any]
     recipe: str | None
 
-    def build(self, defaults: Mapping[str, Any] | None = None) -> Recipe:
-        """Merge flags, environment, recipe file and `defaults`, in this order of precedence. Raises RecipeError."""
-        return build_recipe(self.flags, self.recipe, defaults=defaults)
+    def build(self, bundle_recipe: Mapping[str, Any] | None = None) -> Recipe:
+        """Merge flags, environment, recipe file and `bundle_recipe`; the first has precedence. Raises RecipeError."""
+        return build_recipe(self.flags, self.recipe, bundle_recipe=bundle_recipe)
 
 
 def recipe_command(command: Callable[..., None]) -> Callable[..., None]:

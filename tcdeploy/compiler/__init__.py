@@ -1,1 +1,1 @@
-"""Regions of the model, the programs compiled for them, and the ledger that counts compiles and cache hits."""
+"""Regions of the model, the programs compiled for them, and the statistics of compilations and cache hits."""

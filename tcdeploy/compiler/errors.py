@@ -64,7 +64,10 @@ def _first_sentence(text: str) -> str:
 
 
 def _is_disk_full(error: BaseException | None, cache_dir: str) -> bool:
-    """Whether the chain has an error or message of a full disk, or the disk is full: compilers may not report it."""
+    """Whether an error in the chain reports a full disk, or the disk is full now.
+
+    A compiler process that fails may not pass its reason on.
+    """
     while error is not None:
         if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left on device" in str(error):
             return True

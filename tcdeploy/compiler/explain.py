@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from tcdeploy.attention.metadata import Step, StepSlot
+from tcdeploy.attention.metadata import Step, StepHolder
 from tcdeploy.compiler.regions import Region
 from tcdeploy.torch_compat.dynamo_explain import break_reasons
 
@@ -34,13 +34,13 @@ class _Call(NamedTuple):
     step: Step | None
 
 
-def explain_regions(regions: list[Region], slot: StepSlot, run_once: Callable[[], object]) -> list[GraphBreak]:
+def explain_regions(regions: list[Region], step_holder: StepHolder, run_once: Callable[[], object]) -> list[GraphBreak]:
     """The graph breaks of one region of each kind. `run_once` runs a step of the uncompiled model."""
     modules = {region.kind: region.module for region in reversed(regions)}
     calls: dict[nn.Module, _Call] = {}
 
     def record_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        calls[module] = _Call(args, kwargs, slot.step)
+        calls[module] = _Call(args, kwargs, step_holder.step)
 
     hooks = [module.register_forward_pre_hook(record_call, with_kwargs=True) for module in modules.values()]
     try:
@@ -52,16 +52,16 @@ def explain_regions(regions: list[Region], slot: StepSlot, run_once: Callable[[]
         graph_break
         for module in modules.values()
         if module in calls
-        for graph_break in _explain(module, calls[module], slot)
+        for graph_break in _explain(module, calls[module], step_holder)
     ]
 
 
 @torch.no_grad()
-def _explain(module: nn.Module, call: _Call, slot: StepSlot) -> list[GraphBreak]:
+def _explain(module: nn.Module, call: _Call, step_holder: StepHolder) -> list[GraphBreak]:
     torch.compiler.reset()
-    slot.step = call.step
+    step_holder.step = call.step
     reasons = break_reasons(module.forward, call.args, call.kwargs)
-    slot.step = None
+    step_holder.step = None
     return [_to_graph_break(type(module).__name__, reason) for reason in reasons]
 
 

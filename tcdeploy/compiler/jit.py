@@ -1,4 +1,4 @@
-"""Makes programs with torch.compile, in front of the persistent Inductor cache.
+"""Makes programs with torch.compile, whose compiled code Inductor keeps in the cache folder.
 
 `torch.compile(fullgraph=True, dynamic=False)` of one function that takes the module as an argument: torch keeps one
 program per bucket and variant for all layers of a kind, and a graph break is an error instead of a slow path.
@@ -21,15 +21,15 @@ from tcdeploy.torch_compat.custom_graph_pass import pass_options
 import_compile_stack()  # 3 s of imports that would otherwise count as compiling the first bucket
 
 post_grad_pass = functools.cache(PostGradPass)  # torch compares options by value, and a pass by identity
-PROGRAMS_PER_BUCKET_LIMIT = 12  # region kinds that a bucket and variant may have; torch allows 8 programs in all
+MAX_KINDS_PER_VARIANT = 12  # region kinds of one bucket and variant; torch's default recompile limit is 8 in total
 
 
 class JitLoader:
     """Loads programs by torch.compile. Two keys with equal Inductor options share compiled code where guards allow."""
 
-    def __init__(self, plan: Plan, regions: int) -> None:
+    def __init__(self, plan: Plan, num_regions: int) -> None:
         self._graphs = plan.graphs
-        _raise_recompile_limits(sum(len(plan.variants(bucket)) for bucket in plan.buckets), regions)
+        _raise_recompile_limits(sum(len(plan.variants(bucket)) for bucket in plan.buckets), num_regions)
 
     def load(self, key: ProgramKey) -> Program:
         options = inductor_options(key.variant, self._graphs)
@@ -39,13 +39,13 @@ class JitLoader:
 def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
     """The Inductor options of a variant, with our pass. All of them enter torch's cache key."""
     graph_pass = post_grad_pass(variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
-    own_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
-    return {**pass_options(graph_pass), **own_graphs, **dict(variant.inductor_config)}
+    inductor_graphs = {"triton.cudagraphs": True} if graphs == "region" else {}
+    return {**pass_options(graph_pass), **inductor_graphs, **dict(variant.inductor_config)}
 
 
-def _raise_recompile_limits(variants: int, regions: int) -> None:
+def _raise_recompile_limits(num_variants: int, num_regions: int) -> None:
     """All programs belong to one function, so torch's limits must allow for every bucket, variant and region kind."""
-    limit = PROGRAMS_PER_BUCKET_LIMIT * (variants + 1)
+    limit = MAX_KINDS_PER_VARIANT * (num_variants + 1)
     config = torch.compiler.config
     config.recompile_limit = max(limit, config.recompile_limit)
-    config.accumulated_recompile_limit = max(limit * regions, config.accumulated_recompile_limit)
+    config.accumulated_recompile_limit = max(limit * num_regions, config.accumulated_recompile_limit)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, nn
 
-from tcdeploy.attention.metadata import Step, StepSlot
+from tcdeploy.attention.metadata import Step, StepHolder
 from tcdeploy.compiler.regions import Region
 from tcdeploy.planning.plan import Bucket
 from tcdeploy.planning.variants import Variant
@@ -57,18 +57,21 @@ class ProgramTable:
         return len(self._programs)
 
 
-def compile_in_place(regions: list[Region], table: ProgramTable, slot: StepSlot) -> None:
+def compile_in_place(regions: list[Region], table: ProgramTable, step_holder: StepHolder) -> None:
     """Make each region's module call its program of the running step. Without a step the modules run uncompiled."""
     for region in regions:
-        _compile_in_place(region, table, slot)
+        _compile_in_place(region, table, step_holder)
 
 
-def _compile_in_place(region: Region, table: ProgramTable, slot: StepSlot) -> None:
-    """Fill the attribute that `module.compile()` fills, which knows a single set of options for all buckets."""
+def _compile_in_place(region: Region, table: ProgramTable, step_holder: StepHolder) -> None:
+    """Set the attribute that `module.compile()` sets.
+
+    That method takes one set of options, and each bucket needs its own.
+    """
     module = region.module
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        step = slot.step
+        step = step_holder.step
         if step is None or not _is_compiled(region, step):
             return run_uncompiled(module, *args, **kwargs)
         rows = step.last_token_rows if region.is_last else None
@@ -81,7 +84,11 @@ def _compile_in_place(region: Region, table: ProgramTable, slot: StepSlot) -> No
 
 
 def _is_compiled(region: Region, step: Step) -> bool:
-    """Head modules take microseconds, which count in decode only, and only if the variant compiles them."""
+    """Whether the region is compiled in this step.
+
+    A head module is compiled in decode only, and only if the variant compiles head modules. In prefill, head modules
+    take microseconds of a step of milliseconds.
+    """
     return not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
 
 
@@ -99,8 +106,8 @@ def _token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> It
     for item in tensors_in((args, kwargs)):
         if item.ndim >= 2 and item.shape[0] == 1:
             yield item, 1
-    if step.metadata.prefill is not None:
-        yield step.metadata.prefill.slot_mapping, 0
+    if step.attention_metadata.prefill is not None:
+        yield step.attention_metadata.prefill.slot_mapping, 0
 
 
 def run_region(module: nn.Module, rows: Tensor | None, *args: Any, **kwargs: Any) -> Any:

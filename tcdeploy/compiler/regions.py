@@ -4,8 +4,10 @@ The probe has found the modules that call attention. A decoder layer is the near
 item of a ModuleList. Its attention block is the child that holds the module; every other child with a matrix belongs to
 the MLP (norms hold vectors).
 
-A region has a kind. Regions of one kind run the same program with other weights, so a kind names the region's place in
-its layer. It also has a number if the layers attend differently (some with a sliding window, for example).
+A region has a kind. Regions of one kind run the same program with other weights. The kind of a layer is `layer/N`, that
+of an attention block is its name in the layer and N (`self_attn/0`), where N numbers the different attentions of the
+model, such as with and without a sliding window. The kind of an MLP block is its name in the layer (`mlp`), and that of
+a head module its path (`model.norm`). With `--region model` the only kind is `model`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""Device-side end of a greedy step: the argmax of each row, and the state that the next step reads.
+"""Ends a step on the device: takes the argmax of each row and writes the next step's inputs.
 
 The next step is launched before the host has read any token, so the step itself writes token id, position and length
 of each decode row into static tensors. The last row is the padding row. A row of length 0 (padding, or a chunk that
-does not end its prompt) writes nothing.
+does not end its prompt) changes no decode row.
 
-There are two equivalent backends. `reference` is plain torch. `triton` takes two launches. Each program of the first
-reads part of one row and stores its best token as one integer: the logit in sortable form in the upper half, and
-MAX_TOKEN_ID - id in the lower, so that the larger integer is the larger logit and then the lower id. The second runs
-one program per row, which takes the maximum and writes the state. No scratch memory outlives a call, so graphs and
-streams share nothing.
+There are two equivalent backends. `reference` is plain torch. `triton` takes two launches. Each Triton program instance
+of the first reads part of one row and stores its best token as one integer: the logit in sortable form in the upper
+half, and MAX_TOKEN_ID - id in the lower, so that the larger integer is the larger logit and then the lower id. The
+second runs one instance per row, which takes the maximum and writes the decode rows. No scratch memory outlives a call,
+so graphs and streams share nothing.
 
 NaN counts as larger than every number, as in `torch.argmax`, so ids stay in range for any logits.
 
@@ -44,9 +44,9 @@ def advance(
 ) -> Tensor:  # fmt: skip
     """The greedy token of each row of logits [n, vocab], as [n] int64: the lowest id among equal logits.
 
-    The state is token_ids and positions [R] int64 and seq_lens [R] int32. If lengths[i] ([n] int32) is not 0, entry
-    rows[i] becomes the token, lengths[i] and lengths[i] + 1: the token will have position lengths[i], after as many
-    cached tokens. Such rows must be distinct. Rows of length 0 write nothing, whatever rows[i] is. `lengths` may be a
+    The decode rows are token_ids and positions [max batch + 1] int64 and seq_lens [max batch + 1] int32. If lengths[i]
+    ([n] int32) is not 0, then for r = rows[i]: token_ids[r] = token, positions[r] = lengths[i], seq_lens[r] =
+    lengths[i] + 1. Such rows must be distinct. Rows of length 0 change nothing, whatever rows[i] is. `lengths` may be a
     view of `seq_lens` if rows[i] is i. No host synchronisation; can be captured once it has run.
     """
     if backend == "triton":
@@ -55,8 +55,8 @@ def advance(
     is_live = lengths > 0
     targets = torch.where(is_live, rows, token_ids.shape[0] - 1)
     updates = [(token_ids, tokens), (positions, lengths.long()), (seq_lens, lengths + 1)]
-    for state, values in updates:  # all values are computed by now, because lengths may be a view of seq_lens
-        state[targets] = torch.where(is_live, values, state[-1])  # the padding row keeps its value
+    for column, values in updates:  # all values are computed by now, because lengths may be a view of seq_lens
+        column[targets] = torch.where(is_live, values, column[-1])  # the padding row keeps its value
     return tokens
 
 
@@ -116,7 +116,7 @@ if triton is not None:
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,
         PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, MAX_TOKEN_ID: tl.constexpr,
     ):  # fmt: skip
-        """One row: the maximum over its parts, then the state. Reads lengths before it writes seq_lens."""
+        """One row: the maximum over its parts, then the decode row. Reads lengths before it writes seq_lens."""
         row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
         bests = tl.load(bests + row * PARTS + parts, mask=parts < PARTS, other=-0x8000000000000000)
         length, target = tl.load(lengths + row), tl.load(rows + row)

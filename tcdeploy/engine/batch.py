@@ -5,8 +5,8 @@ token of each, its position, length, block table and sampling parameters. Decode
 step itself advances them (engine/advance.py), so the host uploads nothing while the batch stays the same. A prefill
 bucket has inputs of its own, which are uploaded in one copy.
 
-Unused rows and tokens of a bucket are padding. The last decode row is the padding row: results of padding are written
-there. Its length is 0, and a sequence of length 0 neither writes nor reads a key.
+Unused rows and tokens of a bucket are padding. The last decode row is the padding row: sampled tokens of padding are
+written to it (`ModelRunner.sample`). Its length is 0, and a sequence of length 0 neither writes nor reads a key.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from tcdeploy.engine.sequence import Chunk
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
-ALIGNMENT = 16  # elements: each part of a packed upload starts at a multiple of 128 bytes
+ALIGNMENT = 16  # elements: each part of a packed upload starts at a multiple of 128 bytes (int64) or 64 bytes (int32)
 
 
 @dataclass(frozen=True)
 class DecodeRows:
     """The device's state of the running sequences. The last row is the padding row."""
 
-    token_ids: Tensor  # [rows + 1] int64: the token that the next step feeds
-    positions: Tensor  # [rows + 1] int64: the position of that token
-    seq_lens: Tensor  # [rows + 1] int32: position + 1, or 0 for an empty row
-    block_table: Tensor  # [rows + 1, width] int32
+    token_ids: Tensor  # [max batch + 1] int64: the token that the next step feeds
+    positions: Tensor  # [max batch + 1] int64: the position of that token
+    seq_lens: Tensor  # [max batch + 1] int32: position + 1, or 0 for an empty row
+    block_table: Tensor  # [max batch + 1, width] int32
     sampling: SamplingRows
 
     @property
@@ -46,17 +46,17 @@ class DecodeRows:
 
 
 def make_decode_rows(plan: Plan, vocab_size: int) -> DecodeRows:
-    rows = plan.decode_buckets[-1].size + 1
+    num_rows = plan.decode_buckets[-1].size + 1
 
     def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         return torch.zeros(*shape, dtype=dtype, device=plan.device)
 
     return DecodeRows(
-        token_ids=zeros(rows, dtype=torch.int64),
-        positions=zeros(rows, dtype=torch.int64),
-        seq_lens=zeros(rows, dtype=torch.int32),
-        block_table=zeros(rows, _block_table_width(plan), dtype=torch.int32),
-        sampling=make_sampling_rows(rows, vocab_size, torch.device(plan.device)),
+        token_ids=zeros(num_rows, dtype=torch.int64),
+        positions=zeros(num_rows, dtype=torch.int64),
+        seq_lens=zeros(num_rows, dtype=torch.int32),
+        block_table=zeros(num_rows, _block_table_width(plan), dtype=torch.int32),
+        sampling=make_sampling_rows(num_rows, vocab_size, torch.device(plan.device)),
     )
 
 
@@ -65,7 +65,8 @@ class StepBuffers:
     """The static inputs of one bucket.
 
     Output i belongs to decode row `rows[i]`, whose sequence has `lengths[i]` tokens after this step. Where the length
-    is 0 (padding, or a chunk that does not end its prompt) the step writes nothing to the decode rows.
+    is 0 (padding, or a chunk that does not end its prompt) the step writes nothing to the decode rows; sampling writes
+    to the padding row.
     """
 
     bucket: Bucket
@@ -77,22 +78,22 @@ class StepBuffers:
     logits_indices: Tensor | None = None  # [outputs] int64: the last token of each prompt; None: every token
 
 
-def decode_buffers(bucket: Bucket, state: DecodeRows, split_counters: Tensor) -> StepBuffers:
-    """Views of the first rows of the decode state, which all decode buckets share."""
+def decode_buffers(bucket: Bucket, decode_rows: DecodeRows, split_counters: Tensor) -> StepBuffers:
+    """Views of the first decode rows, which all decode buckets share."""
     size = bucket.size
-    block_table = state.block_table[:size]
+    block_table = decode_rows.block_table[:size]
     mark_dynamic(block_table, 1)  # the width follows the context, which is not part of a program
-    decode = DecodeMetadata(block_table, state.seq_lens[:size], split_counters)
-    rows = torch.arange(size, device=state.token_ids.device)
-    input_ids, position_ids = state.token_ids[None, :size], state.positions[None, :size]
+    decode = DecodeMetadata(block_table, decode_rows.seq_lens[:size], split_counters)
+    rows = torch.arange(size, device=decode_rows.token_ids.device)
+    input_ids, position_ids = decode_rows.token_ids[None, :size], decode_rows.positions[None, :size]
     return StepBuffers(bucket, input_ids, position_ids, rows, decode.seq_lens, AttentionMetadata(decode=decode))
 
 
 class PrefillBuffers:
     """The inputs of a prefill bucket: views of one device tensor that is filled by one copy."""
 
-    def __init__(self, plan: Plan, bucket: Bucket, tokens: int, state: DecodeRows) -> None:
-        self.plan, self.state = plan, state
+    def __init__(self, plan: Plan, bucket: Bucket, tokens: int, decode_rows: DecodeRows) -> None:
+        self.plan, self.decode_rows = plan, decode_rows
         sequences, width = plan.max_prefill_sequences, _block_table_width(plan)
         self._int64_layout = _PackedLayout(
             ids=tokens, positions=tokens, slots=tokens, logits_indices=sequences, rows=sequences
@@ -130,7 +131,7 @@ class PrefillBuffers:
         int32_views = self._int32_layout.views(staging_array[self._int64_layout.size :].view(numpy.int32))
         staging_array[: self._zeroed_size] = 0
         int64_views["slots"][:] = PADDING_SLOT
-        int64_views["rows"][:] = self.state.padding_row
+        int64_views["rows"][:] = self.decode_rows.padding_row
         tables = int32_views["tables"].reshape(self.plan.max_prefill_sequences, -1)
         coordinates = _block_coordinates(self.plan.context, self.plan.block_size)
         end = 0

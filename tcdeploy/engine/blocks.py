@@ -17,7 +17,7 @@ import itertools
 from collections import OrderedDict, deque
 from typing import NamedTuple
 
-PADDING_BLOCK = 0  # padding rows write here; never allocated
+PADDING_BLOCK = 0  # padding tokens of a prefill write here; never allocated
 ROOT_NODE_ID = 0  # parent of the first block of every prefix
 
 
@@ -30,12 +30,12 @@ class Node(NamedTuple):
 
 
 class BlockAllocator:
-    """Owns blocks 1 to blocks - 1. Allocating, releasing and matching are linear in the blocks involved."""
+    """Owns blocks 1 to num_blocks - 1. Allocating, releasing and matching are linear in the blocks involved."""
 
-    def __init__(self, blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
-        self.capacity = blocks - 1
-        self._free = deque(range(1, blocks))
+        self.capacity = num_blocks - 1
+        self._free = deque(range(1, num_blocks))
         self._references: dict[int, int] = {}  # block in use -> number of sequences that hold it
         # An ordered set, least recently used first. A dict would scan its deleted entries at every eviction.
         self._evictable: OrderedDict[int, None] = OrderedDict()
@@ -44,15 +44,15 @@ class BlockAllocator:
         self._node_ids = itertools.count(ROOT_NODE_ID + 1)
 
     @property
-    def free(self) -> int:
-        """Blocks that can be allocated, evictable ones included."""
+    def num_allocatable(self) -> int:
+        """Number of free and evictable blocks."""
         return len(self._free) + len(self._evictable)
 
     def blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)
 
     def allocate(self, count: int) -> list[int]:
-        assert count <= self.free, "the caller checks `free` first"
+        assert count <= self.num_allocatable, "the caller checks `num_allocatable` first"
         blocks = [self._free.popleft() if self._free else self._evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
@@ -128,9 +128,9 @@ class BlockAllocator:
         assert block in self._references, f"block {block} is not in use"
         node = self._nodes.get(block)
         if node is not None and node.parent == parent:
-            return node.node_id  # the usual repeated call, without comparing tokens
+            return node.node_id  # already registered under this parent: a sequence registers its prefix repeatedly
         if node is not None:
-            self._unregister(block)  # its parent was a duplicate of the preceding block, and was evicted
+            self._unregister(block)  # registered under a duplicate of the preceding block, which has been evicted since
         tokens = self._block_tokens(token_ids, number)
         duplicate = self._registry.get((parent, tokens))
         if duplicate is not None:

@@ -50,8 +50,8 @@ class Engine:
         )
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
-        self._stream_tokens: dict[int, list[NewToken]] = {}  # unread tokens of requests that belong to a `stream`
-        self._buffered_tokens: list[NewToken] = []  # unread tokens of submitted requests
+        self._stream_tokens: dict[int, list[NewToken]] = {}  # tokens not yet returned, of requests of a `stream`
+        self._buffered_tokens: list[NewToken] = []  # tokens not yet returned, of submitted requests
         self._next_id = 0
         self._in_flight: InFlightStep | None = None
 
@@ -77,8 +77,9 @@ class Engine:
     def step(self) -> list[NewToken]:
         """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
 
-        Raises RecompileError if a step would compile. After an exception all requests are still open: they return to
-        the queue and are computed again.
+        Raises RecompileError if a step would compile. If launching the step raises, all requests are still open: they
+        return to the queue and are computed again. If reading the previous step's tokens raises (a CUDA error), nothing
+        is requeued, and the engine must not be used any more.
         """
         self._launch_and_collect()
         tokens, self._buffered_tokens = self._buffered_tokens, []
@@ -129,7 +130,10 @@ class Engine:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
-        """Recover from a scheduled step that did not run: the cache lacks the blocks that the scheduler counts on."""
+        """Recover from a scheduled step that did not run.
+
+        The scheduler has counted keys and values as computed that were never written.
+        """
         try:
             self._deliver(self._collect(previous) if previous else [])
         finally:

@@ -15,9 +15,9 @@ from torch import Tensor
 
 
 class StepOutput(NamedTuple):
-    logits: Tensor  # [rows, vocab]
-    tokens: Tensor  # [rows] int64: greedy tokens, unless sampled
-    rows: Tensor  # [rows] int64: the decode row of each output
+    logits: Tensor  # [outputs, vocab]
+    tokens: Tensor  # [outputs] int64: greedy tokens, unless sampled
+    rows: Tensor  # [outputs] int64: the decode row of each output
 
 
 class StepGraph(NamedTuple):

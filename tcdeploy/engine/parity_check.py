@@ -1,8 +1,8 @@
 """Check one bucket against transformers' attention: run its step, run the reference, compare the logits.
 
 The bucket runs as it will serve, from its CUDA graph if it has one. A prefill bucket is also checked on a prompt split
-into two chunks, where the second chunk attends to the first through the paged cache. `parity.py` has the reference and
-the tolerances.
+into two chunks, where the second chunk attends to the first through the paged cache. `parity.py` has the comparison and
+the tolerances, and `ModelRunner.reference_logits` computes the reference.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.cache.manifest import GreedyTokens, Parity
-from tcdeploy.engine.parity import check_parity, greedy_tokens
+from tcdeploy.engine.parity import compare_logits, greedy_tokens
 from tcdeploy.engine.sequence import Chunk
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.errors import CompileError
@@ -45,7 +45,7 @@ def check_bucket(batch: WarmupBatch, attn_implementation: str) -> ParityCheck:
         references.append(references[0])
     logits, reference = torch.stack(compiled), torch.stack(references)
     return ParityCheck(
-        check_parity(logits, reference, batch.plan.compute_dtype),
+        compare_logits(logits, reference, batch.plan.compute_dtype),
         eager_greedy_tokens=greedy_tokens(inputs, reference),
         greedy_tokens=greedy_tokens(inputs, logits),
     )

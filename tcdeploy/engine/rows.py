@@ -26,10 +26,10 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 
 
 class RowAssignment:
-    """Keeps `state` (on the device) in line with the list of running sequences (on the host)."""
+    """Keeps `decode_rows` (on the device) in line with the list of running sequences (on the host)."""
 
-    def __init__(self, state: DecodeRows) -> None:
-        self.state = state
+    def __init__(self, decode_rows: DecodeRows) -> None:
+        self.decode_rows = decode_rows
         self._assigned: list[Sequence] = []
         self._uploaded_blocks: list[int] = []  # per row, the number of blocks in the device's table
 
@@ -60,18 +60,17 @@ class RowAssignment:
         self.assign(sequences)
         self.upload_block_table()
         lengths = [len(sequence.token_ids) for sequence in sequences]
-        self._upload(self.state.token_ids, [sequence.token_ids[-1] for sequence in sequences])
-        self._upload(self.state.positions, [length - 1 for length in lengths])
-        self._upload(self.state.seq_lens, lengths)
+        self._upload(self.decode_rows.token_ids, [sequence.token_ids[-1] for sequence in sequences])
+        self._upload(self.decode_rows.positions, [length - 1 for length in lengths])
+        self._upload(self.decode_rows.seq_lens, lengths)
 
     def clear(self) -> None:
         """Empty every row, including one that a failed assignment left half written."""
         self._assigned, self._uploaded_blocks = [], []
-        padding_row = self.state.padding_row
-        self._gather_rows(
-            [padding_row] * (padding_row + 1), ()
-        )  # penalty counts stay: a row with penalties replaces them
-        self.state.sampling.bias_ends.zero_()  # a row without biases does not write its own
+        padding_row = self.decode_rows.padding_row
+        # Penalty counts stay: a row with penalties replaces them.
+        self._gather_rows([padding_row] * (padding_row + 1), ())
+        self.decode_rows.sampling.bias_ends.zero_()  # a row without biases does not write its own
 
     def features(self, sequences: ListLike[Sequence]) -> Features | None:
         """The sampling features these sequences use; None if the greedy tokens of the step suffice."""
@@ -87,14 +86,13 @@ class RowAssignment:
         rows: list[int] = []
         matchers: list[Matcher] = []
         for row, sequence in enumerate(sequences):
-            if (
-                sequence is None or sequence.matcher is None or sequence.finish_reason
-            ):  # no constraint, or the token is dropped
+            # Skip rows without a constraint, and those whose token will be dropped.
+            if sequence is None or sequence.matcher is None or sequence.finish_reason:
                 continue
             assert sequence.in_flight == 1, "only the token of this step is unread"
             rows.append(row)
             matchers.append(sequence.matcher)
-        device, words = self.state.token_ids.device, -(-self.state.sampling.in_prompt.shape[1] // 32)
+        device, words = self.decode_rows.token_ids.device, -(-self.decode_rows.sampling.in_prompt.shape[1] // 32)
         # Allocated by torch, which can pin it and keeps it until the copy is done; written by numpy. Torch does not pin
         # a tensor made from an array, and fills a large tensor with one thread per core, which then spin for a while.
         packed = torch.empty(len(rows), words, dtype=torch.int32, pin_memory=device.type == "cuda")
@@ -105,7 +103,7 @@ class RowAssignment:
 
     def _reassign(self, running: ListLike[Sequence]) -> None:
         previous_rows = {id(sequence): row for row, sequence in enumerate(self._assigned)}
-        padding_row = self.state.padding_row
+        padding_row = self.decode_rows.padding_row
         source = [previous_rows.get(id(sequence), padding_row) for sequence in running]
         source += [padding_row] * (padding_row + 1 - len(running))
         if source[: len(previous_rows)] != list(range(len(previous_rows))):
@@ -121,10 +119,10 @@ class RowAssignment:
 
         Penalty counts are vocabulary-sized, so they move only if a sequence in `assigned` uses them.
         """
-        state = self.state
-        tensors = [state.token_ids, state.positions, state.seq_lens, state.block_table]
-        tensors += state.sampling.tensors_to_gather(_features(assigned))
-        index = _to_device(source, torch.int64, state.token_ids.device)
+        decode_rows = self.decode_rows
+        tensors = [decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens, decode_rows.block_table]
+        tensors += decode_rows.sampling.tensors_to_gather(_features(assigned))
+        index = _to_device(source, torch.int64, decode_rows.token_ids.device)
         for tensor in tensors:
             tensor.copy_(tensor.index_select(0, index))
 
@@ -133,7 +131,7 @@ class RowAssignment:
         params = sequence.params
         if params.is_unmodified_greedy:
             return
-        sampling = self.state.sampling
+        sampling = self.decode_rows.sampling
         values: dict[str, float] = {
             "temperature": params.temperature,
             "top_k": params.top_k,
@@ -153,8 +151,8 @@ class RowAssignment:
             set_biases(sampling, row, params.biases(sequence.prompt_length))
 
     def _upload_blocks(self, new_blocks: ListLike[tuple[int, int, int]]) -> None:
-        """Write (row, column, block) entries in one copy: rows that were admitted together grow together, up to 256."""
-        table = self.state.block_table
+        """Write (row, column, block) entries of the block table in one copy."""
+        table = self.decode_rows.block_table
         rows, columns, blocks = _to_device(new_blocks, torch.int64, table.device).T
         table.index_put_((rows, columns), blocks.to(table.dtype))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
-from tcdeploy.attention.metadata import AttentionConfig, Step, StepSlot, choose_decode_splits
+from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder, choose_decode_splits
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -36,21 +36,23 @@ class ModelRunner:
     """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
     Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
-    attention/metadata.py; `slot` is the one that the attention modules of `model` hold.
+    attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, slot: StepSlot, split_counters: Tensor, vocab_size: int
+        self, model: PreTrainedModel, plan: Plan, step_holder: StepHolder, split_counters: Tensor, vocab_size: int
     ) -> None:
         self.model = model
         self.plan = plan
-        self.slot = slot
+        self.step_holder = step_holder
         self.split_counters = split_counters
         self.vocab_size = vocab_size
-        self.state = make_decode_rows(plan, vocab_size)
-        self.row_assignment = RowAssignment(self.state)
-        self._decode = {bucket: decode_buffers(bucket, self.state, split_counters) for bucket in plan.decode_buckets}
-        self._prefill: dict[Bucket, PrefillBuffers] = {}
+        self.decode_rows = make_decode_rows(plan, vocab_size)
+        self.row_assignment = RowAssignment(self.decode_rows)
+        self._decode_buffers = {
+            bucket: decode_buffers(bucket, self.decode_rows, split_counters) for bucket in plan.decode_buckets
+        }
+        self._prefill_buffers: dict[Bucket, PrefillBuffers] = {}
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
@@ -66,8 +68,8 @@ class ModelRunner:
     ) -> StepOutput:
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
-        Output i belongs to chunk i. A chunk that ends its prompt writes its first token to the decode row of its
-        sequence, which is the index of the sequence in `running`.
+        Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
+        its sequence: the sequence's index in `running`. An empty `running` empties all decode rows.
         """
         tokens = sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
@@ -83,7 +85,7 @@ class ModelRunner:
         self.row_assignment.upload_block_table()
         bucket = smallest_bucket(self.plan.decode_buckets, len(running))
         self._count_step(bucket, len(running))
-        return self._run(self._decode[bucket])
+        return self._run(self._decode_buffers[bucket])
 
     def _count_step(self, bucket: Bucket, used: int) -> None:
         self.step_counts[bucket] += 1
@@ -95,12 +97,12 @@ class ModelRunner:
 
         `masks` [outputs, words] int32 is needed if `features.masks` is set.
         """
-        state = self.state
-        positions = state.positions[output.rows]
-        tokens = sampling.sample(output.logits, state.sampling, positions, features, output.rows, masks)
-        state.token_ids.index_copy_(0, output.rows, tokens)
+        decode_rows = self.decode_rows
+        positions = decode_rows.positions[output.rows]
+        tokens = sampling.sample(output.logits, decode_rows.sampling, positions, features, output.rows, masks)
+        decode_rows.token_ids.index_copy_(0, output.rows, tokens)
         if features.penalties:
-            sampling.count_tokens(state.sampling, output.rows, tokens)
+            sampling.count_tokens(decode_rows.sampling, output.rows, tokens)
         return output._replace(tokens=tokens)
 
     def compute_prompt_logprobs(self, chunk: Chunk, num_top: int) -> list[tuple[int, sampling.Logprobs]]:
@@ -145,14 +147,14 @@ class ModelRunner:
         return self._forward(self._buffers(bucket))
 
     def _buffers(self, bucket: Bucket) -> StepBuffers:
-        return self._prefill[bucket].buffers if bucket.is_prefill else self._decode[bucket]
+        return self._prefill_buffers[bucket].buffers if bucket.is_prefill else self._decode_buffers[bucket]
 
     def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
         if bucket.min_size:  # a dynamic bucket has no static buffers
-            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.state)
-        if bucket not in self._prefill:
-            self._prefill[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.state)
-        return self._prefill[bucket]
+            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.decode_rows)
+        if bucket not in self._prefill_buffers:
+            self._prefill_buffers[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.decode_rows)
+        return self._prefill_buffers[bucket]
 
     def _run(self, buffers: StepBuffers) -> StepOutput:
         graph = self._graphs.get(buffers.bucket)
@@ -163,9 +165,9 @@ class ModelRunner:
         selects_early = self._variants[buffers.bucket].last_token_rows
         last_token_rows = buffers.logits_indices if selects_early else None
         logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
-        state = self.state
+        decode_rows = self.decode_rows
         tokens = advance(
-            logits, buffers.rows, buffers.lengths, state.token_ids, state.positions, state.seq_lens,
+            logits, buffers.rows, buffers.lengths, decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens,
             self._advance_backend,
         )  # fmt: skip
         return StepOutput(logits, tokens, buffers.rows)
@@ -185,11 +187,11 @@ class ModelRunner:
             kwargs["logits_to_keep"] = 0 if head_rows is None else head_rows
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
-        self.slot.step = self._make_step(buffers, last_token_rows)
+        self.step_holder.step = self._make_step(buffers, last_token_rows)
         output = self.model(
             input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs
         )  # fmt: skip
-        self.slot.step = None
+        self.step_holder.step = None
         logits: Tensor = output.logits[0]
         return logits if head_rows is None or kwargs else logits[head_rows]
 
@@ -208,7 +210,7 @@ class ModelRunner:
         """Logits [vocab] (float32) after the last of `token_ids`, by transformers' own attention, uncompiled."""
         input_ids = torch.tensor([token_ids], device=self.model.device)
         last_row = {"logits_to_keep": 1} if self._supports_logits_to_keep else {}
-        self.slot.step = None  # modules run uncompiled
+        self.step_holder.step = None  # modules run uncompiled
         self.model.set_attn_implementation(attn_implementation)
         try:
             return self.model(input_ids=input_ids, use_cache=False, **last_row).logits[0, -1].float()

@@ -1,11 +1,11 @@
 """Samples the next token of every row on the device: greedy, or drawn with a seed per request.
 
 A draw is a pure function. Row r at position p takes one uniform number `hash(seed, p)` and inverts the cumulative
-distribution with it. A request therefore gets the same tokens in any batch, after a preemption, on a CPU or a GPU, and
-there is no generator whose state could be lost.
+distribution with it. The same logits, seed and position therefore give the same token in any batch, after a preemption,
+on a CPU or a GPU, and there is no generator whose state could be lost.
 
-Nothing here reads a value on the host and all shapes are static, so a decode step can be captured in a CUDA graph. The
-host passes `Features`, and unused features cost nothing.
+Nothing here reads a value on the host and all shapes are static, so sampling never makes the host wait. The host passes
+`Features`, and unused features cost nothing.
 
 Weights are exponentials in float64, truncated to integer units of which the largest weight has 2^45 (vocabulary of
 128,256; see `accumulate`). Integer sums do not depend on the order of addition, so the cumulative distribution is built
@@ -64,22 +64,22 @@ class Features(NamedTuple):
 class SamplingRows:
     """Sampling parameters and penalty counts of each decode row: static tensors that the host writes on admission."""
 
-    temperature: Tensor  # [rows] float32; 0 is greedy
-    top_k: Tensor  # [rows] int64; 0 keeps all
-    top_p: Tensor  # [rows] float32
-    min_p: Tensor  # [rows] float32
-    seeds: Tensor  # [rows] int64
-    repetition: Tensor  # [rows] float32
-    presence: Tensor  # [rows] float32
-    frequency: Tensor  # [rows] float32
-    output_counts: Tensor  # [rows, vocab] int16: occurrences in the output, at most COUNT_LIMIT
-    in_prompt: Tensor  # [rows, vocab] bool
-    bias_ids: Tensor  # [rows, MAX_LOGIT_BIASES] int64
-    bias_values: Tensor  # [rows, MAX_LOGIT_BIASES] float32: added to the logit of that id
-    bias_ends: Tensor  # [rows, MAX_LOGIT_BIASES] int64: first position at which the bias no longer applies
+    temperature: Tensor  # [max batch + 1] float32; 0 is greedy
+    top_k: Tensor  # [max batch + 1] int64; 0 keeps all
+    top_p: Tensor  # [max batch + 1] float32
+    min_p: Tensor  # [max batch + 1] float32
+    seeds: Tensor  # [max batch + 1] int64
+    repetition: Tensor  # [max batch + 1] float32
+    presence: Tensor  # [max batch + 1] float32
+    frequency: Tensor  # [max batch + 1] float32
+    output_counts: Tensor  # [max batch + 1, vocab] int16: occurrences in the output, at most COUNT_LIMIT
+    in_prompt: Tensor  # [max batch + 1, vocab] bool
+    bias_ids: Tensor  # [max batch + 1, MAX_LOGIT_BIASES] int64
+    bias_values: Tensor  # [max batch + 1, MAX_LOGIT_BIASES] float32: added to the logit of that id
+    bias_ends: Tensor  # [max batch + 1, MAX_LOGIT_BIASES] int64: first position at which the bias no longer applies
 
     def tensors_to_gather(self, features: Features) -> list[Tensor]:
-        """Tensors to gather when rows move: the [rows] ones, and the wide ones whose feature is used."""
+        """Tensors to gather when rows move: the one-dimensional ones, and the wide ones whose feature is used."""
         penalties = [self.output_counts, self.in_prompt] if features.penalties else []
         biases = [self.bias_ids, self.bias_values, self.bias_ends] if features.biases else []
         return [tensor for tensor in vars(self).values() if tensor.ndim == 1] + penalties + biases
@@ -91,11 +91,11 @@ class Logprobs(NamedTuple):
     top_logprobs: Tensor  # [n, k] float32
 
 
-def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -> SamplingRows:
+def make_sampling_rows(num_rows: int, vocab_size: int, device: torch.device | str) -> SamplingRows:
     """Rows that sample greedily, without penalties, filters or biases."""
 
     def full(value: float, dtype: torch.dtype, *shape: int) -> Tensor:
-        return torch.full((rows, *shape), value, dtype=dtype, device=device)
+        return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
     return SamplingRows(
         temperature=full(0, torch.float32),
@@ -114,9 +114,9 @@ def make_sampling_rows(rows: int, vocab_size: int, device: torch.device | str) -
     )
 
 
-def sampling_bytes(rows: int, vocab_size: int) -> int:
+def sampling_bytes(num_rows: int, vocab_size: int) -> int:
     """Device memory of `make_sampling_rows`, computed on meta tensors."""
-    return sum(field.nbytes for field in vars(make_sampling_rows(rows, vocab_size, "meta")).values())
+    return sum(field.nbytes for field in vars(make_sampling_rows(num_rows, vocab_size, "meta")).values())
 
 
 def row_seed(seed: int | None) -> int:
@@ -217,9 +217,8 @@ def _apply_penalties(logits: Tensor, sampling: SamplingRows, rows: slice | Tenso
 def _apply_masks(scores: Tensor, masks: Tensor) -> Tensor:
     """-inf where a bit is not set, also for NaN. Unpacked as bytes, so the temporary takes one byte per token."""
     bits = torch.arange(8, dtype=torch.uint8, device=masks.device)
-    allowed = (
-        masks.view(torch.uint8)[:, :, None] >> bits
-    ) & 1  # assumes little-endian words, as on every host with a GPU
+    # Assumes little-endian words, as on every host with a GPU.
+    allowed = (masks.view(torch.uint8)[:, :, None] >> bits) & 1
     return scores.where(allowed.flatten(1)[:, : scores.shape[1]].bool(), -torch.inf)
 
 
@@ -237,14 +236,14 @@ def _filter_mask(
     Drawing in that order makes a row's tokens independent of whether other rows have filters.
     """
     ordered, ids = scores.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(scores.shape[1], device=scores.device)
+    ranks = token_ids = torch.arange(scores.shape[1], device=scores.device)  # of `ordered`, and of `scores`
     top_k, top_p = sampling.top_k[rows, None], sampling.top_p[rows, None]
     limit = torch.where(top_k > 0, top_k, scores.shape[1]).clamp(max=scores.shape[1])
     last = torch.where(
         top_p < 1, _top_p_last_rank(_relative_probs(ordered, top, safe_temperature) * (ranks < limit), top_p), limit - 1
     )
     edge, edge_id = ordered.gather(1, last), ids.gather(1, last)
-    is_kept = (scores > edge) | ((scores == edge) & (ranks <= edge_id))
+    is_kept = (scores > edge) | ((scores == edge) & (token_ids <= edge_id))
     return is_kept & (weights >= sampling.min_p[rows, None])
 
 

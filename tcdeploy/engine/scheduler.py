@@ -74,7 +74,7 @@ class Scheduler:
 
     @property
     def stats(self) -> SchedulerStats:
-        used = self.allocator.capacity - self.allocator.free
+        used = self.allocator.capacity - self.allocator.num_allocatable
         return SchedulerStats(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)
 
     def submit(self, sequence: Sequence) -> None:
@@ -96,18 +96,21 @@ class Scheduler:
         self._release(sequence)
 
     def schedule(self) -> SchedulerOutput | None:
-        """The next step, which the caller launches at once. None: nothing can run until tokens in flight are read."""
+        """The next step, which the caller launches at once.
+
+        None if there is no work, or if nothing can run until tokens in flight are read.
+        """
         self._register_prefixes()
         self._release_finished()
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.limits.max_consecutive_prefills
-        chunks = () if decode_is_due else self._prefill()
+        chunks = () if decode_is_due else self._schedule_prefill()
         if chunks:
             self._consecutive_prefills += 1
             return SchedulerOutput(chunks=chunks)
         if not self.running:
             return None
         self._consecutive_prefills = 0
-        return SchedulerOutput(decode=self._decode())
+        return SchedulerOutput(decode=self._schedule_decode())
 
     def requeue_all(self) -> None:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
@@ -134,7 +137,7 @@ class Scheduler:
             if sequence.has_sampled_last_token or sequence.finish_reason:
                 self._release(sequence)
 
-    def _prefill(self) -> tuple[Chunk, ...]:
+    def _schedule_prefill(self) -> tuple[Chunk, ...]:
         """Fill one step with prompts in order of arrival. The last prompt is split when the step is full."""
         chunks: list[Chunk] = []
         token_budget = self.limits.prefill_tokens
@@ -147,7 +150,7 @@ class Scheduler:
                 sequence.num_computed_tokens,
                 min(sequence.num_computed_tokens + token_budget, len(sequence.token_ids)),
             )
-            self._launch_chunk(chunk)
+            self._account_for_chunk(chunk)
             chunks.append(chunk)
             token_budget -= chunk.stop - chunk.start
         self._unregistered_chunks = tuple(chunks)
@@ -164,7 +167,7 @@ class Scheduler:
         shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
         missing = self.allocator.blocks_for(len(sequence.token_ids)) - len(shared)
         watermark = len(self._admitted)  # each may need a block at the next step, and would preempt this sequence
-        if missing + watermark > self.allocator.free:
+        if missing + watermark > self.allocator.num_allocatable:
             self.allocator.release(shared)
             return None
         sequence.blocks = shared + self.allocator.allocate(missing)
@@ -175,8 +178,8 @@ class Scheduler:
         self._admitted[sequence] = None
         return sequence
 
-    def _launch_chunk(self, chunk: Chunk) -> None:
-        """Account for a chunk. Only the chunk that ends the prompt samples a token."""
+    def _account_for_chunk(self, chunk: Chunk) -> None:
+        """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""
         sequence = chunk.sequence
         sequence.num_computed_tokens = chunk.stop
         if chunk.stop == len(sequence.token_ids):
@@ -184,7 +187,7 @@ class Scheduler:
             self.prefilling.remove(sequence)
             self.running.append(sequence)
 
-    def _decode(self) -> tuple[Sequence, ...]:
+    def _schedule_decode(self) -> tuple[Sequence, ...]:
         self._allocate_decode_blocks()
         for sequence in self.running:
             sequence.num_computed_tokens = sequence.length
@@ -199,21 +202,23 @@ class Scheduler:
         """
         if not self._total_missing_blocks(0):
             return
-        ahead = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
+        lookahead_blocks = LOOKAHEAD_BLOCKS if self._can_look_ahead() else 0
         self._preempt_until_it_fits()
         for sequence in self.running:
-            sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, ahead))
+            sequence.blocks += self.allocator.allocate(self._missing_blocks(sequence, lookahead_blocks))
 
     def _can_look_ahead(self) -> bool:
         """Lookahead takes at most half of the free blocks, and none while a queued sequence waits for blocks."""
         waits_for_blocks = bool(self.waiting) and self._has_free_row()
-        return not waits_for_blocks and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.free
+        return (
+            not waits_for_blocks and 2 * self._total_missing_blocks(LOOKAHEAD_BLOCKS) <= self.allocator.num_allocatable
+        )
 
     def _preempt_until_it_fits(self) -> None:
         """Free unused lookahead blocks, then preempt the most recently admitted sequences."""
-        if self._total_missing_blocks(0) > self.allocator.free:
+        if self._total_missing_blocks(0) > self.allocator.num_allocatable:
             self._drop_lookahead()
-        while self._total_missing_blocks(0) > self.allocator.free:
+        while self._total_missing_blocks(0) > self.allocator.num_allocatable:
             assert len(self._admitted) > 1, "every sequence fits when it runs alone"
             self._preempt(next(reversed(self._admitted)))
 
@@ -259,13 +264,14 @@ class Scheduler:
     def _has_free_row(self) -> bool:
         return len(self._admitted) < self.limits.max_rows
 
-    def _total_missing_blocks(self, ahead: int) -> int:
-        return sum(self._missing_blocks(sequence, ahead) for sequence in self.running)
+    def _total_missing_blocks(self, lookahead_blocks: int) -> int:
+        return sum(self._missing_blocks(sequence, lookahead_blocks) for sequence in self.running)
 
-    def _missing_blocks(self, sequence: Sequence, ahead: int) -> int:
-        """Blocks to allocate for the next token and `ahead` more, at most what the sequence can ever fill."""
+    def _missing_blocks(self, sequence: Sequence, lookahead_blocks: int) -> int:
+        """Blocks to allocate for the next token plus `lookahead_blocks`, at most what the sequence can ever fill."""
         target = min(
-            self.allocator.blocks_for(sequence.length) + ahead, self.allocator.blocks_for(_max_cached_tokens(sequence))
+            self.allocator.blocks_for(sequence.length) + lookahead_blocks,
+            self.allocator.blocks_for(_max_cached_tokens(sequence)),
         )
         return max(0, target - len(sequence.blocks))
 

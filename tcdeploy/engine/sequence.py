@@ -237,7 +237,6 @@ class NewToken(NamedTuple):
     token_id: int
     finish_reason: str
     logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] | None = (
-        None  # with the first new token; covers the prompt after its first token
-    )
+    # With the first new token; covers the prompt after its first token.
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_seconds: float | None = None  # with the first new token; from submission to admission

@@ -32,7 +32,7 @@ def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
 
 
 def measure_step_ms(runner: ModelRunner, bucket: Bucket, captured: bool = True) -> float:
-    """Median ms of the bucket's step on its timing batch; `captured=False` calls the programs beside the graph."""
+    """Median ms of the bucket's step on its timing batch; `captured=False` runs the programs without the graph."""
     batch = make_timing_batch(runner, bucket)
     batch.run()
     if bucket.min_size:  # a dynamic bucket has no static buffers to run again

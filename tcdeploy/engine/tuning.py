@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
-from tcdeploy.compiler.ledger import CompileStats, measure_compiles
+from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
 from tcdeploy.engine.parity_check import ParityCheck, check_bucket
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
@@ -65,18 +65,16 @@ class _Attempt(NamedTuple):
     error: Exception | None
 
 
-def tune(
-    batch: WarmupBatch, known_trials: Iterable[Trial], more_seconds_than_before: bool, seconds: float
-) -> TuningRun:
+def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
     """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
-    Variants that the earlier run did not reach are tried only if the time allowed has grown since.
+    Variants that the earlier run did not reach are tried only if `has_more_time`: the time allowed has grown since.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:
         return TuningRun()
     trials = tuple(trial for trial in known_trials if trial.variant in variants)
-    if any_timed(trials) and not more_seconds_than_before:
+    if any_timed(trials) and not has_more_time:
         return TuningRun(trials)
     tried = {trial.variant for trial in trials}
     untried = [variant for name, variant in variants.items() if name not in tried]
@@ -122,7 +120,8 @@ def select_variant(
         name = fastest(trials, variants).variant if trials else next(iter(variants))
         variant = variants[name]
         with without_compile_workers() if programs_cached else contextlib.nullcontext():
-            compiled = compile_variant(batch, variant)  # again if it was a trial: the last compiled variant serves
+            # A variant that was tried is compiled again here, because the runner keeps only the variant set last.
+            compiled = compile_variant(batch, variant)
         if trials and not batch.bucket.is_prefill:
             batch.fill_kv_cache()  # the timing batches have overwritten it
         peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
@@ -167,16 +166,18 @@ def fastest(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Trial:
 
 
 def total_compilation(
-    selected: Variant, last: CompileStats, compiled: Mapping[Variant, CompiledVariant]
+    selected: Variant, final_compilation: CompileStats, compiled: Mapping[Variant, CompiledVariant]
 ) -> CompileStats:
     """What this run compiled for `selected`: its own trial, and the first earlier trial that shares programs with it.
 
-    `last` is the compilation after all trials. It counts only if `selected` was not tried in this run, since all
-    programs of a tried variant existed by then.
+    `final_compilation`, made after all trials, is used only if `selected` was not tried in this run; otherwise it
+    compiled nothing.
     """
     earlier = itertools.takewhile(lambda variant: variant != selected, compiled)
     sharing = (compiled[variant].compilation for variant in earlier if variant.shares_programs_with(selected))
-    return next(sharing, CompileStats()) + (compiled[selected].compilation if selected in compiled else last)
+    return next(sharing, CompileStats()) + (
+        compiled[selected].compilation if selected in compiled else final_compilation
+    )
 
 
 def _try_variant(batch: WarmupBatch, variant: Variant) -> _Attempt:

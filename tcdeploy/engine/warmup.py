@@ -2,7 +2,7 @@
 
 The largest bucket goes first: CUDA graphs share one memory pool, which the first graph sizes. Tuning, the parity check
 and timing are in tuning.py, parity_check.py and timing.py; this module holds the order and the record. A record keeps
-compile, capture and check seconds apart, with torch's counters beside them.
+compile, capture and check seconds apart, and torch's counters.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from tcdeploy.cache.manifest import BucketRecord, Trial
+from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
-from tcdeploy.compiler.ledger import CompileCounts, CompileStats, read_counts
 from tcdeploy.engine.parity import reference_attn_implementation
 from tcdeploy.engine.parity_check import raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
@@ -32,7 +32,8 @@ from tcdeploy.progress import Progress
 class PreviousRun:
     """What the manifest of an earlier run says, by bucket name.
 
-    `buckets` have their programs in the cache. It is empty if sources or settings of the programs have changed.
+    buckets: names of the buckets whose programs are in the cache; empty if sources or settings of the programs have
+        changed.
     """
 
     buckets: frozenset[str] = frozenset()
@@ -93,8 +94,8 @@ def _warm_bucket(
     batch = make_check_batch(runner, bucket)
     if not bucket.is_prefill:
         batch.fill_kv_cache()
-    more_seconds = plan.tune_seconds > previous.tune_seconds
-    tuning = tune(batch, previous.trials.get(bucket.name, ()), more_seconds, tune_seconds)
+    has_more_time = plan.tune_seconds > previous.tune_seconds
+    tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
     selected = select_variant(batch, tuning, attn_implementation, bucket.name in previous.buckets)
     kernels_compiled = (read_counts() - before).kernels_compiled  # trials and checks included
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)

@@ -87,7 +87,7 @@ def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> l
     size = bucket.size
     packed = [size - size // 4 - size // 8 - 1, size // 4, size // 8]
     blocks = sum(allocator.blocks_for(length) for length in packed)
-    fits = size >= 8 and plan.max_prefill_sequences >= len(packed) and blocks <= allocator.free
+    fits = size >= 8 and plan.max_prefill_sequences >= len(packed) and blocks <= allocator.num_allocatable
     return packed if fits else [size]
 
 
@@ -96,7 +96,7 @@ def _decode_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> li
     longest = min(plan.block_size, plan.context)
     lengths = [2 + 7 * row % (longest - 1) for row in range(bucket.size)]
     first = min(2 * plan.block_size + 5, plan.context)
-    if allocator.blocks_for(first) + bucket.size - 1 <= allocator.free:
+    if allocator.blocks_for(first) + bucket.size - 1 <= allocator.num_allocatable:
         lengths[0] = first
     return lengths
 

@@ -2,7 +2,7 @@
 
 Each layer becomes a `PackedSlice`: a range of rows of a matrix that the group shares. In eager mode it multiplies by
 its own rows and returns what the plain layer returned. While torch.compile traces, it multiplies by the whole matrix
-and slices the result; the GEMMs of a group are then identical, and `passes/post_grad.py` keeps one. Modelling code is
+and slices the result; the GEMMs of a group are then identical, and `passes/cse.py` keeps one. Modelling code is
 unchanged.
 
 The packed matrix is the only copy: the original weights are freed as soon as they have been copied into it.

@@ -55,7 +55,7 @@ class _AttentionRecorder:
 
 
 @dataclass
-class _LinearInputHook:
+class _LinearRecorder:
     """A forward pre-hook that records which linear layers read which tensor (by id), in call order."""
 
     readers: dict[int, list[Any]] = field(default_factory=dict)
@@ -74,9 +74,9 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
     _check_layer_types(config)
     recorder = _AttentionRecorder()
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)
-    linear_inputs = _LinearInputHook()
+    linear_recorder = _LinearRecorder()
     try:
-        model = _run_on_fake_tensors(config, name, trust_remote_code, linear_inputs)
+        model = _run_on_fake_tensors(config, name, trust_remote_code, linear_recorder)
     finally:
         unregister_attention(PROBE_ATTN_IMPLEMENTATION)
     attention_layers = _read_calls(model, recorder, name)
@@ -95,36 +95,37 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attention_layers=attention_layers,
         longrope_limit=_rope_limit(text_config),
-        peak_activation_elements=_peak_activation_elements(linear_inputs, text_config),
-        packed_linears=_find_packed_linears(model, linear_inputs),
+        peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
+        packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
     )
 
 
-def _peak_activation_elements(inputs: _LinearInputHook, text_config: Any) -> int:
-    """Elements per token at a layer's widest: the largest outputs of one input, the largest input, two hidden states.
+def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:
+    """Peak number of live elements per token in a layer.
 
-    In the MLP both are alive. The LM head is excluded, because only sampled rows pass through it. Experts that are not
-    linear layers are not recorded, so for them the result is too small.
+    The sum of the widest group of outputs that read one tensor, the widest input, and two hidden states (the residual
+    and the block's input), all alive at once in the MLP. The LM head is excluded, because only sampled rows pass
+    through it. Experts that are not linear layers are not recorded, so for them the result is too small.
     """
     vocab_size = text_config.vocab_size
-    groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in inputs.readers.values()]
+    groups = [[layer for layer in readers if layer.out_features != vocab_size] for readers in recorder.readers.values()]
     groups = [readers for readers in groups if readers]
     widest_outputs = max((sum(layer.out_features for layer in readers) for readers in groups), default=0)
     widest_input = max((readers[0].in_features for readers in groups), default=0)
     return int(widest_outputs + widest_input + 2 * text_config.hidden_size)
 
 
-def _find_packed_linears(model: nn.Module, inputs: _LinearInputHook) -> tuple[tuple[str, ...], ...]:
+def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[tuple[str, ...], ...]:
     """Groups of two or more plain linear layers that read the same tensor and run once.
 
     A group belongs to one parent module, so a compiled region contains all of it, and all or none have a bias.
     """
     paths = {id(module): path for path, module in model.named_modules()}
     groups: dict[tuple[int, str, bool], list[str]] = {}
-    for tensor_id, readers in inputs.readers.items():
+    for tensor_id, readers in recorder.readers.items():
         for module in readers:
-            if inputs.calls[id(module)] == 1:
+            if recorder.calls[id(module)] == 1:
                 path = paths[id(module)]
                 key = (tensor_id, path.rpartition(".")[0], module.bias is not None)
                 groups.setdefault(key, []).append(path)
@@ -166,7 +167,7 @@ def _check_windows(text_config: Any, attention_layers: tuple[AttentionSpec, ...]
 
 
 def _run_on_fake_tensors(
-    config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_inputs: _LinearInputHook
+    config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_recorder: _LinearRecorder
 ) -> nn.Module:
     """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
     try:
@@ -179,7 +180,7 @@ def _run_on_fake_tensors(
             ).eval()
             for module in model.modules():
                 if type(module) is nn.Linear:
-                    module.register_forward_pre_hook(linear_inputs)
+                    module.register_forward_pre_hook(linear_recorder)
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
             model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
     except KeyError as error:

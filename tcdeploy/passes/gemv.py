@@ -5,7 +5,7 @@ Inductor fuses such reductions with their neighbours like any other. Two effects
 
 - Slices of the product read the float32 sum and convert it again; `sink_slices` makes them views of the stored result.
 - The producer of the input row is recomputed in every program. For the MLP's down projection that is silu(gate) * up,
-  and costs 3.5 of 42.7 us (H100, 8B shape); `materialize_mlp_input` stores that row.
+  and costs 3.5 of 42.7 us (H100, Llama 3.1 8B); `materialize_mlp_input` stores that row.
 
 Rejected: storing the input of every product (5.66 ms per step instead of 5.33). More in docs/performance.md.
 """

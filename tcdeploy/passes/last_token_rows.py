@@ -40,7 +40,7 @@ def _feeds_output(node: Node) -> bool:
 
 
 def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int) -> None:
-    """Recompute the nodes above `selection` on the selected rows: those with `tokens` rows that only they read."""
+    """Recompute on the selected rows every node that commutes with `selection` and has no other reader."""
     above = _commuting_nodes(graph, selection, source, tokens)
     selected: dict[Node, Node] = {}
 
@@ -67,8 +67,10 @@ def _hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int)
 
 
 def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int) -> list[Node]:
-    """The nodes that commute with the selection, in the graph's order. The first of them read nodes that do not
-    commute."""
+    """The nodes that commute with the selection, in the graph's order.
+
+    The inputs of the earliest ones do not commute; the selection is inserted there.
+    """
     commuting: set[Node] = set()
     for node in reversed(graph.nodes):
         is_above = node is source or any(user in commuting for user in node.users)
@@ -78,7 +80,10 @@ def _commuting_nodes(graph: Graph, selection: Node, source: Node, tokens: int) -
 
 
 def _row_args(node: Node, tokens: int) -> tuple[int, ...] | None:
-    """Indices of the arguments to select rows of instead of those of `node`; None if `node` does not commute."""
+    """Indices of the arguments whose rows must be selected so that `node` yields its selected rows.
+
+    None if `node` does not commute with the selection.
+    """
     dim = _row_dim(node, tokens) if node.op == "call_function" and not node.kwargs else None
     if dim is None:
         return None

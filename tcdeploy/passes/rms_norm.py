@@ -2,7 +2,7 @@
 
 RMSNorm multiplies a row x by weights g and by the scalar 1 / sqrt(mean(x^2) + eps). The scalar can be applied to the
 product instead, and the GEMV (linear/gemv.py) sums the squares of x beside the product, while it waits for its weights.
-This removes two launches per Llama layer, for each of which the whole GPU would wait.
+This removes two kernels per Llama layer, each a reduction of one row that leaves most of the GPU idle.
 
 Rounding differs from eager mode: x * g stays in float32. Rejected: the same rewrite for the products that Inductor
 lowers itself under coordinate descent (5.62 ms per step instead of 5.42; docs/performance.md).

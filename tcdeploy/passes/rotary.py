@@ -1,7 +1,7 @@
 """FX pass: fuse RoPE into decode attention.
 
 The decode kernel loads q and k anyway; rotating them there saves a launch that attention would wait for, which matters
-at small batches. Matches rotations by halves of the head, as in Llama, whose input is a linear layer's output.
+at small batches. Matches rotate-half RoPE, as in Llama, of a linear layer's output.
 """
 
 from __future__ import annotations

@@ -50,8 +50,8 @@ def _match_swiglu(node: Node, silu: Any, up: Any) -> Node | None:
     half = value.shape[1] // 2
     starts = [_half_start(half_node, half) for half_node in halves]
     is_supported = linear_node.args[2] is None and value.shape[1] % (2 * N_MULTIPLE) == 0
-    is_half = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
-    if starts != [0, half] or not is_supported or not is_half or not _is_only_used_by(linear_node, node):
+    has_gated_shape = node.meta["val"].dtype == value.dtype and node.meta["val"].numel() == value.numel() // 2
+    if starts != [0, half] or not is_supported or not has_gated_shape or not _is_only_used_by(linear_node, node):
         return None
     return linear_node
 

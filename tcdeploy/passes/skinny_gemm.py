@@ -33,7 +33,7 @@ def _skinny_gemm_configs(product: LinearMatch) -> tuple[int, ...]:
         return ()
     if x.shape[0] != 1:
         return skinny_gemm_configs(x.shape[0], *weight.shape)
-    # The GEMV reads w before the previous kernel ends, so no kernel of the step may write w.
+    # The GEMV reads `weight` before the previous kernel ends, so `weight` must be a parameter, which no kernel writes.
     return gemv_configs(*weight.shape) if is_weight(product.weight, 2) else ()
 
 

@@ -27,7 +27,7 @@ class Backend:
     distribution: package that `module` belongs to, as pip names it.
     internal: private interface of torch that it calls, as torch_compat names it; empty for none.
     requires_gpu: it has no CPU implementation.
-    uses_triton: its kernels, and those of the decode step around them (engine/advance.py), are written in Triton.
+    uses_triton: its kernels are written in Triton. Decode steps then also use the Triton kernels of engine/advance.py.
     capability_majors: major compute capabilities that its kernels are built for; None for all.
     dtypes: dtypes of Q, K and V.
     max_head_dim: largest head dimension; None for no limit.

@@ -1,7 +1,8 @@
 """Checks whether an attention backend can run on a machine with a model. Does not import torch.
 
-A rejection is a value that carries its reason. The machine is an argument, so any machine can be checked on any other.
-Only hard requirements are checked here; preferences are the order of the table in backends.py.
+`check_backend` returns `Unsupported` with a reason instead of raising. The machine is an argument, so a test on a
+laptop can check an H100. Only hard requirements are checked here; preferences are the order of the table in
+backends.py.
 """
 
 from __future__ import annotations

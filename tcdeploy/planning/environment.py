@@ -1,4 +1,6 @@
-"""Describes the machine: versions and hardware, from which the Plan is made and with which a cache is compared.
+"""Describes the machine: its versions and hardware.
+
+The plan is made from this description, and the manifest of a cache stores it for comparison with another machine.
 
 `Environment` is plain data without torch, so a test on a laptop can plan for an H100, and `diff_environments` can
 explain why a cache from another machine does not fit. `detect_environment` fills it in; only it imports torch.
@@ -37,9 +39,11 @@ class GPU:
 class Environment:
     """Versions and hardware of one machine. `gpus` lists all GPUs that torch sees; deployments use the first.
 
+    compiler: first line of `g++ --version`; empty without g++.
     flash_packages: (backend, version) of each installed package.
     install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
     inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if it was set at start.
+    user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
     """
 
     python: str
@@ -83,7 +87,7 @@ class Environment:
         return f"{len(self.gpus)} x {self.gpu}" if len(self.gpus) > 1 else self.gpu
 
     def cache_factors(self) -> dict[str, object]:
-        """The fields that compiled programs depend on, by name; not folders, the driver or memory sizes.
+        """The fields that compiled programs depend on, by name; not cache folders, the driver or memory sizes.
 
         Of the GPUs only the first counts. With a GPU the C++ compiler and the CPU are left out: a serving image needs
         no compiler, and a machine with more cores can start from the same cache. Python counts as major.minor.
@@ -112,7 +116,10 @@ class Difference:
 
 
 def diff_environments(here: Environment, there: Environment) -> list[Difference]:
-    """The cache factors in which two environments differ, in field order. Factors that only one has do not count."""
+    """The cache factors in which two environments differ, in field order.
+
+    Factors that only one of them has are skipped.
+    """
     factors, other_factors = here.cache_factors(), there.cache_factors()
     shared = [name for name in factors if name in other_factors]
     return diff_mappings({name: factors[name] for name in shared}, {name: other_factors[name] for name in shared})

@@ -2,7 +2,7 @@
 
 Weights come first, then the workspace that running the model needs; KV blocks take the rest, but no more than the
 largest batch can use at full context. The workspace is predicted part by part (`Workspace`) before anything is loaded.
-After warm-up it is compared with what the device allocated, and the manifest records both.
+After warm-up the manifest records the measured value beside it (`pipeline.prepare`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUDA_CONTEXT_BYTES = 1090 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
 CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: eager, warm-up and graph capture
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one captured step, in the driver
-PARITY_CHECK_FACTOR = 1.5  # of a step's activations: transformers' attention runs beside it during the parity check
+PARITY_CHECK_FACTOR = 1.5  # memory of the parity check's eager reference pass, relative to a step's activations
 SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/sampling.py)
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
@@ -44,19 +44,19 @@ class CacheDemand(NamedTuple):
 
 
 class Workspace(NamedTuple):
-    """Device memory beyond weights and KV, in bytes, by use. `check` is released after warm-up."""
+    """Device memory beyond weights and KV, by use. `parity_check_bytes` is released after warm-up."""
 
-    cuda_context: int
-    activations: int
-    decode_rows: int
-    logits: int
-    graphs: int
-    check: int
+    cuda_context_bytes: int
+    activations_bytes: int
+    decode_rows_bytes: int
+    logits_bytes: int
+    graphs_bytes: int
+    parity_check_bytes: int
 
     @property
     def serving_bytes(self) -> int:
         """What stays allocated while serving."""
-        return sum(self) - self.check
+        return sum(self) - self.parity_check_bytes
 
 
 def predict_workspace(
@@ -65,16 +65,16 @@ def predict_workspace(
     """For a GPU with step graphs. Each bucket has its own logits; all share the activations of the largest step."""
     element_bytes = DTYPE_BYTES[compute_dtype]
     rows = demand.max_batch + 1
-    activations = demand.max_prefill_tokens * architecture.peak_activation_elements * element_bytes
+    activations_bytes = demand.max_prefill_tokens * architecture.peak_activation_elements * element_bytes
     output_rows = sum(demand.batch_sizes) + max_prefill_sequences * demand.num_prefill_buckets
     num_buckets = len(demand.batch_sizes) + demand.num_prefill_buckets
     return Workspace(
-        cuda_context=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
-        activations=activations,
-        decode_rows=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
-        logits=output_rows * architecture.vocab_size * element_bytes,
-        graphs=num_buckets * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
-        check=int(PARITY_CHECK_FACTOR * activations),
+        cuda_context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
+        activations_bytes=activations_bytes,
+        decode_rows_bytes=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
+        logits_bytes=output_rows * architecture.vocab_size * element_bytes,
+        graphs_bytes=num_buckets * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
+        parity_check_bytes=int(PARITY_CHECK_FACTOR * activations_bytes),
     )
 
 
@@ -89,7 +89,11 @@ class KVSize(NamedTuple):
 
 
 def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> KVSize:
-    """Includes one block for padding. Raises SpaceError if the buckets do not fit."""
+    """Divide the memory that weights and workspace leave into KV blocks, one of them for padding.
+
+    Raises SpaceError if the buckets or a requested context do not fit, and UsageError for a `memory_fraction` outside
+    of 0 to 1.
+    """
     recipe, architecture, dtypes = inputs.recipe, inputs.architecture, inputs.dtypes
     weight_bytes = architecture.parameters * DTYPE_BYTES[dtypes.weight]
     block_bytes = architecture.kv_elements_per_token * DTYPE_BYTES[dtypes.kv] * demand.block_size
@@ -103,10 +107,13 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     blocks, reason = _decide_kv_blocks(recipe.kv_blocks, affordable_blocks, demand)
     min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
     if not min_blocks <= blocks <= affordable_blocks:
+        hint = "use smaller --buckets and --batch-sizes, or more memory"
+        if recipe.kv_blocks is not None and min_blocks <= affordable_blocks:
+            hint = f"--kv-blocks N with {min_blocks} <= N <= {affordable_blocks}, or omit --kv-blocks"
         raise SpaceError(
             f"{blocks} KV blocks of {gib(block_bytes)}: the buckets need {min_blocks}, memory holds "
             f"{affordable_blocks}",
-            "use smaller --buckets and --batch-sizes, or more memory",
+            hint,
         )
     capacity = (blocks - 1) * demand.block_size
     if capacity < demand.context and recipe.context is not None:

@@ -38,10 +38,11 @@ from tcdeploy.planning.sizes import (
     max_prefill_sequences,
 )
 from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
-from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, variants
+from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
 
-# Fields that no program depends on: the origin of the weights, which CI may not have (but see _plan_key for remote
-# code), sizes that programs hold as symbols, and what only the host uses.
+# Fields that no program depends on: where the weights come from, so that CI can fill the cache without them (with
+# remote code the model and revision do count, see _plan_key), sizes that programs hold as symbols, and what only the
+# host uses.
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "max_consecutive_prefills",
@@ -120,14 +121,17 @@ class Plan:
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
         """The variants to try for a bucket. Last-token rows require `region` layer and a static shape."""
-        bucket_variants = variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
+        bucket_variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
         if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
             bucket_variants += tuple(map(attention_variant, self.alternative_attention))
         allows_last_token_rows = self.region == "layer" and not bucket.min_size
         return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
-        """Whether the bucket's step becomes a CUDA graph. A dynamic bucket never does, nor a host read in attention."""
+        """Whether the bucket's step becomes a CUDA graph.
+
+        Never if the bucket is dynamic, or if its attention backend reads tensors on the host.
+        """
         if self.graphs != "step" or bucket.min_size:
             return False
         attention = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
@@ -229,7 +233,7 @@ def _without_dynamic_shapes(recipe: Recipe, environment: Environment, decisions:
     """The recipe with one program per bucket, if dynamic shapes are requested and torch cannot mark dynamic sizes."""
     if recipe.shapes != "dynamic" or DYNAMIC_SIZES not in dict(environment.missing_internals):
         return recipe
-    reason = "torch cannot mark dynamic sizes; see dynamic sizes"
+    reason = "this torch cannot mark dynamic sizes (see the warning 'dynamic sizes')"
     decisions.append(Decision("shapes", "static", reason, is_fallback=True))
     return dataclasses.replace(recipe, shapes="bucket")
 
@@ -273,7 +277,7 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) ->
     if recipe.dtype:
         return recipe.dtype, "requested"
     if device == "cpu":
-        return "float32", "default on cpu; its text equals transformers' own"
+        return "float32", "default on a CPU; generates the same text as transformers"
     for half_dtype in HALF_DTYPES:
         if half_dtype == architecture.dtype:
             return half_dtype, "the checkpoint's dtype"
@@ -300,7 +304,7 @@ def _decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[
 def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
     """Adds the recipe's region and mode, so that the printed Plan is complete."""
     region_reasons: dict[Region, str] = {
-        "layer": "one program per layer, with norms and residuals fused",
+        "layer": "one program for all layers of a kind, with norms and residuals fused",
         "blocks": "requested",
         "model": "requested; compile time grows with the number of layers",
     }

@@ -1,8 +1,8 @@
 """The Recipe: what the user requested, merged from a YAML file, environment variables and flags.
 
-Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then the defaults of the fields below. None
-means that planning decides and gives its reason. An unknown key is an error that suggests the nearest known one,
-because a recipe that is half ignored is worse than none.
+Precedence: flags, then environment (`TCDEPLOY_*`), then the recipe file, then the recipe of a bundle, then the defaults
+of the fields below. None means that planning decides and gives its reason. An unknown key is an error that suggests the
+nearest known one, because a recipe that is half ignored is worse than none.
 
 Each field's `help` is the only source of the CLI's help text and of the reference documentation.
 
@@ -91,13 +91,15 @@ def build_recipe(
     flags: Mapping[str, Any],
     recipe: str | None = None,
     environ: Mapping[str, str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    bundle_recipe: Mapping[str, Any] | None = None,
 ) -> Recipe:
-    """Merge the sources. `recipe` is a name or a path; a flag that is None is unset; `defaults` has lowest precedence.
+    """Merge the sources. `recipe` is a name or a path; a flag that is None is unset.
+
+    `bundle_recipe`, the recipe that a bundle was made with, has the lowest precedence.
 
     Raises RecipeError for an unknown key, a value of the wrong type, an unknown recipe, or if no model is given.
     """
-    merged: dict[str, Any] = _validate(defaults or {}, "the bundle")
+    merged: dict[str, Any] = _validate(bundle_recipe or {}, "the bundle")
     if recipe is not None:
         path = find_recipe(recipe)
         merged.update(_validate(read_recipe(path), f"recipe {path}"))

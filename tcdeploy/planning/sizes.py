@@ -10,22 +10,24 @@ from tcdeploy.planning.recipe import Device, Recipe
 
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 DEFAULT_BATCH_SIZES: dict[Device, tuple[int, ...]] = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
-# Sequences that one prefill step may pack. Programs contain this number, so it is constant for usual bucket sizes.
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
 DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 
 
 def max_prefill_sequences(max_prefill_tokens: int) -> int:
-    """The number of prompts that a prefill step may pack if the largest bucket has `max_prefill_tokens` tokens."""
+    """The number of prompts that a prefill step may pack if the largest bucket has `max_prefill_tokens` tokens.
+
+    Programs contain this number, so it is the same for all common bucket sizes: 8 up to 4,096 tokens.
+    """
     return max(MIN_PREFILL_SEQUENCES, max_prefill_tokens // TOKENS_PER_PREFILL_SEQUENCE)
 
 
 def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[Decision]) -> int:
     limit = architecture.longrope_limit or architecture.context
     if recipe.context is None:
-        reason = "longer sequences would change the rotary factors of the whole batch (longrope)"
         if architecture.longrope_limit:
+            reason = "longer sequences would change the rotary factors of the whole batch (longrope)"
             decisions.append(Decision("context", str(limit), reason, is_fallback=True))
         else:
             decisions.append(Decision("context", str(limit), "the model's maximum"))
@@ -110,7 +112,9 @@ def decide_memory(inputs: PlanInputs, demand: CacheDemand, decisions: list[Decis
     decisions.append(Decision("KV blocks", f"{kv.blocks} ({gib(kv.kv_bytes)})", kv.reason))
     if inputs.device == "cpu":
         return 0, kv
-    parts = ", ".join(f"{name.replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items())
+    parts = ", ".join(
+        f"{name.removesuffix('_bytes').replace('_', ' ')} {gib(value)}" for name, value in workspace._asdict().items()
+    )
     reason = f"predicted: {parts} (released after warm-up)"
     decisions.append(Decision("workspace", gib(workspace.serving_bytes), reason))
     return workspace.serving_bytes, kv

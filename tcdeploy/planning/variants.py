@@ -1,10 +1,10 @@
 """The variants of a bucket's step, and which of them each mode tries. Does not import torch.
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
-for all buckets. `auto` times several per bucket and keeps the fastest (engine/tuning.py), so this module decides only
-the order: likely winners first, in case the tuning budget (`--tune-seconds`) runs out.
+for all buckets. `auto` times several per bucket and keeps the fastest (engine/tuning.py). This module lists the
+candidates with the likely winners first, in case the tuning budget (`--tune-seconds`) runs out.
 
-The order comes from timings of the 8B shape on an H100, in docs/performance.md. A decode step at batch 1 took 5.37 ms
+The order comes from timings of Llama 3.1 8B on an H100, in docs/performance.md. A decode step at batch 1 took 5.37 ms
 with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. Rejected there: coordinate descent beyond
 batch 1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches,
 which at batch 256 added 93 s to the start and was slower than `pdl`.
@@ -55,9 +55,11 @@ class Variant:
 
 PDL = ("triton.enable_pdl", True)  # programmatic dependent launch: a kernel starts before its predecessor has ended
 COMBO_KERNELS = ("combo_kernels", True)  # independent small kernels share one launch
-# The result of coordinate descent is read from the cache only for kernels that are not launched statically (with PDL
-# none are, torch 2.11), that are compiled in this process (compiler/programs.py), and whose blocks torch does not halve
-# afterwards: it saves the halved config as if it had not been tuned.
+# A warm start does not repeat coordinate descent under three conditions (torch 2.11):
+# 1. use_static_cuda_launcher is off: the result is not read from the cache for statically launched kernels. With PDL no
+#    kernel is launched statically.
+# 2. dynamic_scale_rblock is off: torch halves blocks after tuning, and saves the halved config as not tuned.
+# 3. Kernels are compiled in this process (torch_compat/compile_threads.py): pickling drops the mark of a tuned config.
 COORDINATE_DESCENT = (
     ("coordinate_descent_tuning", True), ("use_static_cuda_launcher", False), ("dynamic_scale_rblock", False),
 )  # fmt: skip
@@ -93,11 +95,14 @@ CPU_PREFILL, CPU_DECODE = (DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE), (DEFAULT, MA
 
 
 def attention_variant(backend: Attention) -> Variant:
-    """A long prefill with a package's attention. Importing it adds 5 to 10 s to each start, so it must win by 5%."""
+    """A long prefill with a package's attention.
+
+    Importing the package adds 5 to 10 s to each start, so the variant is selected only if it is 5% faster.
+    """
     return Variant(backend, compile_head=False, attention=backend, required_speedup=1.05)
 
 
-def variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
+def candidate_variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
     """The variants that `mode` tries for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
 
     Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack the shared memory or the instruction, or were not

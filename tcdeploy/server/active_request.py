@@ -25,9 +25,10 @@ GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema: the grammar exceed
 
 
 class ActiveRequest:
-    """`close` must be called once. Choice i * n + j is the j-th choice of prompt i.
+    """The engine requests and choices of one API request.
 
-    `builder` and `choices` exist after `submit`: they are created while the engine runs the first step.
+    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` and `choices` exist after
+    `submit`. `close` must be called once.
     """
 
     builder: ResponseBuilder
@@ -50,7 +51,10 @@ class ActiveRequest:
         self.group = RequestGroup(service.worker, prompts_and_params)
 
     async def submit(self) -> None:
-        """Submit to the engine, then create the response builder and count the prompt while the first step runs."""
+        """Submit to the engine, then create the response builder and count the prompt.
+
+        With the switch `wait_for_launch`, this happens while the engine runs the first step.
+        """
         await self.group.start()
         request, service = self.request, self.service
         if isinstance(request, ChatRequest):

@@ -1,4 +1,4 @@
-"""Admission control: accepts or rejects a request before it reaches the tokenizer or the engine. No torch."""
+"""Admission control: accepts or rejects a request before the tokenizer or the engine. Does not import torch."""
 
 from __future__ import annotations
 

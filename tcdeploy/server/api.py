@@ -97,7 +97,7 @@ def _operations_routes(state: ServerState) -> list[Route]:
         return Response(status_code=503 if state.worker.failure else 200)
 
     async def ready(_: Request) -> Response:
-        """200 if the model is loaded and every bucket is warm and checked."""
+        """200 if every bucket is warm and checked and the warm-up requests have completed; 503 while draining."""
         reason = "the engine died" if state.worker.failure else state.unready_reason
         return PlainTextResponse(reason or "ready", 503 if reason else 200)
 
@@ -251,7 +251,7 @@ def _has_key(request: Request, key: str) -> bool:
 
 
 def _logged_error_response(error: Exception) -> Response:
-    """For direct routes. uvicorn logs the unexpected errors of Starlette's routes."""
+    """As `_error_response`, and logs unexpected errors: uvicorn logs only those of Starlette's routes."""
     if not isinstance(error, (ApiError, ClientDisconnect)):
         log.error("a request failed", exc_info=error)
     return _error_response(error)

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.scheduler import SchedulerStats
-
-if TYPE_CHECKING:
-    from tcdeploy.server.server_state import ServerState
-    from tcdeploy.server.service import Service
 
 
 @dataclass(frozen=True)
@@ -37,29 +31,3 @@ class ServerFigures:
     scheduler: SchedulerStats
     rejections: Mapping[str, int]  # requests that admission rejected, by reason
     model: ModelFigures | None  # None while loading
-
-
-def collect_figures(state: ServerState) -> ServerFigures:
-    return ServerFigures(
-        model_name=state.settings.model,
-        state=state.unready_reason or "ready",
-        uptime_seconds=time.time() - state.start_time,
-        scheduler=state.worker.stats,
-        rejections=dict(state.admission.rejections),
-        model=None if state.service is None else _collect_model_figures(state.service),
-    )
-
-
-def _collect_model_figures(service: Service) -> ModelFigures:
-    deployment, runner = service.deployment, service.deployment.engine.runner
-    return ModelFigures(
-        kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
-        # list(): the engine thread may add a bucket meanwhile
-        step_counts={bucket.name: count for bucket, count in list(runner.step_counts.items())},
-        padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
-        uncaptured_runs=runner.uncaptured_runs,
-        missed_shapes=dict(service.missed_shapes.counts),
-        recompiles=service.recompiles(),
-        stage_seconds=dict(deployment.stage_seconds),
-        records=tuple(deployment.records),
-    )

@@ -1,9 +1,10 @@
-"""Request schemas of OpenAI's API with vLLM's extensions, and the error format. No torch.
+"""Request schemas of OpenAI's API with vLLM's extensions, and the error format.
 
 Sources: OpenAI's API reference (completions, chat completions, models) and vLLM's protocol for the extensions (top_k,
 min_p, repetition_penalty, ignore_eos, min_tokens, continuous_usage_stats). Types are strict: `"5"` and `true` are not
 numbers. Unknown fields are accepted, so that clients with other extensions work. validation.py checks values and
 combinations. A list fails at its first invalid item, because a body may hold a million items.
+Does not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Runs the server: from a recipe to a listening process, and from a signal to its exit code.
 
 The socket accepts connections before the model is loaded: /health reports liveness, and /ready returns 200 once every
-bucket is warm and checked. The first SIGTERM or SIGINT drains: new requests are rejected, running ones may finish
-within the drain time-out, and the rest end with an error event. A second signal exits at once.
+bucket is warm and checked and the warm-up requests have completed, until the server drains. The first SIGTERM or SIGINT
+drains: new requests are rejected, running ones may finish within the drain time-out, and the rest end with an error
+event. A second signal exits at once.
 """
 
 from __future__ import annotations

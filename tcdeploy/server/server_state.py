@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tcdeploy.server.admission import RETRY_AFTER_S, Admission
-from tcdeploy.server.figures import ServerFigures, collect_figures
+from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.service import Service
@@ -35,10 +35,32 @@ class ServerState:
         return "dead" if self.worker.failure else self.admission.closed_reason
 
     def figures(self) -> ServerFigures:
-        return collect_figures(self)
+        return ServerFigures(
+            model_name=self.settings.model,
+            state=self.unready_reason or "ready",
+            uptime_seconds=time.time() - self.start_time,
+            scheduler=self.worker.stats,
+            rejections=dict(self.admission.rejections),
+            model=None if self.service is None else _model_figures(self.service),
+        )
 
     def require_service(self) -> Service:
         """Raises ApiError 503 while the model is loading."""
         if self.service is None:
             raise ApiError(503, "the server is loading", code="loading", retry_after=RETRY_AFTER_S)
         return self.service
+
+
+def _model_figures(service: Service) -> ModelFigures:
+    deployment, runner = service.deployment, service.deployment.engine.runner
+    return ModelFigures(
+        kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
+        # list(): the engine thread may add a bucket meanwhile
+        step_counts={bucket.name: count for bucket, count in list(runner.step_counts.items())},
+        padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
+        uncaptured_runs=runner.uncaptured_runs,
+        missed_shapes=dict(service.missed_shapes.counts),
+        recompiles=service.recompiles(),
+        stage_seconds=dict(deployment.stage_seconds),
+        records=tuple(deployment.records),
+    )

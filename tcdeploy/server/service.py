@@ -1,4 +1,7 @@
-"""The served model: its deployment, and what the endpoints derive from it. Built complete, once the model is loaded."""
+"""The served model: its deployment, and what the endpoints derive from it.
+
+Built after the model is loaded, so no field is optional.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +56,7 @@ class Service:
 
     def recompiles(self) -> int:
         """Compilations since the model was loaded."""
-        from tcdeploy.compiler.ledger import read_counts
+        from tcdeploy.compiler.compile_stats import read_counts
 
         return read_counts().compiles - self.compiles_at_load
 
@@ -95,8 +98,11 @@ class Service:
 def build_service(
     deployment: Deployment, settings: ServerSettings, worker: Worker[Any], admission: Admission, metrics: Metrics
 ) -> Service:
-    """Runs in the engine thread, because the grammar tables of a large vocabulary take about a second."""
-    from tcdeploy.compiler.ledger import read_counts  # imports torch, which is loaded by now
+    """Build the service of a loaded deployment.
+
+    Runs in the engine thread, because the grammar tables of a large vocabulary take about a second.
+    """
+    from tcdeploy.compiler.compile_stats import read_counts  # imports torch, which is loaded by now
 
     engine, tokenizer = deployment.engine, deployment.tokenizer
     stop_ids = stop_token_ids(engine.runner.model.generation_config)

@@ -1,6 +1,6 @@
-"""Checks the values and combinations of request fields, and converts them to the engine's SamplingParams. No torch.
+"""Checks the values and combinations of request fields, and converts them to the engine's SamplingParams.
 
-A field that changes the output and is not supported is rejected with its name.
+A field that changes the output and is not supported is rejected with its name. Does not import torch.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class EngineDeadError(Exception):
 class PendingRequest:
     """The event loop's handle for one engine request.
 
-    `receive` is called with each new token, with an exception, or with None once the engine has launched a step after
-    accepting the request.
+    `receive` is called with each new token, with an exception, and with None when the engine has made its first step
+    after accepting the request.
     """
 
     def __init__(self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback) -> None:
@@ -47,7 +47,7 @@ class PendingRequest:
         self.is_open = True
         self._receive = receive
 
-    def put(self, item: NewToken | Exception | None) -> None:
+    def deliver(self, item: NewToken | Exception | None) -> None:
         self._receive(self, item)
 
 
@@ -90,7 +90,7 @@ class Worker(Generic[LoadedT]):
     def submit(self, pending: PendingRequest) -> None:
         """Queue a request. Its tokens, or an error, arrive at `pending`."""
         if self.failure is not None:
-            pending.put(EngineDeadError("the engine is not running"))
+            pending.deliver(EngineDeadError("the engine is not running"))
             return
         self._open_requests.add(pending)
         self._inbox.put(lambda engine: self._submit(engine, pending))
@@ -107,7 +107,7 @@ class Worker(Generic[LoadedT]):
     def fail_all(self, error: EngineDeadError) -> None:
         """Deliver `error` to every open request. Their owners cancel them."""
         for pending in list(self._open_requests):
-            pending.put(error)
+            pending.deliver(error)
 
     # Engine thread
 
@@ -155,7 +155,7 @@ class Worker(Generic[LoadedT]):
         try:
             pending.request_id = engine.submit(pending.prompt, pending.params)
         except TcdeployError as error:
-            self._loop.call_soon_threadsafe(pending.put, error)
+            self._loop.call_soon_threadsafe(pending.deliver, error)
             return
         self._by_request_id[pending.request_id] = pending
         self._new_requests.append(pending)
@@ -171,11 +171,11 @@ class Worker(Generic[LoadedT]):
 
     def _deliver(self, new_requests: list[PendingRequest], outputs: list[tuple[PendingRequest, NewToken]]) -> None:
         for pending in new_requests:
-            pending.put(None)
+            pending.deliver(None)
         for pending, token in outputs:
             if token.finish_reason:
                 self._open_requests.discard(pending)
-            pending.put(token)
+            pending.deliver(token)
 
     def _on_engine_failure(self, error: BaseException) -> None:
         self.fail_all(EngineDeadError(str(error) or type(error).__name__))

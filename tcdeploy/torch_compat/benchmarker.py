@@ -2,7 +2,7 @@
 
 torch's own counter cannot be used: a cache hit adds to it what was timed when the program was compiled. So the two
 timing methods of Inductor's benchmarker are wrapped. Without the wrapper, `kernels_timed` stays 0 in manifests.
-tests/compiler/test_ledger.py fails when torch times kernels by another object.
+tests/compiler/test_compile_stats.py fails when torch times kernels by another object.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def test_prompts_are_drawn_from_the_seed(prompts: Prompts) -> None:
 def test_a_restored_step_starts_at_the_same_context_each_time(engine: Any, prompts: Prompts) -> None:
     with placed_sequences(engine, prompts, 4, 40) as sequences:
         restore, step = decode_step(engine, sequences)
-        lengths = engine.runner.state.seq_lens
+        lengths = engine.runner.decode_rows.seq_lens
         for _ in range(3):
             restore()
             assert lengths[:4].tolist() == [40] * 4
@@ -52,11 +52,11 @@ def test_a_restored_step_starts_at_the_same_context_each_time(engine: Any, promp
 
 
 def test_blocks_are_released_when_a_measurement_fails(engine: Any, prompts: Prompts) -> None:
-    free = engine.allocator.free
+    free = engine.allocator.num_allocatable
     with pytest.raises(ZeroDivisionError), placed_sequences(engine, prompts, 2, 40):
-        assert engine.allocator.free == free - 2 * 3
+        assert engine.allocator.num_allocatable == free - 2 * 3
         raise ZeroDivisionError
-    assert engine.allocator.free == free
+    assert engine.allocator.num_allocatable == free
 
 
 def test_a_prompt_longer_than_the_largest_bucket_is_prefilled_in_chunks(engine: Any, prompts: Prompts) -> None:

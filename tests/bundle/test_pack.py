@@ -101,7 +101,7 @@ def spoil(file: str, how: str, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("missing", "is missing"), ("empty", "has 0 bytes"), ("changed", "has other bytes"),
+        ("missing", "is missing"), ("empty", "has 0 bytes"), ("changed", "does not match its recorded sha256"),
         ("a link", "is not a regular file"),
     ],
 )  # fmt: skip

@@ -250,7 +250,7 @@ def test_a_single_flipped_bit_is_damage(folder: Path, files: tuple[FileRecord, .
     position = len(content) - 1 if seed == 0 else random.Random(seed).randrange(len(content))
     content[position] ^= 1 << seed % 8
     path.write_bytes(content)
-    assert find_damage(folder, files) == [DamagedFile("ab/large", "has other bytes")]
+    assert find_damage(folder, files) == [DamagedFile("ab/large", "does not match its recorded sha256")]
 
 
 def test_every_kind_of_damage_has_a_reason_in_the_order_of_the_files(folder: Path, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ def replace_by_link(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "one bit": (flip, "has other bytes"),
+    "one bit": (flip, "does not match its recorded sha256"),
     "cut": (cut, "bytes instead of"),
     "emptied": (lambda path: os.truncate(path, 0), "has 0 bytes instead of"),
     "gone": (Path.unlink, "is missing"),
@@ -118,12 +118,12 @@ def test_every_listed_file_is_checked(cache: Path, how: str) -> None:
         content = path.read_bytes()
         flip(path, number) if how == "one bit" else damage(path)
         with pytest.raises(IntegrityError) as caught:
-            integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
+            integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False)
         assert str(path) in caught.value.message and reason in caught.value.message
         path.unlink(missing_ok=True)
         path.write_bytes(content)
         (path.parent / "twin").unlink(missing_ok=True)
-    assert integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
+    assert integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "manifest"])
@@ -219,17 +219,17 @@ def manifest_of(manifest: Any, *names: str) -> Any:
 
 def test_a_new_plan_is_refused_in_a_folder_with_damaged_files_of_other_plans(cache: Path) -> None:
     """Plans share programs, so the new plan might load the damaged file."""
-    assert integrity.read_verified_manifest(str(cache), "new", rebuild=False) is None
+    assert integrity.verify_and_clean(str(cache), "new", rebuild=False) is None
     path = file_of_each_kind(cache)["library"]
     flip(path)
-    with pytest.raises(IntegrityError, match="has other bytes"):
-        integrity.read_verified_manifest(str(cache), "new", rebuild=False)
-    assert integrity.read_verified_manifest(str(cache), "new", rebuild=True) is None
+    with pytest.raises(IntegrityError, match="does not match its recorded sha256"):
+        integrity.verify_and_clean(str(cache), "new", rebuild=False)
+    assert integrity.verify_and_clean(str(cache), "new", rebuild=True) is None
     assert not path.exists() and manifest_of_cache(cache).exists()
 
 
 def test_a_folder_without_manifests_is_not_checked(tmp_path: Path) -> None:
-    assert integrity.read_verified_manifest(str(tmp_path), "any", rebuild=False) is None
+    assert integrity.verify_and_clean(str(tmp_path), "any", rebuild=False) is None
 
 
 def test_unlisted_files_that_torch_would_unpickle_are_removed(run_cli: Any, model: str, cache: Path) -> None:
@@ -262,16 +262,14 @@ def test_an_entry_that_another_plan_lists_stays(cache: Path) -> None:
     (cache / shared).write_bytes((cache / theirs.path).read_bytes())
     others = of_plan("other", replace(known, files=(replace(theirs, path=shared),)))
     write_manifest(manifest.with_name("other.json"), others)
-    assert integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False) == known
+    assert integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False) == known
     assert (cache / shared).exists()
     manifest.with_name("other.json").unlink()
-    integrity.read_verified_manifest(str(cache), manifest.stem, rebuild=False)
+    integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False)
     assert not (cache / shared).exists()
 
 
 def test_damage_in_a_private_copy_is_reported_with_the_original_folder(cache: Path) -> None:
     flip(file_of_each_kind(cache)["library"])
     with pytest.raises(IntegrityError, match="the cache is damaged: /baked/in/"):
-        integrity.read_verified_manifest(
-            str(cache), manifest_of_cache(cache).stem, rebuild=False, display_path="/baked/in"
-        )
+        integrity.verify_and_clean(str(cache), manifest_of_cache(cache).stem, rebuild=False, display_path="/baked/in")

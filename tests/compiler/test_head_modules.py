@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tcdeploy.attention.metadata import AttentionConfig, AttentionMetadata, Step, StepSlot
+from tcdeploy.attention.metadata import AttentionConfig, AttentionMetadata, Step, StepHolder
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.jit import JitLoader
-from tcdeploy.compiler.ledger import measure_compiles
 from tcdeploy.compiler.programs import Program, ProgramKey, ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.models.load import load_config
@@ -44,15 +44,15 @@ def test_a_head_module_is_one_program_in_decode_if_the_variant_compiles_it(tmp_p
     recipe = build_recipe({"model": save_config("llama", tmp_path), "load_format": "dummy"}, environ={})
     plan = make_plan(recipe, LAPTOP, probe(load_config(recipe)))
     heads = [nn.Linear(64, 128).eval().requires_grad_(False) for _ in range(3)]
-    slot, table = StepSlot(), ProgramTable(JitLoader(plan, regions=3))
+    step_holder, table = StepHolder(), ProgramTable(JitLoader(plan, num_regions=3))
     reset_programs()
-    compile_in_place([Region("lm_head", head, is_head=True) for head in heads], table, slot)
+    compile_in_place([Region("lm_head", head, is_head=True) for head in heads], table, step_holder)
     [prefill, *_], [decode, *_] = plan.prefill_buckets, plan.decode_buckets
     x, programs = torch.randn(4, 64), []
     expected = [nn.functional.linear(x, head.weight, head.bias) for head in heads]
     for bucket, variant in ((prefill, PDL_ONLY), (decode, DEFAULT), (decode, PDL_ONLY)):
         attention = AttentionConfig("reference", "reference", "reference", 1)
-        slot.step = Step(bucket, variant, AttentionMetadata(), attention)
+        step_holder.step = Step(bucket, variant, AttentionMetadata(), attention)
         with torch.no_grad(), measure_compiles() as compiles:
             outputs = [head(x) for head in heads]
         programs.append(compiles.counts.programs)
@@ -68,8 +68,8 @@ def test_without_a_step_the_modules_run_uncompiled(tmp_path: Path) -> None:
         def load(self, key: ProgramKey) -> Program:
             raise AssertionError(f"{key} was loaded")
 
-    layer, slot = nn.Linear(8, 8), StepSlot()
-    compile_in_place([Region("layer", layer)], ProgramTable(NoLoader()), slot)
+    layer, step_holder = nn.Linear(8, 8), StepHolder()
+    compile_in_place([Region("layer", layer)], ProgramTable(NoLoader()), step_holder)
     x = torch.randn(2, 8)
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine import runner
 from tcdeploy.engine.engine import NewToken
 from tcdeploy.engine.sequence import SamplingParams

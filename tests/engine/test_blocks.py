@@ -21,7 +21,7 @@ class Allocation(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def allocate(self, data: st.DataObject) -> None:
-        count = data.draw(st.integers(0, self.allocator.free))
+        count = data.draw(st.integers(0, self.allocator.num_allocatable))
         blocks = self.allocator.allocate(count)
         assert len(blocks) == count
         self.owned.append(blocks)
@@ -36,9 +36,9 @@ class Allocation(RuleBasedStateMachine):
     @rule(more=st.integers(1, 5))
     def allocate_too_many(self, more: int) -> None:
         with pytest.raises(AssertionError):
-            self.allocator.allocate(self.allocator.free + more)
+            self.allocator.allocate(self.allocator.num_allocatable + more)
 
-    @precondition(lambda self: self.allocator.free < self.allocator.capacity)
+    @precondition(lambda self: self.allocator.num_allocatable < self.allocator.capacity)
     @rule(data=st.data())
     def release_with_a_free_block(self, data: st.DataObject) -> None:
         """A list with one block that is already free is refused, and none of it is freed."""
@@ -56,7 +56,7 @@ class Allocation(RuleBasedStateMachine):
         assert len(owned) == len(set(owned))
         assert set(owned) <= set(range(1, self.blocks))
         assert PADDING_BLOCK not in owned
-        assert self.allocator.free == self.allocator.capacity - len(owned)
+        assert self.allocator.num_allocatable == self.allocator.capacity - len(owned)
         self.allocator.assert_consistent()
 
 
@@ -66,16 +66,16 @@ TestAllocation.settings = settings(max_examples=100, stateful_step_count=40, dea
 
 def test_all_blocks_but_the_padding_block_can_be_allocated_once() -> None:
     allocator = BlockAllocator(10, block_size=16)
-    assert (allocator.capacity, allocator.free) == (9, 9)
+    assert (allocator.capacity, allocator.num_allocatable) == (9, 9)
     assert sorted(allocator.allocate(9)) == list(range(1, 10))
-    assert allocator.free == 0
+    assert allocator.num_allocatable == 0
     with pytest.raises(AssertionError):
         allocator.allocate(1)
 
 
 def test_an_allocator_of_one_block_has_only_the_padding_block() -> None:
     allocator = BlockAllocator(1, block_size=16)
-    assert (allocator.capacity, allocator.free, allocator.allocate(0)) == (0, 0, [])
+    assert (allocator.capacity, allocator.num_allocatable, allocator.allocate(0)) == (0, 0, [])
 
 
 @pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (15, 1), (16, 1), (17, 2), (32, 2), (33, 3)])
@@ -88,7 +88,7 @@ def test_the_padding_block_cannot_be_released() -> None:
     blocks = allocator.allocate(2)
     with pytest.raises(AssertionError):
         allocator.release([*blocks, PADDING_BLOCK])
-    assert allocator.free == 7
+    assert allocator.num_allocatable == 7
 
 
 def test_a_block_cannot_be_released_twice() -> None:
@@ -98,7 +98,7 @@ def test_a_block_cannot_be_released_twice() -> None:
     allocator.release(blocks)
     with pytest.raises(AssertionError):
         allocator.release(released)
-    assert allocator.free == 9
+    assert allocator.num_allocatable == 9
 
 
 def test_a_block_cannot_be_listed_twice_in_one_release() -> None:
@@ -107,7 +107,7 @@ def test_a_block_cannot_be_listed_twice_in_one_release() -> None:
     [block] = allocator.allocate(1)
     with pytest.raises(AssertionError):
         allocator.release([block, block])
-    assert allocator.free == 8
+    assert allocator.num_allocatable == 8
 
 
 @pytest.mark.parametrize("foreign", [10, 999, -1])
@@ -117,7 +117,7 @@ def test_a_block_outside_the_allocator_cannot_be_released(foreign: int) -> None:
     allocator.allocate(9)
     with pytest.raises(AssertionError):
         allocator.release([foreign])
-    assert allocator.free == 0
+    assert allocator.num_allocatable == 0
 
 
 BLOCK = 4  # tokens per block in the tests below
@@ -176,11 +176,11 @@ def test_a_shared_block_is_free_when_both_references_are_released() -> None:
     second = allocator.match(tokens(7, 8, 9))
     assert second == first
     allocator.release(first)
-    assert allocator.free == 1
+    assert allocator.num_allocatable == 1
     with pytest.raises(AssertionError):
         allocator.allocate(2)
     allocator.release(second)
-    assert allocator.free == 3
+    assert allocator.num_allocatable == 3
     allocator.check_idle()
 
 
@@ -189,7 +189,7 @@ def test_a_block_without_references_is_matched_until_it_is_evicted() -> None:
     blocks = registered(allocator, tokens(7, 8))
     registered_blocks = list(blocks)
     allocator.release(blocks)
-    assert allocator.free == 3
+    assert allocator.num_allocatable == 3
     assert matched_blocks(allocator, tokens(7, 8)) == registered_blocks
     assert sorted(allocator.allocate(3)) == [1, 2, 3]
     assert matched_blocks(allocator, tokens(7, 8)) == []
@@ -228,7 +228,7 @@ def test_a_block_in_use_is_never_evicted() -> None:
     allocator = BlockAllocator(4, BLOCK)
     allocator.release(registered(allocator, tokens(7, 8)))
     in_use = allocator.match(tokens(7, 8, 9))
-    assert allocator.free == 1
+    assert allocator.num_allocatable == 1
     assert set(allocator.allocate(1)).isdisjoint(in_use)
     assert matched_blocks(allocator, tokens(7, 8)) == in_use
 
@@ -294,14 +294,18 @@ def test_after_a_reset_no_prefix_is_matched_and_its_blocks_are_free() -> None:
     in_use = registered(allocator, tokens(3, 4))
     allocator.reset_prefix_cache()
     allocator.assert_consistent()
-    assert (matched_blocks(allocator, tokens(1, 2)), matched_blocks(allocator, tokens(3, 4)), allocator.free) == (
+    assert (
+        matched_blocks(allocator, tokens(1, 2)),
+        matched_blocks(allocator, tokens(3, 4)),
+        allocator.num_allocatable,
+    ) == (
         [],
         [],
         3,
     )
     allocator.release(in_use)
     allocator.check_idle()
-    assert (matched_blocks(allocator, tokens(3, 4)), allocator.free) == ([], 5)
+    assert (matched_blocks(allocator, tokens(3, 4)), allocator.num_allocatable) == ([], 5)
 
 
 def test_check_idle_reports_a_leaked_block() -> None:
@@ -334,7 +338,7 @@ class Prefixes(RuleBasedStateMachine):
         for number, block in enumerate(blocks):
             assert self.content[block] == tuple(token_ids[: 2 * number + 2])
         missing = self.allocator.blocks_for(len(token_ids)) - len(blocks)
-        if missing > self.allocator.free:
+        if missing > self.allocator.num_allocatable:
             self.allocator.release(blocks)
             return
         for block in self.allocator.allocate(missing):
@@ -369,7 +373,7 @@ class Prefixes(RuleBasedStateMachine):
     def blocks_in_use_are_those_of_live_sequences(self) -> None:
         self.allocator.assert_consistent()
         in_use = {block for _, blocks in self.live for block in blocks}
-        assert self.allocator.free == self.allocator.capacity - len(in_use)
+        assert self.allocator.num_allocatable == self.allocator.capacity - len(in_use)
         for token_ids, blocks in self.live:
             for number, block in enumerate(blocks):
                 assert self.content[block] == tuple(token_ids[: 2 * number + 2])

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tests.conftest import prepare_tiny
@@ -38,7 +38,7 @@ def ids_of(tokens: list[NewToken]) -> list[int]:
 
 def assert_idle(engine: Engine) -> None:
     engine.allocator.assert_consistent()
-    assert engine.allocator.free == engine.allocator.capacity
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
 
 
 @pytest.fixture(scope="module")

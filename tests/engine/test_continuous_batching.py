@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.engine import Engine, NewToken
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
@@ -60,7 +60,7 @@ def test_block_tables_are_complete_after_at_most_one_copy_per_step(
         upload_table()
         assert len(copies) - copies_before <= 1
         for row, sequence in enumerate(engine.scheduler.running):
-            assert row_assignment.state.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
+            assert row_assignment.decode_rows.block_table[row, : len(sequence.blocks)].tolist() == sequence.blocks
 
     monkeypatch.setattr(row_assignment, "upload_block_table", checked)
     monkeypatch.setattr(
@@ -87,7 +87,7 @@ def test_block_tables_are_uploaded_after_the_prefill_is_launched(
 
 def assert_idle(engine: Engine) -> None:
     engine.allocator.assert_consistent()
-    assert engine.allocator.free == engine.allocator.capacity
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
     assert not engine.has_work
 
 

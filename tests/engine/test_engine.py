@@ -26,7 +26,7 @@ def test_an_empty_prompt_is_refused_and_releases_all_blocks(tiny_deployment: Any
     engine = tiny_deployment.engine
     with pytest.raises(UsageError, match="empty"):
         engine.generate([[5, 6], []], SamplingParams(max_new_tokens=2))
-    assert engine.allocator.free == engine.allocator.capacity
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
     assert len(engine.generate([[5, 6]], SamplingParams(max_new_tokens=2))[0]) == 2
 
 
@@ -43,9 +43,9 @@ def test_a_stream_that_is_dropped_frees_its_blocks(tiny_deployment: Any) -> None
     stream = engine.stream([[5] * 200, [7, 8, 9]] * 5, SamplingParams(max_new_tokens=50))
     for _ in range(12):
         next(stream)
-    assert engine.allocator.free < engine.allocator.capacity
+    assert engine.allocator.num_allocatable < engine.allocator.capacity
     stream.close()
-    assert engine.allocator.free == engine.allocator.capacity
+    assert engine.allocator.num_allocatable == engine.allocator.capacity
 
 
 def test_a_seed_gives_the_same_tokens_alone_and_in_a_batch(tiny_deployment: Any) -> None:
@@ -95,7 +95,7 @@ def test_an_appended_sequence_moves_no_row(tiny_deployment: Any, monkeypatch: py
 
 def test_rows_are_empty_after_a_failed_assignment(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = tiny_deployment.engine
-    state = engine.runner.state
+    state = engine.runner.decode_rows
     monkeypatch.setattr(rows, "set_penalty_history", lambda *_: (_ for _ in ()).throw(MemoryError("no room")))
     penalising = SamplingParams(max_new_tokens=4, temperature=0.9, repetition_penalty=1.5)
     request = engine.submit([5, 6, 7], penalising)
@@ -141,7 +141,7 @@ def test_a_step_that_would_compile_raises_without_a_server(tiny_deployment: Any)
     engine = tiny_deployment.engine
     unwarmed = dataclasses.replace(tiny_deployment.plan, buckets=(Bucket("prefill", 57), Bucket("decode", 4)))
     warm = engine.runner
-    runner = ModelRunner(warm.model, unwarmed, warm.slot, warm.split_counters, engine.vocab_size)
+    runner = ModelRunner(warm.model, unwarmed, warm.step_holder, warm.split_counters, engine.vocab_size)
     with pytest.raises(RecompileError, match="after warm-up"):
         Engine(runner).generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))
     assert len(engine.generate([[40, 41, 42]], SamplingParams(max_new_tokens=2))[0]) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tcdeploy.engine.parity import check_parity
+from tcdeploy.engine.parity import compare_logits
 from tcdeploy.engine.parity_check import raise_if_failed
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.plan import Bucket
@@ -15,7 +15,7 @@ BUCKET = Bucket("prefill", 512)
 
 def test_the_error_names_the_bucket_the_figures_and_the_next_command() -> None:
     reference = torch.tensor([[4.0, 1.0, 0.0]])
-    parity = check_parity(reference + torch.tensor([[0.0, 0.0, 2.0]]), reference, "float32")
+    parity = compare_logits(reference + torch.tensor([[0.0, 0.0, 2.0]]), reference, "float32")
     with pytest.raises(CompileError) as raised:
         raise_if_failed(parity, BUCKET)
     assert raised.value.message.startswith(
@@ -28,4 +28,4 @@ def test_the_error_names_the_bucket_the_figures_and_the_next_command() -> None:
 
 def test_a_passed_check_raises_nothing() -> None:
     reference = torch.tensor([[4.0, 1.0, 0.0]])
-    raise_if_failed(check_parity(reference, reference, "float32"), BUCKET)
+    raise_if_failed(compare_logits(reference, reference, "float32"), BUCKET)

@@ -174,7 +174,7 @@ def test_admission_allocates_blocks_for_the_whole_prompt() -> None:
     scheduler = make_scheduler(blocks=6)
     [sequence] = submitted(scheduler, 21, new=3)
     scheduler.schedule()
-    assert (len(sequence.blocks), scheduler.allocator.free) == (6, 0)
+    assert (len(sequence.blocks), scheduler.allocator.num_allocatable) == (6, 0)
 
 
 def test_admission_leaves_one_free_block_per_admitted_sequence() -> None:
@@ -391,7 +391,7 @@ def test_a_row_that_drops_lookahead_keeps_the_block_of_its_next_token() -> None:
     scheduler.schedule()
     read(first, second)
     assert (first.length, second.length) == (9, 9)
-    scheduler.allocator.allocate(scheduler.allocator.free)
+    scheduler.allocator.allocate(scheduler.allocator.num_allocatable)
     blocks_before = list(first.blocks)
     assert rows(scheduler.schedule()) == [0, 1]
     assert first.blocks == blocks_before[:3] and len(second.blocks) == 3
@@ -478,7 +478,7 @@ def test_a_partly_prefilled_prompt_is_preempted_before_running_sequences() -> No
     scheduler.submit(second)
     scheduler.schedule()
     assert scheduler.prefilling == [second]
-    scheduler.allocator.allocate(scheduler.allocator.free)
+    scheduler.allocator.allocate(scheduler.allocator.num_allocatable)
     scheduler.limits = scheduler.limits._replace(max_consecutive_prefills=1)
     assert rows(scheduler.schedule()) == [0]
     assert (scheduler.prefilling, list(scheduler.waiting), second.num_computed_tokens) == ([], [second], 0)
@@ -690,7 +690,7 @@ def check_end(engine: FakeEngine, sequences: list[Sequence], arrivals: list[Arri
             assert (sequence.token_ids, sequence.finish_reason) == (expected, "stop" if stopped else "length")
             assert arrival.aborted_at is None or sequence.num_output_tokens
     engine.scheduler.allocator.check_idle()
-    assert engine.scheduler.allocator.free == engine.scheduler.allocator.capacity
+    assert engine.scheduler.allocator.num_allocatable == engine.scheduler.allocator.capacity
 
 
 @st.composite

@@ -13,7 +13,7 @@ import torch
 from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
 from tcdeploy.compiler import jit
-from tcdeploy.compiler.ledger import CompileCounts, CompileStats, measure_compiles
+from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.engine import parity_check, tuning
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.tuning import CompiledVariant, fastest, total_compilation
@@ -139,11 +139,15 @@ def test_compilation_of_a_variant_includes_the_programs_it_shares_with_an_earlie
         counts = CompileCounts(programs=programs, cache_misses=programs)
         return CompiledVariant(CompileStats(float(programs), counts), 0.0, None)
 
-    last = CompileStats(0.1, CompileCounts())
+    final_compilation = CompileStats(0.1, CompileCounts())
     other = attention_variant("flash-attn-4")
     compiled = {DEFAULT: compiled_variant(1), LAST_TOKEN_ROWS: compiled_variant(2), other: compiled_variant(4)}
-    assert [total_compilation(variant, last, compiled).counts.programs for variant in compiled] == [1, 3, 4]
-    timed_before = total_compilation(DEFAULT, last, {LAST_TOKEN_ROWS: compiled_variant(2)})
+    assert [total_compilation(variant, final_compilation, compiled).counts.programs for variant in compiled] == [
+        1,
+        3,
+        4,
+    ]
+    timed_before = total_compilation(DEFAULT, final_compilation, {LAST_TOKEN_ROWS: compiled_variant(2)})
     assert timed_before.counts.outcome == "miss", "this run compiled, though the variant was timed in an earlier one"
 
 
@@ -188,15 +192,15 @@ def test_a_variant_that_does_not_compile_is_skipped_and_recorded(
 def test_a_fast_variant_that_fails_its_parity_check_is_skipped_and_recorded(
     prepare_auto: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_parity = parity_check.check_parity
+    compare_logits = parity_check.compare_logits
     results: list[Parity] = []
 
     def fail_first_check(ours: torch.Tensor, reference: torch.Tensor, dtype: str) -> Parity:
-        parity = check_parity(ours, reference, dtype)
+        parity = compare_logits(ours, reference, dtype)
         results.append(parity if results else replace(parity, passed=False, kl=0.5))
         return results[-1]
 
-    monkeypatch.setattr(parity_check, "check_parity", fail_first_check)
+    monkeypatch.setattr(parity_check, "compare_logits", fail_first_check)
     cold, warm = prepare_auto().records[0], prepare_auto().records[0]
     failed = [trial for trial in cold.trials if trial.error]
     assert [(trial.step_ms, trial.error) for trial in failed] == [(None, "failed the parity check: KL 0.5")]

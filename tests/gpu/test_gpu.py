@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
@@ -117,8 +117,8 @@ def test_a_replayed_graph_equals_its_programs_and_advances_the_rows(cache_dir: s
             output = run(bucket)
             outputs.append((output.logits.clone(), output.tokens.clone()))
             expected = [len(sequence.token_ids) + 1 for sequence in sequences]
-            assert runner.state.seq_lens[: bucket.size].tolist() == expected
-            assert torch.equal(runner.state.token_ids[: bucket.size], output.tokens)
+            assert runner.decode_rows.seq_lens[: bucket.size].tolist() == expected
+            assert torch.equal(runner.decode_rows.token_ids[: bucket.size], output.tokens)
         assert torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
     for bucket in deployment.plan.prefill_buckets:
         chunks = [Chunk(sequences[0], 0, 20), Chunk(sequences[1], 5, 11)]
@@ -132,7 +132,7 @@ def test_batching_preemption_and_prefix_reuse_change_no_token_on_the_gpu(cache_d
     plain = deploy("builtin:tiny", cache_dir, dtype="float32").engine
     alone = [plain.generate([prompt], params)[0] for prompt in PROMPTS]
     assert plain.generate(PROMPTS + PROMPTS[::-1], params) == alone + alone[::-1]
-    assert plain.allocator.free == plain.allocator.capacity
+    assert plain.allocator.num_allocatable == plain.allocator.capacity
     scarce = deploy("builtin:tiny", cache_dir, dtype="float32", context=400, kv_blocks=36).engine
     assert scarce.generate(PROMPTS, params) == alone
     assert scarce.scheduler.preemptions > 0

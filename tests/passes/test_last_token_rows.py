@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from tcdeploy.compiler.ledger import measure_compiles
+from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.passes import last_token_rows
@@ -139,4 +139,4 @@ def test_the_last_layer_of_a_real_model_selects_rows_early(
         answers.append(deployment.engine.generate(prompts, params))
     assert answers[0] == answers[1] == answers[2]
     assert hoisted_tokens == [64, 64], "only the last layer's programs"
-    assert runner.slot.step is None, "the next step must compute all rows"
+    assert runner.step_holder.step is None, "the next step must compute all rows"

@@ -171,16 +171,16 @@ def test_requested_kv_blocks_limit_the_context() -> None:
 def test_the_workspace_counts_everything_that_grows() -> None:
     wide = replace(LLAMA_8B, peak_activation_elements=51200)
     workspace = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8)
-    assert workspace.activations == 2048 * 51200 * 2
-    assert workspace.decode_rows == 33 * (128256 * 3 + 256 * 4)
-    assert workspace.logits == (1 + 32 + 8 * 3) * 128256 * 2
-    assert workspace.check > workspace.activations
-    assert workspace.serving_bytes == sum(workspace) - workspace.check
+    assert workspace.activations_bytes == 2048 * 51200 * 2
+    assert workspace.decode_rows_bytes == 33 * (128256 * 3 + 256 * 4)
+    assert workspace.logits_bytes == (1 + 32 + 8 * 3) * 128256 * 2
+    assert workspace.parity_check_bytes > workspace.activations_bytes
+    assert workspace.serving_bytes == sum(workspace) - workspace.parity_check_bytes
     assert (
-        2 * workspace.graphs
+        2 * workspace.graphs_bytes
         == predict_workspace(
             replace(wide, attention_layers=wide.attention_layers * 2), "bfloat16", DEMAND, max_prefill_sequences=8
-        ).graphs
+        ).graphs_bytes
     )
 
 
@@ -189,7 +189,7 @@ def test_weights_kv_and_logits_are_sized_by_their_own_dtypes() -> None:
     assert mixed.weight_bytes == LLAMA_WEIGHT_BYTES
     assert mixed.kv_bytes == mixed.blocks * 16 * LLAMA_TOKEN_BYTES * 2
     half, full = (predict_workspace(LLAMA_8B, dtype, DEMAND, max_prefill_sequences=8) for dtype in HALF_AND_FULL)
-    assert full.logits == 2 * half.logits
+    assert full.logits_bytes == 2 * half.logits_bytes
 
 
 @pytest.mark.parametrize("fraction", [0.0, -0.5, 1.01, float("nan"), float("inf")])

@@ -131,7 +131,7 @@ def test_requesting_an_absent_gpu_is_an_error() -> None:
         (H100, "bfloat16", "bfloat16", "the checkpoint's dtype"),
         (H100, "float16", "float16", "the checkpoint's dtype"),
         (H100, "float32", "bfloat16", "the checkpoint is float32; bfloat16 halves the bytes read per token"),
-        (LAPTOP, "bfloat16", "float32", "default on cpu; its text equals transformers' own"),
+        (LAPTOP, "bfloat16", "float32", "default on a CPU; generates the same text as transformers"),
     ],
 )
 def test_the_dtype_follows_device_and_checkpoint(

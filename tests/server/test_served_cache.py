@@ -47,7 +47,10 @@ def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path]
         env=cli_environment(tmp_path),
     )  # fmt: skip
     assert completed.returncode == 5, completed.stderr
-    assert f"{library} has other bytes" in completed.stderr and "--on-bad-cache rebuild" in completed.stderr
+    assert (
+        f"{library} does not match its recorded sha256" in completed.stderr
+        and "--on-bad-cache rebuild" in completed.stderr
+    )
     assert "ready: " not in completed.stdout and "Traceback" not in completed.stderr
 
 

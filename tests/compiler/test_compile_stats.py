@@ -1,4 +1,4 @@
-"""The ledger counts kernels that this process timed or compiled, and never reports a false hit."""
+"""What the compile statistics count: kernels timed or compiled by this process; the outcome is never a false hit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.benchmarking import benchmarker
 
 from tcdeploy.cache.contents import FileAccessTracker
-from tcdeploy.compiler.ledger import CompileCounts, measure_compiles, read_counts
+from tcdeploy.compiler.compile_stats import CompileCounts, measure_compiles, read_counts
 
 
 def test_a_kernel_that_is_timed_counts_once() -> None:

@@ -1,9 +1,8 @@
-"""Counts of what torch compiled: programs, compilations, cache hits, graph breaks, and the seconds beside them.
+"""Compile statistics: counts of programs, compilations, cache hits and graph breaks, and seconds.
 
 A bucket is a *hit* when it compiled something and every program came from the cache, a *miss* when any code was
-generated, and *reused* when the process already had its programs. If the installed torch or Triton does not expose its
-counts (torch_compat), the outcome is *unknown*, never a hit. Seconds are reported with the counts because a hit can
-still be slow.
+generated, and *reused* when the process already had its programs. Where the installed torch or Triton does not let us
+count (torch_compat), the outcome is *unknown*, never a hit. Seconds are recorded too, because a hit can still be slow.
 """
 
 from __future__ import annotations
@@ -71,10 +70,11 @@ def read_counts() -> CompileCounts:
 
 
 def _count_compiled_kernels() -> int:
-    """Kernels and libraries that Triton or a C++ compiler built for this process, without Inductor's workers.
+    """Kernels and libraries that Triton or a C++ compiler built in this process.
 
-    Inductor may find a program in its cache while a kernel of that program is missing, and then compiles the kernel
-    beside the hit. Cached programs are loaded without workers (torch_compat/compile_threads.py).
+    Excludes kernels that Inductor's workers compiled. Inductor may find a program in its cache while a kernel of that
+    program is missing: it then compiles the kernel, although it counts a hit. Cached programs are loaded without
+    workers (torch_compat/compile_threads.py).
     """
     return contents.libraries_compiled + triton_cache.kernels_compiled
 
