@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from tcdeploy.planning import tested_versions
 from tcdeploy.planning.backends import TORCH_FLASH
 from tcdeploy.planning.environment import DYNAMIC_SIZES, diff_environments
 from tcdeploy.planning.plan import Decision, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.planning.tested_versions import TESTED_VERSIONS, tested_range, untested_packages
+from tcdeploy.planning.tested_versions import TESTED_VERSIONS, untested_packages
 from tests.machines import H100, LAPTOP, LLAMA_8B
 
 
@@ -39,10 +40,13 @@ def test_versions_inside_the_range_are_no_warning() -> None:
 def test_an_untested_version_is_one_warning_for_all_packages() -> None:
     [warning] = warnings_of(plan_with(torch="2.15.0"))
     assert (warning.name, warning.value) == ("versions", "torch 2.15.0")
-    assert warning.reason == f"tested with torch {tested_range('torch')}"
+    assert warning.reason == f"tested with torch {tested_versions.tested_range('torch')}"
     [warning] = warnings_of(plan_with(torch="2.15.0", triton="3.9.0"))
     assert warning.value == "torch 2.15.0, triton 3.9.0"
-    assert warning.reason == f"tested with torch {tested_range('torch')}, triton {tested_range('triton')}"
+    assert (
+        warning.reason
+        == f"tested with torch {tested_versions.tested_range('torch')}, triton {tested_versions.tested_range('triton')}"
+    )
 
 
 def test_a_machine_without_triton_has_no_version_of_it_to_warn_about() -> None:

@@ -36,7 +36,6 @@ DELETED = {
     "autotune cache": "from torch._inductor.runtime.autotune_cache import AutotuneCache; del AutotuneCache.create",
     "kernel timings": "from torch._inductor.runtime import benchmarking; del benchmarking.benchmarker",
     "compile callback": "import torch._dynamo.callback; del torch._dynamo.callback.on_compile_start",
-    "compile errors": "import torch._dynamo.exc; del torch._dynamo.exc.Unsupported",
     "graph break report": "import torch._dynamo; del torch._dynamo.explain",
     "dynamic sizes": "import torch._dynamo; del torch._dynamo.mark_dynamic",
     "dependent launch": "import triton.language; del triton.language.extra.cuda.gdc_wait",
@@ -72,6 +71,7 @@ torch._dynamo.utils.counters = MovedCounters()
 MOVED = {
     "compiler imports": ("compile_stack", "MODULES", ("torch._inductor.moved",)),
     "compile threads": ("compile_threads", "CONFIG", "torch._inductor.moved"),
+    "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),
     "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
     "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
     "fake tensors": ("fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
@@ -93,7 +93,11 @@ import torch._inductor.compile_fx
 import torch._inductor.custom_graph_pass
 del torch._inductor.custom_graph_pass.CustomGraphPass
 """,
-    "kernel sources": "from triton.runtime.jit import JITFunction; del JITFunction._unsafe_update_src",
+    "kernel sources": """
+from triton.runtime.jit import JITFunction
+[owner] = [base for base in JITFunction.__mro__ if "_unsafe_update_src" in vars(base)]
+del owner._unsafe_update_src
+""",
 }
 REMOVALS = {
     **DELETED,
