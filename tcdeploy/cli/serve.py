@@ -13,6 +13,7 @@ from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, require_cache_from
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.server.settings import ServerSettings
 
 if TYPE_CHECKING:
     from tcdeploy.pipeline import Deployment
@@ -21,17 +22,25 @@ if TYPE_CHECKING:
 @recipe_command
 def serve(
     recipe: Recipe,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces")
+    ] = ServerSettings.host,
+    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one")] = ServerSettings.port,
     api_key: Annotated[
         str | None,
         typer.Option(help="API key that requests must send; default: none required", envvar="TCDEPLOY_API_KEY"),
     ] = None,
     served_model_name: Annotated[str | None, typer.Option(help="Model name in the API; default: MODEL")] = None,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
-    max_queued: Annotated[int, typer.Option(help="Completions that may wait for a decode row; more get 503")] = 256,
-    stall_timeout: Annotated[float, typer.Option(help="Seconds until a client that reads nothing is dropped")] = 30.0,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds for running requests to finish after SIGTERM")] = 30.0,
+    max_queued: Annotated[
+        int, typer.Option(help="Completions that may wait for a decode row; more get 503")
+    ] = ServerSettings.max_queued,
+    stall_timeout: Annotated[
+        float, typer.Option(help="Seconds until a client that reads nothing is dropped")
+    ] = ServerSettings.stall_timeout,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds for running requests to finish after SIGTERM")
+    ] = ServerSettings.drain_timeout,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     trusted_keys: TrustedKeys = None,
@@ -47,7 +56,6 @@ def serve(
     with display.show_progress() as progress:
         from tcdeploy.server.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server
-        from tcdeploy.server.settings import ServerSettings
 
         settings = ServerSettings(
             host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,

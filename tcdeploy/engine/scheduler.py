@@ -57,8 +57,8 @@ class SchedulerStats(NamedTuple):
 class Scheduler:
     """Owns the queue, the decode rows and the KV blocks. Not thread-safe."""
 
-    def __init__(self, limits: SchedulerConfig, allocator: BlockAllocator) -> None:
-        self.limits = limits
+    def __init__(self, config: SchedulerConfig, allocator: BlockAllocator) -> None:
+        self.config = config
         self.allocator = allocator
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # prompts launched in part: at most one, since it fills its step
@@ -102,7 +102,7 @@ class Scheduler:
         """
         self._register_prefixes()
         self._release_finished()
-        decode_is_due = bool(self.running) and self._consecutive_prefills >= self.limits.max_consecutive_prefills
+        decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
         chunks = () if decode_is_due else self._schedule_prefill()
         if chunks:
             self._consecutive_prefills += 1
@@ -140,8 +140,8 @@ class Scheduler:
     def _schedule_prefill(self) -> tuple[Chunk, ...]:
         """Fill one step with prompts in order of arrival. The last prompt is split when the step is full."""
         chunks: list[Chunk] = []
-        token_budget = self.limits.prefill_tokens
-        while token_budget and len(chunks) < self.limits.max_prefill_sequences:
+        token_budget = self.config.prefill_tokens
+        while token_budget and len(chunks) < self.config.max_prefill_sequences:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:
                 break
@@ -262,7 +262,7 @@ class Scheduler:
             self.running[row] = last
 
     def _has_free_row(self) -> bool:
-        return len(self._admitted) < self.limits.max_rows
+        return len(self._admitted) < self.config.max_rows
 
     def _total_missing_blocks(self, lookahead_blocks: int) -> int:
         return sum(self._missing_blocks(sequence, lookahead_blocks) for sequence in self.running)

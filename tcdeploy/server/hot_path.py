@@ -1,7 +1,7 @@
 """Latency optimizations of the request path that bypass simpler code, one function each, and a switch for each.
 
-Every function here has a simpler equivalent, which runs if its switch in `HotPath` is off. The switches exist for
-benchmarks: `TCDEPLOY_HOT_PATH_OFF=direct_routes,wait_for_launch tcdeploy serve ...`, or `scripts/bench-serve
+Every function here has a simpler equivalent, which runs if its switch in `HotPath` (settings.py) is off. The switches
+exist for benchmarks: `TCDEPLOY_HOT_PATH_OFF=direct_routes,wait_for_launch tcdeploy serve ...`, or `scripts/bench-serve
 --hot-path-off`. They are not command-line flags, because no deployment should need them.
 
 The figures below are effects on the median first token of one client (512 tokens in, 8B shape, H100, 2026-11-23,
@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -24,21 +24,12 @@ from tcdeploy.engine.sequence import NewToken
 from tcdeploy.errors import UsageError
 from tcdeploy.server.http import is_body_received
 from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.settings import HotPath
 
 DISABLE_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"
 BODY_TIMEOUT_S = 60.0
 FIRST_TOKEN_SLEEP_S = 0.0002
 MAX_LAUNCH_WAIT_S = 0.02
-
-
-@dataclass(frozen=True)
-class HotPath:
-    """Switches for benchmarks. False selects the simpler code."""
-
-    direct_routes: bool = True
-    first_token_sleep: bool = True
-    own_body_reader: bool = True
-    wait_for_launch: bool = True
 
 
 def hot_path_from_environment(environ: Mapping[str, str]) -> HotPath:

@@ -1,10 +1,18 @@
-"""Settings of `tcdeploy serve` beside the recipe. Frozen; the defaults are also those of the command's options."""
+"""Settings of `tcdeploy serve` other than the recipe. Their defaults are those of the command's options."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tcdeploy.server.hot_path import HotPath
+
+@dataclass(frozen=True)
+class HotPath:
+    """Which latency optimizations of hot_path.py are on. False selects the simpler code, for benchmarks."""
+
+    direct_routes: bool = True
+    first_token_sleep: bool = True
+    own_body_reader: bool = True
+    wait_for_launch: bool = True
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.hot_path import HotPath, sleep_after_first_token
+from tcdeploy.server.hot_path import sleep_after_first_token
+from tcdeploy.server.settings import HotPath
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine

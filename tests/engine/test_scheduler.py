@@ -24,8 +24,8 @@ BLOCK = 4
 ROOMY = SchedulerConfig(max_rows=4, prefill_tokens=16, max_prefill_sequences=3)
 
 
-def make_scheduler(blocks: int = 100, limits: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
-    return Scheduler(limits._replace(**changes), BlockAllocator(blocks + 1, BLOCK))
+def make_scheduler(blocks: int = 100, config: SchedulerConfig = ROOMY, **changes: Any) -> Scheduler:
+    return Scheduler(config._replace(**changes), BlockAllocator(blocks + 1, BLOCK))
 
 
 def request(length: int, new: int = 100, first: int = 0, **params: Any) -> Sequence:
@@ -479,7 +479,7 @@ def test_a_partly_prefilled_prompt_is_preempted_before_running_sequences() -> No
     scheduler.schedule()
     assert scheduler.prefilling == [second]
     scheduler.allocator.allocate(scheduler.allocator.num_allocatable)
-    scheduler.limits = scheduler.limits._replace(max_consecutive_prefills=1)
+    scheduler.config = scheduler.config._replace(max_consecutive_prefills=1)
     assert rows(scheduler.schedule()) == [0]
     assert (scheduler.prefilling, list(scheduler.waiting), second.num_computed_tokens) == ([], [second], 0)
 
@@ -548,13 +548,13 @@ class FakeEngine:
 
     def check_turns(self, step: SchedulerOutput, something_ran: bool) -> None:
         if step.chunks and something_ran:
-            assert self.prefills_in_a_row < self.scheduler.limits.max_consecutive_prefills
+            assert self.prefills_in_a_row < self.scheduler.config.max_consecutive_prefills
         self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks else 0
 
     def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
-        limits = self.scheduler.limits
-        assert len(step.chunks) <= limits.max_prefill_sequences
-        assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= limits.prefill_tokens
+        config = self.scheduler.config
+        assert len(step.chunks) <= config.max_prefill_sequences
+        assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= config.prefill_tokens
         for sequence, start, _ in step.chunks:
             self.check_start(sequence, start)
             self.check_keys(sequence, start)  # written by earlier steps
@@ -567,7 +567,7 @@ class FakeEngine:
 
     def decode(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         assert list(step.decode) == self.scheduler.running
-        assert len(step.decode) <= self.scheduler.limits.max_rows
+        assert len(step.decode) <= self.scheduler.config.max_rows
         self.check_tables(step.decode)
         for sequence in step.decode:
             position = sequence.num_computed_tokens - 1
@@ -715,7 +715,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     block_size=st.integers(1, 4),
     spare_blocks=st.integers(0, 6) | st.sampled_from([12, 200]),
     lag=st.integers(0, 2),
-    limits=st.builds(SchedulerConfig, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4)),
+    config=st.builds(SchedulerConfig, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4)),
     drains=st.sets(st.integers(0, 60)),
     resets=st.sets(st.integers(0, 60), max_size=2),
 )
@@ -724,12 +724,12 @@ def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
     block_size: int,
     spare_blocks: int,
     lag: int,
-    limits: SchedulerConfig,
+    config: SchedulerConfig,
     drains: set[int],
     resets: set[int],
 ) -> None:
     longest = max(len(arrival.prompt) + arrival.params.max_new_tokens for arrival in arrivals)
-    engine = FakeEngine(Scheduler(limits, BlockAllocator(1 + -(-longest // block_size) + spare_blocks, block_size)))
+    engine = FakeEngine(Scheduler(config, BlockAllocator(1 + -(-longest // block_size) + spare_blocks, block_size)))
     check_end(engine, run(engine, arrivals, drains, resets, lag), arrivals)
 
 

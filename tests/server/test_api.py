@@ -16,12 +16,11 @@ from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
-from tcdeploy.server.hot_path import HotPath
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
-from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.settings import HotPath, ServerSettings
 from tcdeploy.server.tokenization import Prompt
 from tcdeploy.server.validation import ModelLimits, to_sampling_params
 

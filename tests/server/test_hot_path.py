@@ -6,7 +6,8 @@ import pytest
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.server.hot_path import DISABLE_VARIABLE, HotPath, hot_path_from_environment
+from tcdeploy.server.hot_path import DISABLE_VARIABLE, hot_path_from_environment
+from tcdeploy.server.settings import HotPath
 
 
 def test_named_optimizations_are_off_and_the_others_on() -> None:

@@ -13,8 +13,8 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server import hot_path
-from tcdeploy.server.hot_path import HotPath
 from tcdeploy.server.request_group import RequestGroup
+from tcdeploy.server.settings import HotPath
 from tcdeploy.server.worker import Worker
 
 
