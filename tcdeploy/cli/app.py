@@ -57,7 +57,7 @@ def root(
 
     Reports are written to stdout, progress and messages to stderr.
 
-    Exit codes: 0 success, 1 failure, 2 usage error, 3 environment mismatch, 4 untrusted signature, 5 integrity
+    Exit codes: 0 success, 1 failure, 2 usage error, 3 no matching cache, 4 untrusted signature, 5 integrity
     error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted.
     """
 
