@@ -209,7 +209,7 @@ def test_a_start_without_a_matching_bundle_exits_with_3(relocated: RelocatedBund
     assert absent.returncode == 3 and "holds no bundle of the plan" in absent.stderr
     named = run(tmp_path, "warm", TINY, *other, *trusted, "--cache-from", pushed.url)
     assert named.returncode == 3 and "was made for another plan: weight_dtype, kv_dtype, compute_dtype" in named.stderr
-    assert re.search(r"^dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of the differences"
+    assert re.search(r"^weight_dtype +bfloat16 +float32", named.stderr, re.MULTILINE), "a table of the differences"
     assert not (tmp_path / "cache").exists()
 
 

@@ -105,7 +105,7 @@ def corruption(path: Path) -> IntegrityError:
         read_manifest(path)
     assert caught.value.exit_code == 5
     assert str(path) in caught.value.message
-    assert "--on-bad-cache rebuild" in caught.value.hint
+    assert "--on-bad-cache rebuild" in caught.value.hint and f"rm {path}" in caught.value.hint
     return caught.value
 
 
