@@ -19,7 +19,7 @@ KEYED_DIRS = ("fxgraph/", "aotautograd/")  # torch keeps one folder per key ther
 
 
 def verify_and_clean(folder: str, plan_key: str, rebuild: bool, display_path: str | None = None) -> Manifest | None:
-    """Check the files of a plan, delete unlisted files beside them, and return its manifest; None if there is none.
+    """Check the files of a plan, delete unlisted ones, and return the plan's manifest; None if there is no manifest.
 
     Every file that the manifest lists is checked, and `unlisted_files` of its key folders are deleted. Without a
     manifest of this plan the files of all other plans are checked, since plans share programs. For damage it raises

@@ -93,7 +93,7 @@ def _is_compiled(region: Region, step: Step) -> bool:
 
 
 def _mark_token_dims_dynamic(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Tell torch which sizes are token counts that vary within a dynamic bucket.
+    """Mark the dimensions that hold tokens as dynamic, with the bucket's minimum and maximum size.
 
     The tensors are made by uncompiled code before the region, so the region's call is the first place that sees them.
     """
