@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import subprocess
@@ -12,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from tcdeploy.gc_policy import relax_gc_for_startup
-from tests.fork_server import ForkServer
+from tests.fork_server import HAS_GPU, ForkServer
 
 # Set before torch is imported: test workers with several threads each would compete for the cores.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,6 +29,7 @@ os.environ.setdefault(VEC_ISA_VARIABLE, "1")
 COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
+RunCLI = Callable[..., subprocess.CompletedProcess[str]]
 _active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use `without_speedups`
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,13 +39,16 @@ PACKAGES = os.pathsep.join(
 TINY = "builtin:tiny"
 TINY_BUCKETS = (32, 128)
 TINY_BATCH_SIZES = (1, 4)
+TINY_FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4")
 # Tests with the marker `compiles`, which `scripts/test --quick` leaves out: those that use one of these fixtures, and
 # those below these paths, which compile, start a model, or run kernels in Triton's interpreter for many seconds.
-COMPILING_FIXTURES = frozenset({"cache_dir", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache"})
+COMPILING_FIXTURES = frozenset(
+    {"cache_dir", "filled_cache", "fork_server", "reference_tiny", "tiny_deployment", "warm_cache", "warmed"}
+)
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
-    "compiler/", "engine/test_tuning.py", "gpu/", "linear/", "models/test_packed_linears.py", "passes/",
-    "test_prewarm.py", "test_story.py", "torch_compat/",
+    "cache/test_source_keys.py", "compiler/", "engine/test_tuning.py", "gpu/", "linear/",
+    "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
@@ -65,13 +71,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
 
 
+def shared_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The temporary folder that all workers of this run share."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+
+
 @pytest.fixture(scope="session", autouse=True)
 def caching_compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Put the caching g++ first on PATH for all processes of this run. Workers share its cache."""
     if shutil.which("g++") is None:
         return
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiler-cache"
+    folder = shared_folder(tmp_path_factory) / "compiler-cache"
     folder.mkdir(exist_ok=True)
     os.environ[COMPILER_CACHE_VARIABLE] = str(folder)
     os.environ["PATH"] = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}"
@@ -90,9 +101,25 @@ def precompiled_headers() -> None:
 
 
 @pytest.fixture(scope="session")
-def cache_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
+def filled_cache(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
+    """A cache folder with the buckets of the embedded model, filled once for all workers. Tests use copies of it."""
+    folder = shared_folder(tmp_path_factory) / "filled"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            home = tmp_path_factory.mktemp("filler")
+            done = run_cli_in(home, "warm", TINY, *TINY_FLAGS, "--cache-dir", f"{folder}.partial")
+            assert done.returncode == 0, done.stderr
+            os.rename(f"{folder}.partial", folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def cache_dir(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> str:
     """One compile cache for all in-process tests: torch reads its location once per process."""
-    return str(tmp_path_factory.mktemp("cache"))
+    if HAS_GPU:  # most GPU tests start other models
+        return str(tmp_path_factory.mktemp("cache"))
+    filled_cache = request.getfixturevalue("filled_cache")
+    return str(shutil.copytree(filled_cache, tmp_path_factory.mktemp("cache") / "cache"))
 
 
 _deployments: dict[str, Any] = {}
@@ -151,24 +178,41 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
     server.shutdown()
 
 
-@pytest.fixture
-def run_cli(tmp_path: Path, fork_server: ForkServer) -> Callable[..., subprocess.CompletedProcess[str]]:
-    """Run the CLI in a separate process, in a clean environment with HOME in a temporary folder.
+@pytest.fixture(scope="session")
+def plain_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A fork server for modules that use `without_speedups`."""
+    environ = cli_environment(tmp_path_factory.mktemp("forks"))
+    server = ForkServer({name: value for name, value in environ.items() if name not in SPEEDUP_VARIABLES})
+    yield server
+    server.shutdown()
+
+
+@pytest.fixture(scope="session")
+def run_cli_in(fork_server: ForkServer, plain_fork_server: ForkServer) -> RunCLI:
+    """Run the CLI in a separate process, in a clean environment with the given folder as HOME.
 
     The process is a fork of one that has imported everything, unless the environment rules that out or `new` is set.
     """
 
     def run(
-        *arguments: str, timeout: float = 600, cwd: str | None = None, new: bool = False, **environ: str
+        home: Path, *arguments: str, timeout: float = 600, cwd: str | None = None, new: bool = False, **environ: str
     ) -> subprocess.CompletedProcess[str]:
-        environment = cli_environment(tmp_path, **environ)
-        if fork_server.supports(environment) and not (new or cwd):
-            return fork_server.run(*arguments, environ=environment, timeout=timeout)
+        environment = cli_environment(home, **environ)
+        if not new:
+            for server in (fork_server, plain_fork_server):
+                if server.supports(environment):
+                    return server.run(*arguments, environ=environment, timeout=timeout, cwd=cwd)
         return subprocess.run(
             cli_command(*arguments), capture_output=True, text=True, timeout=timeout, env=environment, cwd=cwd
         )
 
     return run
+
+
+@pytest.fixture
+def run_cli(tmp_path: Path, run_cli_in: RunCLI) -> RunCLI:
+    """`run_cli_in` with the temporary folder of the test as HOME."""
+    return functools.partial(run_cli_in, tmp_path)
 
 
 def cli_command(*arguments: str) -> list[str]:

@@ -3,8 +3,8 @@
 Importing torch and transformers takes 5 s, and most commands on a warm cache take less than 1 s. A process that has
 only imported is as clean as a new one: nothing is compiled, no cache folder is read, no thread is started. Forks share
 Python's hash seed, and whatever libraries read from HOME during import. They cannot show the effect of an environment
-variable during import, so a run with other variables is a new process (conftest.py). So are the server that most tests
-share, and runs in moved folders.
+variable during import, so a run that differs in other variables than those of `READ_AFTER_IMPORT` is a new process
+(conftest.py). So are the server that most tests share, and runs in moved folders.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ from typing import IO, Any, NoReturn
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
 MAX_REQUEST_BYTES = 128 << 10  # arguments, environment and script
+# Variables that may differ between the server's environment and a fork's: no import reads PATH, TMPDIR or the folder of
+# the caching compiler. HOME is read during import by some libraries, but nothing that the tests look at depends on it.
+READ_AFTER_IMPORT = frozenset({"HOME", "PATH", "TMPDIR", "TEST_COMPILER_CACHE"})
 KILLED = -signal.SIGKILL  # return code of a run whose exit status was lost
 
 
@@ -84,20 +87,22 @@ class ForkServer:
     def __init__(self, environ: dict[str, str]) -> None:
         self._environ = environ
         self._server: subprocess.Popen[bytes] | None = None
+        self._start_lock = threading.Lock()
 
     def supports(self, environ: dict[str, str]) -> bool:
-        """Whether a fork equals a new process with this environment. Only HOME may differ. Untested with a GPU."""
+        """Whether a fork equals a new process with this environment. Untested with a GPU."""
         return HAS_PIDFD and not HAS_GPU and self._matches_environment(environ)
 
     def _matches_environment(self, environ: dict[str, str]) -> bool:
-        return {**environ, "HOME": ""} == {**self._environ, "HOME": ""}
+        names = (environ.keys() | self._environ.keys()) - READ_AFTER_IMPORT
+        return all(environ.get(name) == self._environ.get(name) for name in names)
 
     def run(
-        self, *arguments: str, environ: dict[str, str], timeout: float = 600, script: str = ""
+        self, *arguments: str, environ: dict[str, str], timeout: float = 600, script: str = "", cwd: str | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run the CLI to its end, after `script` if given; only `script` if there are no arguments."""
         with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
-            fork = ForkedProcess(self._spawn(arguments, environ, script, stdout.fileno(), stderr.fileno()))
+            fork = ForkedProcess(self._spawn(arguments, environ, script, stdout.fileno(), stderr.fileno(), cwd))
             try:
                 code = fork.wait(timeout)
             finally:
@@ -119,22 +124,27 @@ class ForkServer:
             self._control.close()
             self._server.wait()
 
+    def _start(self) -> None:
+        self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", "tests.fork_server", str(far_end.fileno())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ, pass_fds=[far_end.fileno()],
+            start_new_session=True,  # Ctrl-C must not reach the server
+        )  # fmt: skip
+        far_end.close()
+
     def _spawn(
-        self, arguments: tuple[str, ...], environ: dict[str, str], script: str, stdout: int, stderr: int
-    ) -> socket.socket:
+        self, arguments: tuple[str, ...], environ: dict[str, str], script: str, stdout: int, stderr: int,
+        cwd: str | None = None,
+    ) -> socket.socket:  # fmt: skip
         assert self._matches_environment(environ), (
             "a fork cannot have other variables than the server had during import"
         )
-        if self._server is None:
-            self._control, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._server = subprocess.Popen(
-                [sys.executable, "-m", "tests.fork_server", str(far_end.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=self._environ, pass_fds=[far_end.fileno()],
-                start_new_session=True,  # Ctrl-C must not reach the server
-            )  # fmt: skip
-            far_end.close()
+        with self._start_lock:
+            if self._server is None:
+                self._start()
         client_status, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        request = {"arguments": arguments, "environ": environ, "cwd": os.getcwd(), "script": script}
+        request = {"arguments": arguments, "environ": environ, "cwd": cwd or os.getcwd(), "script": script}
         socket.send_fds(self._control, [json.dumps(request).encode()], [stdout, stderr, status.fileno()])
         status.close()
         return client_status
@@ -145,7 +155,11 @@ def _serve_forks(control: socket.socket) -> dict[str, Any]:
     from tcdeploy.gc_policy import relax_gc_for_startup
 
     relax_gc_for_startup()
+    import torch.utils.cpp_extension  # noqa: F401 - imported by a compilation
+    import transformers.models.llama.modeling_llama  # noqa: F401 - imported with most models of the tests
+
     import tcdeploy.cli.app
+    import tcdeploy.cli.display
     import tcdeploy.pipeline  # noqa: F401 - the slow imports
 
     assert len(os.listdir("/proc/self/task")) == 1, "forks do not inherit threads"

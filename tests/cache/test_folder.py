@@ -11,17 +11,19 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import COMPILER_CACHE_VARIABLE, cli_command, cli_environment, mounted_tmpfs
+from tests.conftest import COMPILER_CACHE_VARIABLE, RunCLI, cli_command, cli_environment, mounted_tmpfs
+from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
 BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
 NUMBER_OF_BUCKETS = 3
-COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # no shortcut: the tests kill compilations and run them concurrently
+COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # g++ compiles each kernel, so that a kill can come while it writes a library
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +42,10 @@ def outcomes(result: subprocess.CompletedProcess[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def warmed(model: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> tuple[Path, Path]:
     """A cache folder that a cold run filled, and the HOME of that run."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
-    result = subprocess.run(
-        cli_command(*warm(model, cache, "--require-hit")), capture_output=True, text=True,
-        env=cli_environment(home, **COMPILES),
-    )  # fmt: skip
+    result = run_cli_in(home, *warm(model, cache, "--require-hit"))
     assert result.returncode == 6, "a cold run cannot meet --require-hit: " + result.stderr
     assert "3 of 3 buckets had to compile" in result.stderr
     assert outcomes(result) == ["miss"] * NUMBER_OF_BUCKETS
@@ -115,18 +114,14 @@ def test_a_disabled_cache_is_a_miss(run_cli: Any, model: str, warmed: tuple[Path
     assert outcomes(result) == ["miss", "miss"]
 
 
-def test_two_processes_may_warm_one_folder_at_once(run_cli: Any, model: str, tmp_path: Path) -> None:
+def test_two_processes_may_warm_one_folder_at_once(
+    run_cli: Any, run_cli_in: RunCLI, model: str, tmp_path: Path
+) -> None:
     cache = tmp_path / "cache"
-    runs = [
-        subprocess.Popen(
-            cli_command(*warm(model, cache)), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            env=cli_environment(tmp_path / f"home{number}", **COMPILES),
-        )
-        for number in range(2)
-    ]  # fmt: skip
-    for run in runs:
-        _, stderr = run.communicate(timeout=600)
-        assert run.returncode == 0, stderr
+    with ThreadPoolExecutor() as pool:
+        homes = (tmp_path / "home0", tmp_path / "home1")
+        for run in pool.map(lambda home: run_cli_in(home, *warm(model, cache)), homes):
+            assert run.returncode == 0, run.stderr
     after = run_cli(*warm(model, cache, "--require-hit"))
     assert after.returncode == 0, after.stderr
 
@@ -135,15 +130,13 @@ def files_in(folder: Path) -> set[Path]:
     return {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
 
 
-@pytest.mark.parametrize("finished_buckets", [0, 1, 2])
-def test_the_run_after_a_kill_recovers(run_cli: Any, model: str, tmp_path: Path, finished_buckets: int) -> None:
+@pytest.mark.parametrize(("finished_buckets", "environ"), [(0, COMPILES), (1, {}), (2, {})], ids=["0", "1", "2"])
+def test_the_run_after_a_kill_recovers(
+    run_cli: Any, fork_server: ForkServer, model: str, tmp_path: Path, finished_buckets: int, environ: dict[str, str]
+) -> None:
     """kill -9 when the bucket after `finished_buckets` begins to write: the finished buckets hit afterwards."""
     cache = tmp_path / "cache"
-    environment = cli_environment(tmp_path, PYTHONUNBUFFERED="1", **COMPILES)
-    run = subprocess.Popen(
-        cli_command(*warm(model, cache)), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment,
-        start_new_session=True,
-    )  # fmt: skip
+    run = fork_server.popen(*warm(model, cache), environ=cli_environment(tmp_path, **environ))
     assert run.stderr is not None
     expected_line = f"[{finished_buckets}/" if finished_buckets else "compile ..."
     for line in run.stderr:

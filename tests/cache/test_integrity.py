@@ -17,7 +17,7 @@ import pytest
 from tcdeploy.cache import contents, integrity
 from tcdeploy.cache.manifest import read_manifest, write_manifest
 from tcdeploy.errors import IntegrityError
-from tests.conftest import cli_command, cli_environment
+from tests.conftest import RunCLI
 from tests.model_families import save_config
 
 BUCKETS = ("prefill:16", "decode:1")
@@ -41,10 +41,10 @@ def warm(model: str, cache: Path, *more: str, prefill: str = "16") -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def warmed(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def warmed(model: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
     """A folder that a cold start filled."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
-    result = subprocess.run(cli_command(*warm(model, cache)), capture_output=True, text=True, env=cli_environment(home))
+    result = run_cli_in(home, *warm(model, cache))
     assert outcomes(result) == ["miss", "miss"]
     return cache
 

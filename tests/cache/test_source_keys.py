@@ -25,6 +25,7 @@ RECIPE = (TINY, "--buckets", "32", "--batch-sizes", "1")
 RUN_STARTS = """
 import contextlib, io, json, os, sys
 import torch, transformers
+import torch._inductor.compile_fx, torch.utils.cpp_extension
 
 def run(arguments):
     from tcdeploy.cli.app import main

@@ -14,7 +14,7 @@ import pytest
 
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.manifest import Manifest, read_manifest
-from tests.conftest import TINY, cli_command, cli_environment
+from tests.conftest import TINY, RunCLI, cli_environment
 
 pytestmark = pytest.mark.usefixtures("without_speedups")
 PROMPT = ("This module provides", "--max-new-tokens", "12")
@@ -51,17 +51,16 @@ def logging_compiler(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Pa
 
 
 @pytest.fixture(scope="module")
-def warmed(tmp_path_factory: pytest.TempPathFactory, logging_compiler: tuple[Path, Path]) -> Path:
+def warmed(tmp_path_factory: pytest.TempPathFactory, logging_compiler: tuple[Path, Path], run_cli_in: RunCLI) -> Path:
     """A folder that a cold start filled with the logging compiler, and that a warm start has used."""
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
     folder, log = logging_compiler
-    environ = cli_environment(home, PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
-    cold = subprocess.run(cli_command(*warm(cache)), capture_output=True, text=True, env=environ)
+    cold = run_cli_in(home, *warm(cache), PATH=f"{folder}{os.pathsep}{os.environ['PATH']}")
     assert outcomes(cold) == ["miss", "miss"]
     assert [line for line in log.read_text().splitlines() if " -o " in line], "the log holds its compilations"
     after_cold = manifest_of(cache)
     assert not after_cold.was_warm
-    second = subprocess.run(cli_command(*warm(cache)), capture_output=True, text=True, env=cli_environment(home))
+    second = run_cli_in(home, *warm(cache))
     assert outcomes(second) == ["hit", "hit"]
     assert manifest_of(cache).was_warm
     assert set(manifest_of(cache).files) <= set(after_cold.files), "the cold start knew which files a start needs"
@@ -107,12 +106,13 @@ def files_in(folder: Path) -> set[str]:
 def test_without_a_compiler_the_listed_files_are_enough_for_hits(
     run_cli: Any, listed_files_only: Path, empty_path: str, tmp_path: Path
 ) -> None:
-    """In another folder, with another HOME and working directory, and an empty PATH."""
+    """In a new process and another folder, with another HOME and working directory, and an empty PATH."""
     before = files_in(listed_files_only)
     assert before == {file.path for file in manifest_of(listed_files_only).files} | {
         f"manifests/{manifest_name(listed_files_only)}"
     }
-    result = run_cli(*warm(listed_files_only, "--require-hit"), PATH=empty_path, cwd=empty_path, TMPDIR=str(tmp_path))
+    command = warm(listed_files_only, "--require-hit")
+    result = run_cli(*command, PATH=empty_path, cwd=empty_path, TMPDIR=str(tmp_path), new=True)
     assert outcomes(result) == ["hit", "hit"]
     new = files_in(listed_files_only) - before
     assert {name.partition("/")[0] for name in new} <= {"locks", "leases", ".lock"}, "no missing file was made again"

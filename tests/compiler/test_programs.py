@@ -85,19 +85,28 @@ def test_other_regions_have_their_own_count(region: str, programs: int, cache_di
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
 
 
+PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
+
+
+@pytest.fixture(scope="module")
+def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static")), cache_dir, batch_sizes=(1, BATCH))
+    return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
+
+
 @pytest.mark.parametrize(("region", "programs"), [("layer", 1), ("blocks", 2), ("model", 1)])
-def test_a_dynamic_range_is_one_program(region: str, programs: int, cache_dir: str, tmp_path: Path) -> None:
+def test_a_dynamic_range_is_one_program(
+    region: str, programs: int, cache_dir: str, tmp_path: Path, answers_of_a_static_bucket: list[list[int]]
+) -> None:
     """Every length of the range, and chunks of longer prompts, run the one program that warm-up made."""
     folder = save_config("llama", tmp_path)
     deployment = deploy(folder, cache_dir, shapes="dynamic", batch_sizes=(1, BATCH), region=region)
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
-    prompts = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
     with measure_compiles() as serving, fail_on_recompile():
-        ours = deployment.engine.generate(prompts, SamplingParams(max_new_tokens=4))
+        ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
     assert serving.counts.compiles == 0
-    static = deploy(folder, cache_dir, batch_sizes=(1, BATCH))
-    assert ours == static.engine.generate(prompts, SamplingParams(max_new_tokens=4))
+    assert ours == answers_of_a_static_bucket
 
 
 def test_the_mlp_of_every_family_is_found(family: Any) -> None:

@@ -14,8 +14,8 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.errors import SpaceError, UsageError
 from tests.conftest import prepare_tiny
 
-TOKENS = 48
-SCARCE_BLOCKS = 25  # of 16 tokens: the longest request alone takes 22 of 24, so the others are preempted
+TOKENS = 24
+SCARCE_BLOCKS = 24  # of 16 tokens: the longest request alone takes 21 of 23, so the others are preempted
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_block_tables_are_complete_after_at_most_one_copy_per_step(
     )
     preempted = engine.scheduler.preemptions
     engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
-    assert engine.scheduler.preemptions > preempted and len(copies) > TOKENS // 16
+    assert engine.scheduler.preemptions > preempted and len(copies) > 3
     assert_idle(engine)
 
 

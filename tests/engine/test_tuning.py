@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -25,21 +27,35 @@ from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attent
 from tests.conftest import TINY, reset_programs
 
 
+def prepare_in(folder: Path, tune_seconds: float = 300.0) -> Any:
+    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (2,), "mode": "auto", "tune_seconds": tune_seconds}
+    return prepare(build_recipe({**flags, "cache_dir": str(folder)}, environ={}))
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """A cold start that compiled and timed every variant of every bucket, and its cache folder."""
+    reset_programs()
+    folder = tmp_path_factory.mktemp("tuned")
+    return prepare_in(folder), folder
+
+
 @pytest.fixture
-def prepare_auto(tmp_path: Path) -> Any:
-    """Prepares the tiny model with mode auto, always in the same cache folder of this test."""
+def prepare_auto(tuned: tuple[Any, Path], tmp_path: Path) -> Any:
+    """Prepares the tiny model with mode auto, always in the same cache folder of this test.
 
-    def prepare_tiny(tune_seconds: float = 300.0) -> Any:
-        flags = {"model": TINY, "buckets": (32,), "batch_sizes": (2,), "mode": "auto", "tune_seconds": tune_seconds}
-        return prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
-
+    The folder holds the programs of all variants, so that none is compiled again, and no manifest, so that no variant
+    has been timed.
+    """
+    folder = Path(shutil.copytree(tuned[1], tmp_path / "cache"))
+    shutil.rmtree(folder / "manifests")
     reset_programs()
-    yield prepare_tiny
+    yield functools.partial(prepare_in, folder)
     reset_programs()
 
 
-def test_each_bucket_serves_with_its_fastest_variant_and_a_warm_start_times_nothing(prepare_auto: Any) -> None:
-    cold = prepare_auto()
+def test_each_bucket_serves_with_its_fastest_variant_and_a_warm_start_times_nothing(tuned: tuple[Any, Path]) -> None:
+    cold, folder = tuned
     for record in cold.records:
         [bucket] = [bucket for bucket in cold.plan.buckets if bucket.name == record.bucket]
         names = [variant.name for variant in cold.plan.variants(bucket)]
@@ -53,7 +69,7 @@ def test_each_bucket_serves_with_its_fastest_variant_and_a_warm_start_times_noth
 
     reset_programs()
     with measure_compiles() as warm_start:
-        warm = prepare_auto()
+        warm = prepare_in(folder)
     assert [record.trials for record in warm.records] == [record.trials for record in cold.records]
     assert [record.variant for record in warm.records] == [record.variant for record in cold.records]
     assert [record.outcome for record in warm.records] == ["hit", "hit"]

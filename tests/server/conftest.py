@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -114,8 +115,8 @@ def serving(
 
 
 @pytest.fixture(scope="session")
-def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served")
+def warm_cache(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Path:
+    return Path(shutil.copytree(filled_cache, tmp_path_factory.mktemp("served") / "cache"))
 
 
 @pytest.fixture(scope="session")
