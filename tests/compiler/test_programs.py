@@ -80,7 +80,7 @@ def greedy(model: Any, prompt: list[int], new_tokens: int) -> list[int]:
 
 @pytest.mark.parametrize(("region", "programs"), [("blocks", 2), ("model", 1)])
 def test_other_regions_have_their_own_count(region: str, programs: int, cache_dir: str, tmp_path: Path) -> None:
-    deployment = deploy(save_config("llama", tmp_path), cache_dir, region=region)
+    deployment = deploy(save_config("llama", tmp_path, num_hidden_layers=2), cache_dir, region=region)
     assert [record.programs for record in deployment.records] == [programs, programs]
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
 
@@ -90,7 +90,9 @@ PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for l
 
 @pytest.fixture(scope="module")
 def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static")), cache_dir, batch_sizes=(1, BATCH))
+    deployment = deploy(
+        save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir, batch_sizes=(1, BATCH)
+    )
     return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
 
 
@@ -99,7 +101,7 @@ def test_a_dynamic_range_is_one_program(
     region: str, programs: int, cache_dir: str, tmp_path: Path, answers_of_a_static_bucket: list[list[int]]
 ) -> None:
     """Every length of the range, and chunks of longer prompts, run the one program that warm-up made."""
-    folder = save_config("llama", tmp_path)
+    folder = save_config("llama", tmp_path, num_hidden_layers=2)
     deployment = deploy(folder, cache_dir, shapes="dynamic", batch_sizes=(1, BATCH), region=region)
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
@@ -136,5 +138,5 @@ def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: 
 
 
 def test_max_autotune_gives_correct_logits(cache_dir: str, tmp_path: Path) -> None:
-    deployment = deploy(save_config("llama", tmp_path), cache_dir, mode="max-autotune")
+    deployment = deploy(save_config("llama", tmp_path, num_hidden_layers=2), cache_dir, mode="max-autotune")
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
