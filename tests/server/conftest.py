@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,8 +23,10 @@ import pytest
 
 from tests.conftest import TINY, cli_command, cli_environment
 from tests.fork_server import ForkedProcess, ForkServer
+from tests.server.prepared_fork_server import PreparedForkServer
 
-FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
+PLAN_FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4")
+FLAGS = (*PLAN_FLAGS, "--port", "0")
 
 
 @dataclass
@@ -80,24 +84,42 @@ def raw_post(path: str, body: bytes) -> bytes:
     return f"{head}\r\n\r\n".encode() + body
 
 
+# With this script, a client that reads nothing stalls a stream after few events.
+SMALL_SEND_BUFFERS = """
+import socket
+from tcdeploy.server import run
+listen = run._listen
+def listen_with_small_buffers(*arguments):
+    listener = listen(*arguments)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+run._listen = listen_with_small_buffers
+"""
+
+
+def start_cli(
+    home: Path, *arguments: str, fork_server: ForkServer | None = None, script: str = ""
+) -> subprocess.Popen[str] | ForkedProcess:
+    """Start the CLI after `script`, as a fork where forks are supported."""
+    environ = cli_environment(home)
+    if fork_server is not None and fork_server.supports(environ):
+        return fork_server.popen(*arguments, environ=environ, script=script)
+    command = cli_command(*arguments)
+    if script:
+        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
+        command = [command[0], "-c", f"{script}\n{run}", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
+
+
 @contextmanager
 def serving(
     home: Path, cache: Path, *flags: str, fork_server: ForkServer | None = None, script: str = "", model: str = TINY
 ) -> Iterator[ServerProcess]:
     """Start a server and yield it once it is ready. `script` runs in its process before the command."""
     arguments = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
-    environ = cli_environment(home)
-    process: subprocess.Popen[str] | ForkedProcess
-    if fork_server is not None and fork_server.supports(environ):
-        process = fork_server.popen(*arguments, environ=environ, script=script)
-    else:
-        command = cli_command(*arguments)
-        if script:
-            run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
-            command = [command[0], "-c", f"{script}\n{run}", *arguments]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
-        )
+    process = start_cli(home, *arguments, fork_server=fork_server, script=script)
     assert process.stdout is not None and process.stderr is not None
     stderr: list[str] = []
     listener = threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True)
@@ -114,18 +136,48 @@ def serving(
 
 
 @pytest.fixture(scope="session")
-def warm_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("served")
+def warm_cache(tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer) -> Path:
+    """A cache with the embedded model. The first worker of this test run compiles it, and the others copy it."""
+    base, cache = tmp_path_factory.getbasetemp(), tmp_path_factory.mktemp("served") / "cache"
+    compiled = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "compiled-cache"
+    arguments = ("warm", TINY, *PLAN_FLAGS, "--cache-dir", str(compiled))
+    environ = cli_environment(cache.parent)
+    with open(compiled.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not compiled.exists():
+            if fork_server.supports(environ):
+                completed = fork_server.run(*arguments, environ=environ)
+            else:
+                completed = subprocess.run(cli_command(*arguments), env=environ, capture_output=True, text=True)
+            assert completed.returncode == 0, completed.stderr
+        shutil.copytree(compiled, cache)
+    return cache
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it unchanged; started as a new process, as users do."""
-    with serving(tmp_path_factory.mktemp("home"), warm_cache) as started:
+def prepared_fork_server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, fork_server: ForkServer
+) -> Iterator[ForkServer]:
+    """Forks of a process that has prepared the embedded model; `fork_server` itself where forks are not supported."""
+    environ = cli_environment(tmp_path_factory.mktemp("prepared"))
+    if not fork_server.supports(environ):
+        yield fork_server
+        return
+    prepared = PreparedForkServer(fork_server, environ, warm_cache)
+    yield prepared
+    prepared.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, prepared_fork_server: ForkServer
+) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it unchanged. test_served_cache.py starts one as a new process."""
+    with serving(tmp_path_factory.mktemp("home"), warm_cache, fork_server=prepared_fork_server) as started:
         yield started
 
 
 @pytest.fixture
-def serve(tmp_path: Path, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Callable[..., Any]:
-    """Starts a server for one test, from the same warm cache."""
-    return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **options)
+def serve(tmp_path: Path, warm_cache: Path, prepared_fork_server: ForkServer) -> Callable[..., Any]:
+    """Starts a server for one test, from the same warm cache. With flags of the plan, use `serving` instead."""
+    return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=prepared_fork_server, **options)
