@@ -59,14 +59,15 @@ def test_a_request_sent_while_the_engine_dies_gets_an_error(serve: Callable[...,
 
 
 def test_a_client_that_does_not_read_does_not_delay_shutdown(serve: Callable[..., Any]) -> None:
-    flags = ("--stall-timeout", "60", "--drain-timeout", "1")
+    flags = ("--stall-timeout", "60", "--drain-timeout", "0.5")
     with serve(*flags, script=SMALL_SEND_BUFFERS) as server, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
         stalled.connect((host, int(port)))
-        stalled.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        body = {**LONG, "max_tokens": 200, "n": 4, "logprobs": True, "top_logprobs": 20}
+        stalled.sendall(raw_post(CHAT, json.dumps(body).encode()))
         stalled.recv(1)
-        time.sleep(1.5)
+        time.sleep(1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=15) == 0
 
