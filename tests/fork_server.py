@@ -150,7 +150,7 @@ class ForkServer:
         return client_status
 
 
-def _serve_forks(control: socket.socket) -> dict[str, Any]:
+def serve_forks(control: socket.socket) -> dict[str, Any]:
     """Fork per request and return the request in the child. The server exits when `control` is closed."""
     from tcdeploy.gc_policy import relax_gc_for_startup
 
@@ -220,7 +220,7 @@ def _set_up_child(
         inherited.close()
 
 
-def _run_command(request: dict[str, Any]) -> int:
+def run_command(request: dict[str, Any]) -> int:
     """Run the CLI as if this process had been started with it; returns the exit code."""
     os.chdir(request["cwd"])
     os.environ.clear()
@@ -243,7 +243,7 @@ def _run_command(request: dict[str, Any]) -> int:
     return 0
 
 
-def _exit_without_finalizing(code: int) -> NoReturn:
+def exit_without_finalizing(code: int) -> NoReturn:
     """Exit like the interpreter, without finalization, which takes 1.3 s for two million objects."""
     threading._shutdown()
     atexit._run_exitfuncs()
@@ -252,4 +252,4 @@ def _exit_without_finalizing(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    _exit_without_finalizing(_run_command(_serve_forks(socket.socket(fileno=int(sys.argv[1])))))
+    exit_without_finalizing(run_command(serve_forks(socket.socket(fileno=int(sys.argv[1])))))

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.conftest import cli_environment
+from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
 WARM = ("--buckets", "16", "--batch-sizes", "1")
@@ -46,6 +48,25 @@ def hub() -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.fixture
+def run_online(run_cli: Any, fork_server: ForkServer, tmp_path: Path) -> Any:
+    """Runs the CLI with a Hub at `endpoint`. A fork has read HF_ENDPOINT already, so its constants are set instead."""
+
+    def run(*arguments: str, endpoint: str) -> Any:
+        environ = cli_environment(tmp_path)
+        if not fork_server.supports(environ):
+            return run_cli(*arguments, HF_ENDPOINT=endpoint, HF_HUB_OFFLINE="0")
+        script = (
+            "from huggingface_hub import constants; from huggingface_hub.utils import _http; "
+            f"constants.ENDPOINT, constants.HF_HUB_OFFLINE = {endpoint!r}, False; "
+            "constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + '/{repo_id}/resolve/{revision}/{filename}'; "
+            "_http.time.sleep = lambda seconds: None"  # the retries wait for 23 s
+        )
+        return fork_server.run(*arguments, environ=environ, script=script)
+
+    return run
+
+
 def assert_fails(result: Any, code: int, *texts: str) -> None:
     assert result.returncode == code, result.stderr
     assert result.stdout == "" and "Traceback" not in result.stderr
@@ -60,20 +81,17 @@ def test_a_gated_model_is_an_error_with_the_login_command(run_cli: Any, hub: str
     assert_fails(result, 1, "someone/gated-8b is gated", "hf auth login")
 
 
-def test_a_missing_model_is_an_error(run_cli: Any, hub: str) -> None:
-    result = run_cli("warm", "someone/missing-8b", HF_ENDPOINT=hub, HF_HUB_OFFLINE="0")
+def test_a_missing_model_is_an_error(run_online: Any, hub: str) -> None:
+    result = run_online("warm", "someone/missing-8b", endpoint=hub)
     assert_fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
 
 
-def test_no_network_is_exit_code_8(run_cli: Any) -> None:
+def test_no_network_is_exit_code_8(run_cli: Any, run_online: Any) -> None:
     unreachable = "http://127.0.0.1:9"  # the discard port: connections are refused
-    assert_fails(
-        run_cli("warm", "someone/model", HF_ENDPOINT=unreachable, HF_HUB_OFFLINE="0"),
-        8,
-        "the hub cannot be reached",
-        "builtin:tiny",
-    )
-    assert_fails(run_cli("warm", "someone/model", HF_HUB_OFFLINE="1"), 8, "the hub cannot be reached")
+    result = run_online("warm", "someone/model", endpoint=unreachable)
+    assert_fails(result, 8, "the hub cannot be reached", "builtin:tiny")
+    assert "Retrying" in result.stderr or "refused" in result.stderr, "no connection was tried"
+    assert_fails(run_cli("warm", "someone/model"), 8, "the hub cannot be reached")
 
 
 def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) -> None:

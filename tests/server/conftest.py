@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ import httpx
 import openai
 import pytest
 
-from tests.conftest import TINY, cli_command, cli_environment
+from tests.conftest import TINY, TINY_FLAGS, cli_command, cli_environment
 from tests.fork_server import ForkedProcess, ForkServer
+from tests.server.prepared_fork_server import PreparedForkServer
 
-FLAGS = ("--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
+FLAGS = (*TINY_FLAGS, "--port", "0")
 
 
 @dataclass
@@ -32,7 +34,7 @@ class ServerProcess:
     address: str
     stderr: list[str]  # lines so far
 
-    @property
+    @cached_property
     def client(self) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=0)
 
@@ -40,7 +42,7 @@ class ServerProcess:
         """One sample of /metrics; 0 if it does not exist."""
         label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())
         sample = f"tcdeploy:{name}" + (f"{{{label_text}}}" if labels else "")
-        for line in httpx.get(f"{self.address}/metrics").text.splitlines():
+        for line in self._metric_lines():
             if line.startswith(f"{sample} "):
                 return float(line.rsplit(" ", 1)[1])
         return 0.0
@@ -48,8 +50,12 @@ class ServerProcess:
     @property
     def steps(self) -> float:
         """Engine steps since the start."""
-        lines = httpx.get(f"{self.address}/metrics").text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("tcdeploy:bucket_hits_total"))
+        lines = [line for line in self._metric_lines() if line.startswith("tcdeploy:bucket_hits_total")]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def _metric_lines(self) -> list[str]:
+        """The lines of /metrics. Without `verify`, httpx loads no certificates, which takes 30 ms per request."""
+        return httpx.get(f"{self.address}/metrics", verify=False).text.splitlines()
 
     @property
     def resident_bytes(self) -> int:
@@ -81,24 +87,42 @@ def raw_post(path: str, body: bytes) -> bytes:
     return f"{head}\r\n\r\n".encode() + body
 
 
+# With this script, a client that reads nothing stalls a stream after few events.
+SMALL_SEND_BUFFERS = """
+import socket
+from tcdeploy.server import run
+listen = run._listen
+def listen_with_small_buffers(*arguments):
+    listener = listen(*arguments)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    return listener
+run._listen = listen_with_small_buffers
+"""
+
+
+def start_cli(
+    home: Path, *arguments: str, fork_server: ForkServer | None = None, script: str = ""
+) -> subprocess.Popen[str] | ForkedProcess:
+    """Start the CLI after `script`, as a fork where forks are supported."""
+    environ = cli_environment(home)
+    if fork_server is not None and fork_server.supports(environ):
+        return fork_server.popen(*arguments, environ=environ, script=script)
+    command = cli_command(*arguments)
+    if script:
+        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
+        command = [command[0], "-c", f"{script}\n{run}", *arguments]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
+    )
+
+
 @contextmanager
 def serving(
     home: Path, cache: Path, *flags: str, fork_server: ForkServer | None = None, script: str = "", model: str = TINY
 ) -> Iterator[ServerProcess]:
     """Start a server and yield it once it is ready. `script` runs in its process before the command."""
     arguments = ("serve", model, *FLAGS, "--cache-dir", str(cache), *flags)
-    environ = cli_environment(home)
-    process: subprocess.Popen[str] | ForkedProcess
-    if fork_server is not None and fork_server.supports(environ):
-        process = fork_server.popen(*arguments, environ=environ, script=script)
-    else:
-        command = cli_command(*arguments)
-        if script:
-            run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
-            command = [command[0], "-c", f"{script}\n{run}", *arguments]
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ, start_new_session=True
-        )
+    process = start_cli(home, *arguments, fork_server=fork_server, script=script)
     assert process.stdout is not None and process.stderr is not None
     stderr: list[str] = []
     listener = threading.Thread(target=lambda: stderr.extend(process.stderr or ()), daemon=True)
@@ -120,13 +144,29 @@ def warm_cache(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> 
 
 
 @pytest.fixture(scope="session")
-def server(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it unchanged; started as a new process, as users do."""
-    with serving(tmp_path_factory.mktemp("home"), warm_cache) as started:
+def prepared_fork_server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, fork_server: ForkServer
+) -> Iterator[ForkServer]:
+    """Forks of a process that has prepared the embedded model; `fork_server` itself where forks are not supported."""
+    environ = cli_environment(tmp_path_factory.mktemp("prepared"))
+    if not fork_server.supports(environ):
+        yield fork_server
+        return
+    prepared = PreparedForkServer(fork_server, environ, warm_cache)
+    yield prepared
+    prepared.shutdown()
+
+
+@pytest.fixture(scope="session")
+def server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, prepared_fork_server: ForkServer
+) -> Iterator[ServerProcess]:
+    """One server for all tests that leave it unchanged. test_served_cache.py starts one as a new process."""
+    with serving(tmp_path_factory.mktemp("home"), warm_cache, fork_server=prepared_fork_server) as started:
         yield started
 
 
 @pytest.fixture
-def serve(tmp_path: Path, warm_cache: Path, server: ServerProcess, fork_server: ForkServer) -> Callable[..., Any]:
-    """Starts a server for one test, from the same warm cache."""
-    return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=fork_server, **options)
+def serve(tmp_path: Path, warm_cache: Path, prepared_fork_server: ForkServer) -> Callable[..., Any]:
+    """Starts a server for one test, from the same warm cache. With flags of the plan, use `serving` instead."""
+    return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=prepared_fork_server, **options)

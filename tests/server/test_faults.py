@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.conftest import ServerProcess, raw_post
+from tests.fork_server import ForkServer
+from tests.server.conftest import SMALL_SEND_BUFFERS, ServerProcess, raw_post, serving
 
 CHAT = "/v1/chat/completions"
 QUESTION = [{"role": "user", "content": "What is a list?"}]
@@ -27,11 +29,11 @@ def events(response: httpx.Response) -> list[Any]:
     return [event if event == "[DONE]" else json.loads(event) for event in data]
 
 
-def open_streams(server: ServerProcess, count: int) -> list[Any]:
+def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
     """Open `count` streams. The caller closes them."""
-    client = httpx.Client(timeout=60)
+    client, body = httpx.Client(timeout=60), {**LONG, **fields}
     streams = [
-        client.send(client.build_request("POST", server.address + CHAT, json=LONG), stream=True) for _ in range(count)
+        client.send(client.build_request("POST", server.address + CHAT, json=body), stream=True) for _ in range(count)
     ]
     for response in streams:
         assert response.status_code == 200
@@ -68,7 +70,7 @@ def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(ser
 
 def test_sigterm_lets_running_requests_finish_and_rejects_new_ones(serve: Callable[..., Any]) -> None:
     with serve("--drain-timeout", "60") as server:
-        [running] = open_streams(server, 1)
+        [running] = open_streams(server, 1, max_tokens=300)
         server.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
         assert httpx.get(f"{server.address}/ready").status_code == 503
@@ -98,7 +100,7 @@ def test_a_second_sigterm_exits_at_once(serve: Callable[..., Any]) -> None:
 
 
 def test_a_client_that_does_not_read_is_dropped_and_others_are_served(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "1") as server:
+    with serve("--stall-timeout", "1", script=SMALL_SEND_BUFFERS) as server:
         body = json.dumps({**LONG, "n": 3, "logprobs": True, "top_logprobs": 20}).encode()  # some 8 MB of events
         host, port = server.address.removeprefix("http://").split(":")
         with socket.socket() as slow:
@@ -143,13 +145,14 @@ def test_200_simultaneous_disconnects_free_everything_within_two_seconds(serve: 
         assert server.metric("recompiles_total") == 0
 
 
-def test_preemption_does_not_change_the_output(serve: Callable[..., Any]) -> None:
+def test_preemption_does_not_change_the_output(tmp_path: Path, warm_cache: Path, fork_server: ForkServer) -> None:
     def complete(server: ServerProcess, number: int) -> Any:
         prompt = [20 + (number * 37 + position * 11) % 900 for position in range(250)]
-        body = {"prompt": prompt, "max_tokens": 120, "temperature": 0, "ignore_eos": True}
+        body = {"prompt": prompt, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         return httpx.post(f"{server.address}/v1/completions", json=body, timeout=120).json()["choices"][0]["text"]
 
-    with serve("--context", "512", "--kv-blocks", "60") as server:  # a request takes 24
+    flags = ("--context", "512", "--kv-blocks", "52")  # a request takes 16, and 19 at its end
+    with serving(tmp_path, warm_cache, *flags, fork_server=fork_server) as server:
         alone = [complete(server, number) for number in range(6)]
         assert server.metric("num_preemptions_total") == 0
         with ThreadPoolExecutor(6) as pool:

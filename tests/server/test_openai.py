@@ -70,12 +70,16 @@ def test_a_streamed_chat_equals_the_whole_response(server: ServerProcess) -> Non
                 "e\u0301 n\u0303 c\u0327\u0308 \u0e01\u0e33",  # combining characters
             )
         ),
-        *({"temperature": 2.0, "ignore_eos": True, "n": 3, "seed": seed} for seed in range(8)),  # partial characters
+        *({"temperature": 2.0, "ignore_eos": True, "n": 4, "seed": seed} for seed in (0, 4)),  # partial characters
     ],
-    ids=["emoji", "cjk", "combining", *map(str, range(8))],
+    ids=["emoji", "cjk", "combining", "0", "4"],
 )
 def test_streamed_text_equals_the_whole_text_byte_for_byte(server: ServerProcess, fields: dict[str, Any]) -> None:
-    body = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 120, **fields}
+    body = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 60, **fields}
+    if "seed" in fields:  # the tokens of a character are sampled without the rest of it
+        text = {"prompt": "\u00e9\u6f22\ud55c\U0001f469", "add_special_tokens": False}
+        tokens = httpx.post(f"{server.address}/tokenize", json=text).json()["tokens"]
+        body["logit_bias"] = {str(token): 12 for token in tokens}
     whole = httpx.post(f"{server.address}/v1/chat/completions", json=body, timeout=60).json()
     texts: dict[int, str] = {}
     usage = None
@@ -168,7 +172,7 @@ def test_32_concurrent_requests_get_the_same_output_as_alone(server: ServerProce
     def complete(number: int) -> str:
         prompt = f"The module number {number} " + "provides functions " * (number % 7)
         return (
-            server.client.completions.create(model=MODEL, prompt=prompt, max_tokens=24, temperature=0).choices[0].text
+            server.client.completions.create(model=MODEL, prompt=prompt, max_tokens=12, temperature=0).choices[0].text
         )
 
     alone = [complete(number) for number in range(32)]

@@ -1,4 +1,4 @@
-"""Thousands of requests that schemathesis generates from /openapi.json cause no server error."""
+"""More than a thousand requests that schemathesis generates from /openapi.json cause no server error."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import httpx
 
 from tests.server.conftest import ServerProcess
 
-CASES = 2_000  # at least
-EXAMPLES = "300"  # per operation, in the fuzzing phase
+CASES = 1_200  # at least
+EXAMPLES = "40"  # per operation, in the fuzzing phase; the coverage phase tries the limits of every field
 
 
 def test_generated_requests_cause_no_server_error(server: ServerProcess, tmp_path: Path) -> None:

@@ -5,22 +5,24 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.conftest import TINY, cli_command, cli_environment
+from tests.conftest import TINY, TINY_FLAGS
 from tests.fork_server import ForkServer
-from tests.server.conftest import FLAGS, ServerProcess, serving
+from tests.server.conftest import FLAGS, serving
+
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
 
 
-@pytest.fixture(scope="module")
-def plan_key(tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, server: ServerProcess) -> str:
+@pytest.fixture
+def plan_key(run_cli: RunCli, warm_cache: Path) -> str:
     """Key of the plan that these tests serve. Other tests add plans to the same cache."""
-    command = cli_command("warm", TINY, *FLAGS[:4], "--cache-dir", str(warm_cache), "--dry-run", "--json")
-    home = cli_environment(tmp_path_factory.mktemp("dry-run"))
-    completed = subprocess.run(command, check=True, env=home, capture_output=True, text=True)
+    completed = run_cli("warm", TINY, *TINY_FLAGS, "--cache-dir", str(warm_cache), "--dry-run", "--json")
+    assert completed.returncode == 0, completed.stderr
     key: str = json.loads(completed.stdout)["plan"]["key"]
     return key
 
@@ -39,13 +41,9 @@ def damaged(tmp_path: Path, warm_cache: Path, plan_key: str) -> tuple[Path, Path
     return cache, library
 
 
-def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], run_cli: RunCli) -> None:
     cache, library = damaged
-    command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--port", "0")
-    completed = subprocess.run(
-        [*command, "--cache-dir", str(cache)], capture_output=True, text=True, timeout=120,
-        env=cli_environment(tmp_path),
-    )  # fmt: skip
+    completed = run_cli("serve", TINY, *FLAGS, "--cache-dir", str(cache), timeout=120)
     assert completed.returncode == 5, completed.stderr
     assert (
         f"{library} does not match its recorded sha256" in completed.stderr
@@ -66,26 +64,24 @@ def test_on_bad_cache_rebuild_compiles_and_serves(
 
 
 def test_a_server_starts_from_a_signed_bundle_and_rejects_an_unsigned_one(
-    warm_cache: Path, plan_key: str, tmp_path: Path
+    warm_cache: Path, plan_key: str, tmp_path: Path, run_cli: RunCli
 ) -> None:
+    """The server that starts is a new process, as users start it."""
     bundle, cache = tmp_path / "tiny.tcb", tmp_path / "fetched"
     keys = tmp_path / "keys"
     for arguments in (
-        ("cache", "keygen", str(tmp_path / "ci")),
-        ("cache", "trust", "ci", str(tmp_path / "ci.pub"), "--trusted-keys", str(keys)),
-        ("cache", "pack", str(warm_cache), "--plan", plan_key, "-o", str(bundle)),
+        ("keygen", str(tmp_path / "ci")),
+        ("trust", "ci", str(tmp_path / "ci.pub"), "--trusted-keys", str(keys)),
+        ("pack", str(warm_cache), "--plan", plan_key, "-o", str(bundle)),
     ):
-        subprocess.run(cli_command(*arguments), check=True, env=cli_environment(tmp_path), capture_output=True)
+        assert run_cli("cache", *arguments).returncode == 0
     flags = ("--cache-from", str(bundle), "--trusted-keys", str(keys))
-    command = cli_command("serve", TINY, "--buckets", "32,128", "--batch-sizes", "1,4", "--cache-dir", str(cache))
-    rejected = subprocess.run(
-        [*command, "--port", "0", *flags], capture_output=True, text=True, timeout=120, env=cli_environment(tmp_path)
-    )
+    rejected = run_cli("serve", TINY, *FLAGS, "--cache-dir", str(cache), *flags, timeout=120)
     assert rejected.returncode == 4 and "is not signed" in rejected.stderr, rejected.stderr
     assert not cache.exists()
-    sign = cli_command("cache", "sign", str(bundle), "--key", str(tmp_path / "ci.key"))
-    subprocess.run(sign, check=True, env=cli_environment(tmp_path), capture_output=True)
+    assert run_cli("cache", "sign", str(bundle), "--key", str(tmp_path / "ci.key")).returncode == 0
     with serving(tmp_path, cache, *flags) as started:
         assert any("signed by ci" in line for line in started.stderr)
         assert sum(", hit," in line for line in started.stderr) == 4
         assert started.client.completions.create(model=TINY, prompt="A list", max_tokens=4).usage is not None
+        assert started.metric("recompiles_total") == 0

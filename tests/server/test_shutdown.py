@@ -15,10 +15,12 @@ from typing import Any
 
 import httpx
 
-from tests.conftest import TINY, cli_command, cli_environment
-from tests.server.conftest import FLAGS, raw_post
+from tests.conftest import TINY, TINY_FLAGS
+from tests.fork_server import ForkServer
+from tests.server.conftest import FLAGS, SMALL_SEND_BUFFERS, raw_post, start_cli
 from tests.server.test_faults import CHAT, LONG, QUESTION, events, open_streams
 
+RunCli = Callable[..., subprocess.CompletedProcess[str]]
 SLOW_DEATH = """
 import time
 from tcdeploy.engine import engine
@@ -57,19 +59,21 @@ def test_a_request_sent_while_the_engine_dies_gets_an_error(serve: Callable[...,
 
 
 def test_a_client_that_does_not_read_does_not_delay_shutdown(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "60", "--drain-timeout", "1") as server, socket.socket() as stalled:
+    flags = ("--stall-timeout", "60", "--drain-timeout", "0.5")
+    with serve(*flags, script=SMALL_SEND_BUFFERS) as server, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
         stalled.connect((host, int(port)))
-        stalled.sendall(raw_post(CHAT, json.dumps({**LONG, "n": 4, "logprobs": True, "top_logprobs": 20}).encode()))
+        body = {**LONG, "max_tokens": 200, "n": 4, "logprobs": True, "top_logprobs": 20}
+        stalled.sendall(raw_post(CHAT, json.dumps(body).encode()))
         stalled.recv(1)
-        time.sleep(3)
+        time.sleep(1)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(timeout=15) == 0
 
 
 def test_a_client_that_does_not_read_loses_its_connection(serve: Callable[..., Any]) -> None:
-    with serve("--stall-timeout", "1") as server, socket.socket() as stalled:
+    with serve("--stall-timeout", "1", script=SMALL_SEND_BUFFERS) as server, socket.socket() as stalled:
         stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         host, port = server.address.removeprefix("http://").split(":")
         stalled.connect((host, int(port)))
@@ -87,22 +91,11 @@ def test_a_client_that_does_not_read_loses_its_connection(serve: Callable[..., A
         assert not any("Traceback" in line for line in server.stderr)
 
 
-def start_server(home: Path, *flags: str, script: str = "") -> subprocess.Popen[str]:
-    command = cli_command("serve", *flags)
-    if script:
-        run = "import sys; from tcdeploy.cli.app import main; sys.argv = ['tcdeploy', *sys.argv[1:]]; main()"
-        command = [command[0], "-c", f"{script}\n{run}", *command[3:]]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=cli_environment(home)
-    )
-
-
-def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path) -> None:
+def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path, fork_server: ForkServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    process = start_server(
-        tmp_path, TINY, *FLAGS[:4], "--port", str(port), "--cache-dir", str(warm_cache), script=SLOW_START
-    )
+    arguments = ("serve", TINY, *TINY_FLAGS, "--port", str(port), "--cache-dir", str(warm_cache))
+    process = start_cli(tmp_path, *arguments, fork_server=fork_server, script=SLOW_START)
     address, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -119,15 +112,14 @@ def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path) ->
     assert "ready: " not in (process.stdout.read() if process.stdout else "")
 
 
-def test_a_failing_start_reports_its_reason(tmp_path: Path, warm_cache: Path) -> None:
-    missing = start_server(tmp_path, str(tmp_path / "nothing"), "--port", "0")
-    _, stderr = missing.communicate(timeout=60)
-    assert missing.returncode == 1 and "nothing does not exist" in stderr and "Traceback" not in stderr
+def test_a_failing_start_reports_its_reason(run_cli: RunCli, tmp_path: Path, warm_cache: Path) -> None:
+    missing = run_cli("serve", str(tmp_path / "nothing"), "--port", "0", timeout=60)
+    assert missing.returncode == 1 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        busy = start_server(tmp_path, TINY, *FLAGS[:4], "--port", port, "--cache-dir", str(warm_cache))
-        _, stderr = busy.communicate(timeout=60)
-    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in stderr and "Traceback" not in stderr
+        busy = run_cli("serve", TINY, *TINY_FLAGS, "--port", port, "--cache-dir", str(warm_cache), timeout=60)
+    assert busy.returncode == 2 and f"cannot listen on 127.0.0.1 port {port}" in busy.stderr
+    assert "Traceback" not in busy.stderr
 
 
 BUILD_FAILS = """
@@ -138,7 +130,10 @@ run.build_service = build_service
 """
 
 
-def test_a_server_whose_service_cannot_be_built_exits_with_1(tmp_path: Path, warm_cache: Path) -> None:
-    broken = start_server(tmp_path, TINY, *FLAGS, "--cache-dir", str(warm_cache), script=BUILD_FAILS)
-    _, stderr = broken.communicate(timeout=60)
-    assert broken.returncode == 1 and "a tokenizer of another kind" in stderr
+def test_a_server_whose_service_cannot_be_built_exits_with_1(
+    tmp_path: Path, warm_cache: Path, prepared_fork_server: ForkServer
+) -> None:
+    arguments = ("serve", TINY, *FLAGS, "--cache-dir", str(warm_cache))
+    broken = start_cli(tmp_path, *arguments, fork_server=prepared_fork_server, script=BUILD_FAILS)
+    assert broken.wait(timeout=60) == 1
+    assert "a tokenizer of another kind" in (broken.stderr.read() if broken.stderr else "")
