@@ -6,6 +6,7 @@ On a GPU the tests run the compiled kernels. Without one they run the same sourc
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import types
 from collections.abc import Iterator
@@ -40,7 +41,8 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     decides for the whole process, and fails if Triton was imported before. This redirects the decorated functions
     instead. It also works around three faults of the interpreter: a jitted function called from a kernel leaves
     `triton.language` patched; a dot of bfloat16, which numpy lacks, multiplies the bit patterns; Triton 3.6 cannot loop
-    with numpy 2.4.
+    with numpy 2.4. And it leaves out work without an effect, a quarter of the time: overflow checks, which the
+    interpreter computes but reports only if `debug` is set, and the construction of a table in every `_get_np_dtype`.
     """
 
     interpret = functools.cache(interpreter.InterpretedFunction)
@@ -56,6 +58,14 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
         a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
         return create_dot(self, a, b, *rest)
+
+    options = dataclasses.replace(interpreter.interpreter_builder.options, sanitize_overflow=False)
+    uncached = interpreter._get_np_dtype
+    cached = functools.cache(uncached)  # pointer types are not hashable
+    monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+    monkeypatch.setattr(
+        interpreter, "_get_np_dtype", lambda dtype: (uncached if dtype.scalar.is_ptr() else cached)(dtype.scalar)
+    )
 
     original_attributes = set(vars(tl.tensor))
     patched = interpreter._patch_lang(types.SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch._inductor.config as inductor_config
-import torch._inductor.utils
 from torch import nn
 
 from tcdeploy.passes.post_grad import PostGradPass
-from tests.conftest import reset_programs
+from tests.passes.compiled_targets import compile_and_run
 
 
 class DecomposedGemv(nn.Module):
@@ -27,7 +25,7 @@ class DecomposedGemv(nn.Module):
         return terms.sum(dim=1).bfloat16() + 1
 
 
-def count_stored_rows(module: nn.Module, x: torch.Tensor) -> int:
+def count_stored_rows(module: nn.Module, x: torch.Tensor, codegen: bool = False) -> int:
     """The number of `as_strided` views that the pass inserts. The compiled output must match eager mode."""
     stored: list[torch.fx.Node] = []
 
@@ -36,16 +34,13 @@ def count_stored_rows(module: nn.Module, x: torch.Tensor) -> int:
             super().__call__(graph)
             stored.extend(node for node in graph.nodes if node.target is torch.ops.aten.as_strided.default)
 
-    reset_programs()
-    with torch.no_grad(), torch._inductor.utils.fresh_cache():
-        with inductor_config.patch(post_grad_custom_pre_pass=RecordingPass(skinny_gemm=False)):
-            out = torch.compile(module, fullgraph=True, dynamic=False)(x)
-        torch.testing.assert_close(out, module(x), rtol=2e-2, atol=2e-2)
+    out = compile_and_run(module, x, post_grad_pass=RecordingPass(skinny_gemm=False), codegen=codegen)
+    torch.testing.assert_close(out, module(x), rtol=2e-2, atol=2e-2)
     return len(stored)
 
 
 def test_only_a_row_longer_than_the_output_is_stored() -> None:
-    assert count_stored_rows(DecomposedGemv(256, 32).eval(), torch.randn(1, 1, 256).bfloat16()) == 1
+    assert count_stored_rows(DecomposedGemv(256, 32).eval(), torch.randn(1, 1, 256).bfloat16(), codegen=True) == 1
     assert count_stored_rows(DecomposedGemv(32, 256).eval(), torch.randn(1, 1, 32).bfloat16()) == 0
 
 

@@ -43,7 +43,7 @@ def test_linear_takes_the_residual_from_either_side_of_the_addition() -> None:
     ids=["a bias", "another reader", "a transposed residual", "another dtype", "broadcasting", "a number"],
 )
 def test_linear_leaves_additions_that_it_cannot_take(function: Callable[[Tensor], Tensor], additions: int) -> None:
-    counts = count_targets(function, rows(1, 4), skinny_gemm=True)
+    counts = count_targets(function, rows(1, 4), codegen=False, skinny_gemm=True)
     assert (counts[LINEAR], counts[ADD]) == (1, additions)
 
 
@@ -83,5 +83,6 @@ def read_later_through_a_view(x: Tensor) -> Tensor:
     ids=["an input", "not a sum", "another dtype", "a bias", "broadcasting", "read later", "read later through a view"],
 )
 def test_a_tensor_that_may_not_be_overwritten_is_not(function: Callable[[Tensor], Tensor]) -> None:
-    counts = count_targets(function, rows(1, 70), inplace_residual=True)
+    codegen = function is read_later_through_a_view  # once, because Inductor decides itself what is written in place
+    counts = count_targets(function, rows(1, 70), codegen=codegen, inplace_residual=True)
     assert counts[LINEAR_ADD] == 0 and counts[torch.ops.aten.mm.default] + counts[torch.ops.aten.addmm.default] == 1

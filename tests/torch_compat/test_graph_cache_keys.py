@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.conftest import ROOT, TINY, cli_environment
@@ -49,8 +50,12 @@ def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_n
     assert patched_key == other_patched_key
 
 
-def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(tmp_path: Path) -> None:
+def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(
+    tmp_path: Path, run_cli: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
     (tmp_path / "other_server.py").write_text(OTHER_MODULE)
-    main, arguments = "from tcdeploy.cli.app import main; main()", (*WARM, "--cache-dir", str(tmp_path / "cache"))
-    run(tmp_path, main, *arguments)
-    run(tmp_path, IMPORT_OTHER_MODULE + main, *arguments, "--require-hit")
+    arguments = (*WARM, "--cache-dir", str(tmp_path / "cache"))
+    warmed = run_cli(*arguments)
+    assert warmed.returncode == 0, warmed.stderr
+    program = f"{IMPORT_OTHER_MODULE}from tcdeploy.cli.app import main; main()"
+    run(tmp_path, program, *arguments, "--require-hit")

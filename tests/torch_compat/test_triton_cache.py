@@ -8,7 +8,9 @@ import pickle
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from torch._inductor.async_compile import AsyncCompile
@@ -37,10 +39,15 @@ from kernel import double
 events = []
 triton.knobs.compilation.listener = lambda **event: events.append((event["cache_hit"], event["metadata_group"]))
 signature = {"source": "*fp32", "target": "*fp32", "count": "i32", "block": "constexpr"}
-compiled = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
-[(is_hit, files)] = events
-manager = sys.modules.get("tcdeploy.torch_compat.triton_cache")
-print(json.dumps([is_hit, len(compiled.kernel), sorted(files.values()), manager.kernels_compiled if manager else None]))
+compilations, counted = [], 0
+for folder in sys.argv[1:]:
+    os.environ["TRITON_CACHE_DIR"] = folder
+    compiled = triton.compile(ASTSource(double, signature, {"block": 64}), GPUTarget("cuda", 90, 32))
+    is_hit, files = events.pop()
+    manager = sys.modules.get("tcdeploy.torch_compat.triton_cache")
+    before, counted = counted, manager.kernels_compiled if manager else None
+    compilations.append([is_hit, len(compiled.kernel), sorted(files.values()), counted - before if manager else None])
+print(json.dumps(compilations))
 """
 
 
@@ -104,19 +111,33 @@ def run(folder: Path, program: str, *arguments: str, **variables: str) -> subpro
     return subprocess.run(command, env=environ, capture_output=True, text=True)
 
 
-def compile_in(folder: Path, manager: str = RELOCATABLE_MANAGER) -> tuple[bool, int, list[str]]:
-    """(cache hit, bytes of the kernel, its files). Our manager's count must agree with Triton's event."""
-    result = run(folder, COMPILE, TRITON_CACHE_MANAGER=manager)
+class Compilation(NamedTuple):
+    was_hit: bool
+    size: int  # bytes of the kernel
+    files: list[str]
+
+
+def compile_in(folder: Path, manager: str = RELOCATABLE_MANAGER) -> Compilation:
+    """Compile in a new process."""
+    [compilation] = compile_in_each([folder], manager)
+    return compilation
+
+
+def compile_in_each(folders: Sequence[Path], manager: str = RELOCATABLE_MANAGER) -> list[Compilation]:
+    """Compile in each folder, in one new process. Our manager's counts must agree with Triton's events."""
+    result = run(folders[0], COMPILE, *map(str, folders), TRITON_CACHE_MANAGER=manager)
     assert result.returncode == 0, result.stderr
-    was_hit, size, files, counted = json.loads(result.stdout)
-    assert counted == (None if manager != RELOCATABLE_MANAGER else int(not was_hit))
-    return was_hit, size, files
+    compilations = []
+    for was_hit, size, files, counted in json.loads(result.stdout):
+        assert counted == (None if manager != RELOCATABLE_MANAGER else int(not was_hit))
+        compilations.append(Compilation(was_hit, size, files))
+    return compilations
 
 
 def test_a_kernel_is_found_after_the_folder_has_moved(tmp_path: Path) -> None:
     was_hit, size, files = compile_in(tmp_path / "here")
     assert not was_hit and size > 500
-    assert compile_in(tmp_path / "here") == (True, size, files)
+    assert compile_in(tmp_path / "here") == (True, size, files)  # in another process
     (tmp_path / "here").rename(tmp_path / "there")
     moved_files = [path.replace(f"{tmp_path}/here/", f"{tmp_path}/there/") for path in files]
     assert compile_in(tmp_path / "there") == (True, size, moved_files)
@@ -132,22 +153,20 @@ def test_pickling_a_config_drops_the_mark_of_coordinate_descent() -> None:
 def test_triton_s_own_manager_misses_in_a_moved_folder(tmp_path: Path) -> None:
     """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can be deleted."""
     stock = "triton.runtime.cache:FileCacheManager"
-    compile_in(tmp_path / "here", stock)
-    assert compile_in(tmp_path / "here", stock)[0]
+    assert [found.was_hit for found in compile_in_each([tmp_path / "here"] * 2, stock)] == [False, True]
     (tmp_path / "here").rename(tmp_path / "there")
-    assert not compile_in(tmp_path / "there", stock)[0]
+    assert not compile_in(tmp_path / "there", stock).was_hit
 
 
 def test_a_list_that_triton_s_own_manager_wrote_is_read(tmp_path: Path) -> None:
     compile_in(tmp_path / "here", "triton.runtime.cache:FileCacheManager")
     (tmp_path / "here").rename(tmp_path / "there")
-    assert compile_in(tmp_path / "there")[0]
+    assert compile_in(tmp_path / "there").was_hit
 
 
 def test_no_file_of_a_kernel_contains_the_folder_s_path(tmp_path: Path) -> None:
     """Only the binary differs between two compilations: ptxas writes a random name into it."""
-    for name in ("here", "there"):
-        compile_in(tmp_path / name)
+    compile_in_each([tmp_path / "here", tmp_path / "there"])
     here, there = (
         {path.relative_to(tmp_path / name): path.read_bytes() for path in (tmp_path / name).rglob("*.*")}
         for name in ("here", "there")
@@ -156,24 +175,49 @@ def test_no_file_of_a_kernel_contains_the_folder_s_path(tmp_path: Path) -> None:
     assert not any(str(tmp_path / "here").encode() in content for content in here.values())
 
 
-@pytest.mark.parametrize("broken", ["", "[]", "{}", '{"child_paths": 3}', '{"child_paths": {"gone.cubin": "x"}}'])
-def test_an_unreadable_list_is_a_miss_and_is_rewritten(tmp_path: Path, broken: str) -> None:
-    first = compile_in(tmp_path / "here")
-    (list_file,) = (tmp_path / "here").rglob("__grp__*.json")
-    original = list_file.read_text()
-    list_file.write_text(broken)
-    assert not compile_in(tmp_path / "here")[0]
-    assert list_file.read_text() == original and compile_in(tmp_path / "here") == (True, *first[1:])
+BROKEN_LISTS = ("", "[]", "{}", '{"child_paths": 3}', '{"child_paths": {"gone.cubin": "x"}}')
+FILES = ("cubin", "json", "ptx", "ttir", "source")
 
 
-@pytest.mark.parametrize("kind", ["cubin", "json", "ptx", "ttir", "source"])
-def test_a_kernel_with_a_missing_file_is_compiled_again(tmp_path: Path, kind: str) -> None:
+class Damaged(NamedTuple):
+    folder: Path
+    first: Compilation
+    second: Compilation
+    third: Compilation
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Damaged]:
+    """A compiled kernel's folder for each list and file. That is damaged, then the kernel compiled twice more."""
+    base = tmp_path_factory.mktemp("damaged")
+    folders = {name: base / str(i) for i, name in enumerate((*BROKEN_LISTS, *FILES))}
+    first = compile_in_each(list(folders.values()))
+    for name, folder in folders.items():
+        kind = f"double.{name}" if name in FILES else "__grp__*.json"
+        (file,) = folder.rglob(kind)
+        file.rename(base / f"{folder.name}.original")
+        if name in BROKEN_LISTS:
+            file.write_text(name)
+    again = compile_in_each([folder for folder in folders.values() for _ in range(2)])
+    rows = zip(folders.values(), first, again[::2], again[1::2], strict=True)
+    return {name: Damaged(*row) for name, row in zip(folders, rows, strict=True)}
+
+
+@pytest.mark.parametrize("broken", BROKEN_LISTS)
+def test_an_unreadable_list_is_a_miss_and_is_rewritten(damaged: dict[str, Damaged], broken: str) -> None:
+    folder, first, second, third = damaged[broken]
+    (list_file,) = folder.rglob("__grp__*.json")
+    original = folder.with_suffix(".original").read_text()
+    assert not first.was_hit and not second.was_hit
+    assert list_file.read_text() == original and third == (True, *first[1:])
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_a_kernel_with_a_missing_file_is_compiled_again(damaged: dict[str, Damaged], kind: str) -> None:
     """Triton checks the metadata only, and fails if the binary is missing."""
-    first = compile_in(tmp_path / "here")
-    (file,) = (tmp_path / "here").rglob(f"double.{kind}")
-    file.unlink()
-    assert not compile_in(tmp_path / "here")[0]
-    assert compile_in(tmp_path / "here") == (True, *first[1:])
+    _, first, second, third = damaged[kind]
+    assert not first.was_hit and not second.was_hit
+    assert third == (True, *first[1:])
 
 
 @pytest.fixture
