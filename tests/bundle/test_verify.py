@@ -25,7 +25,7 @@ from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.fake_caches import KINDS, flipped, key_of, make_small, path_of
+from tests.bundle.fake_caches import KINDS, flipped, flipped_on_disk, key_of, make_small, path_of
 
 FLIPS_PER_REGION = 200
 
@@ -59,14 +59,13 @@ def test_a_packed_bundle_verifies_and_names_its_signer(packed: Packed, keys: Key
 
 def test_flipped_bits_of_a_bundle_are_detected(small: Packed, keys: Keys, tmp_path: Path) -> None:
     """In all three regions: header, signatures, payload."""
-    content, target, source = small.bundle.read_bytes(), tmp_path / "x.tcb", random.Random(1)
+    target, source = shutil.copy(small.bundle, tmp_path / "x.tcb"), random.Random(1)
     bounds, error_types = (0, *regions(small.bundle)), Counter()  # type: ignore[var-annotated]
     for start, end in pairwise(bounds):
         for _ in range(FLIPS_PER_REGION):
-            target.write_bytes(flipped(content, source.randrange(start * 8, end * 8)))
             check = lambda: verify_bundle(target, keys.trusted)  # noqa: E731
-            error_types[outcome_of(check, (TrustError, IntegrityError), str(target))] += 1
-    target.write_bytes(content)
+            with flipped_on_disk(target, source.randrange(start * 8, end * 8)):
+                error_types[outcome_of(check, (TrustError, IntegrityError), str(target))] += 1
     assert verify_bundle(target, keys.trusted).files == len(KINDS)
     assert error_types == {"IntegrityError": 3 * FLIPS_PER_REGION}, (
         "a random change never looks like a signature of another key"
@@ -84,18 +83,18 @@ def test_flipped_bits_of_a_bundle_without_a_trusted_signer_are_detected(
     if signers:
         generate_key(tmp_path / "unknown")
         add_signature(target, tmp_path / "unknown.key")
-    content, bounds = target.read_bytes(), (0, *regions(target))
+    bounds = (0, *regions(target))
     assert verify_bundle(target, keys.trusted, allow_unsigned=True).files == len(KINDS)
     for _ in range(60):
         bit = source.randrange(bounds[region] * 8, bounds[region + 1] * 8)
-        target.write_bytes(flipped(content, bit))
         check = lambda: verify_bundle(target, keys.trusted, allow_unsigned=True)  # noqa: E731
-        outcome_of(check, (IntegrityError,), str(target))
+        with flipped_on_disk(target, bit):
+            outcome_of(check, (IntegrityError,), str(target))
 
 
-def bits_of(content: bytes, count: int, source: random.Random) -> list[int]:
-    """The first bit, the last, and random ones."""
-    return [0, 8 * len(content) - 1, *(source.randrange(len(content) * 8) for _ in range(count - 2))]
+def bits_of(size: int, count: int, source: random.Random) -> list[int]:
+    """The first bit of `size` bytes, the last, and random ones."""
+    return [0, 8 * size - 1, *(source.randrange(8 * size) for _ in range(count - 2))]
 
 
 @pytest.mark.parametrize("is_signed", [True, False])
@@ -111,12 +110,10 @@ def test_flipped_bits_of_an_unpacked_folder_are_detected_with_their_file(
     source, parsed = random.Random(3), {path for path in files if path.parent.name in ("manifests", "bundles")}
     assert len(parsed) == 2
     for path in files:
-        content = path.read_bytes()
-        for bit in bits_of(content, 60 if path in parsed else 3, source):
-            path.write_bytes(flipped(content, bit))
+        for bit in bits_of(path.stat().st_size, 60 if path in parsed else 3, source):
             check = lambda: verify_folder(folder, keys.trusted, allow_unsigned=not is_signed)  # noqa: E731
-            outcome_of(check, (IntegrityError,), str(path))
-        path.write_bytes(content)
+            with flipped_on_disk(path, bit):
+                outcome_of(check, (IntegrityError,), str(path))
     [verified] = verify_folder(folder, keys.trusted, allow_unsigned=not is_signed)
     assert verified.is_from_bundle and (verified.signer is not None) == is_signed
 
