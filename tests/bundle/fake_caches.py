@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import random
 import shutil
@@ -198,17 +199,61 @@ class Child:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
-    def kill_after(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Start the work, call `check` repeatedly for `seconds`, then kill the process."""
-        self.go()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            check()
-            time.sleep(0.0002)
-        self.kill()
-
     def kill(self) -> None:
         """Send SIGKILL unless the process has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
+
+
+FORK_PER_LINE = """
+import json, os, signal, sys, time
+from pathlib import Path
+import cryptography.hazmat.primitives.serialization, zstandard
+from tcdeploy.bundle.pack import pack
+from tcdeploy.bundle.unpack import unpack
+print("ready", flush=True)
+while line := sys.stdin.readline():
+    if child := os.fork():
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    exec(sys.argv[1], {**globals(), "arguments": json.loads(line)})
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+class Forks(Child):
+    """A process that has imported what packing and unpacking need. Each run of `script` is a fork of it.
+
+    The script reads `arguments`, and may be killed at any time.
+    """
+
+    def __init__(self, script: str) -> None:
+        super().__init__(FORK_PER_LINE, script)
+        assert self.line() == "ready"
+
+    def start(self, *arguments: object) -> int:
+        """Start a run; returns the id of its process."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(list(map(str, arguments))) + "\n")
+        self.process.stdin.flush()
+        return int(self.line())
+
+    def exit_code(self) -> int:
+        """Wait for the end of the run. Reads what is left of its output."""
+        while not (line := self.line()).startswith("ended "):
+            pass
+        return int(line.removeprefix("ended "))
+
+    def run_and_kill_after(self, seconds: float, *arguments: object, check: Callable[[], None] = lambda: None) -> None:
+        """Start a run, call `check` repeatedly for `seconds`, then kill the run unless it has ended."""
+        child = self.start(*arguments)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            check()
+            time.sleep(0.0002)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        self.exit_code()

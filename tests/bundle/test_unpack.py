@@ -10,8 +10,10 @@ import os
 import pickle
 import random
 import shutil
+import signal
 import struct
 import subprocess
+import sys
 import tarfile
 import time
 from collections.abc import Callable
@@ -38,6 +40,7 @@ from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
     Child,
+    Forks,
     Listing,
     as_installed,
     contents,
@@ -51,7 +54,7 @@ from tests.bundle.fake_caches import (
     staging_files_in,
 )
 from tests.bundle.forging import compressed, forge, forge_header, member, members_of, record, tar, with_document
-from tests.conftest import cli_command, cli_environment, mounted_tmpfs
+from tests.conftest import cli_environment, mounted_tmpfs
 
 OLD_BUCKET = 64
 
@@ -794,13 +797,7 @@ def test_a_bundle_for_another_torch_version_exits_with_3_and_a_table(
 # Killed processes
 
 UNPACKER = """
-import sys, time
-from pathlib import Path
-from tcdeploy.bundle.unpack import unpack
-import cryptography.hazmat.primitives.serialization, zstandard
-bundle, folder, trusted = map(Path, sys.argv[1:])
-print("ready", flush=True)
-sys.stdin.readline()
+bundle, folder, trusted = map(Path, arguments)
 started = time.perf_counter()
 unpack(bundle, folder, trusted)
 print(time.perf_counter() - started, flush=True)
@@ -816,37 +813,33 @@ def test_a_killed_unpack_leaves_the_old_cache_intact_and_the_next_succeeds(
     other = manifest_for(folder, names, bucket=OLD_BUCKET)
     write_manifest(path_of(folder, other), other)
     before = contents(folder)
-    with Child(UNPACKER, packed.bundle, tmp_path / "measured", keys.trusted) as child:
-        child.line()
-        child.go()
-        seconds = float(child.line())
-    for number in range(20):
-        with Child(UNPACKER, packed.bundle, folder, keys.trusted) as child:
-            assert child.line() == "ready"
-            child.kill_after(seconds * (number + source.random()) / 20)
-        content = contents(folder)
-        assert {name: content[name] for name in before} == before
-        interrupted += bool(staging_files_in(folder))
-        plans = {plan.plan_key: plan for plan in verify_folder(folder, keys.trusted)}
-        assert key_of(other) in plans and plans[key_of(other)].files == len(names)
-        if number % 4 == 3:
-            result = unpack(packed.bundle, folder, keys.trusted)
-            assert result.already_present == (packed.key in plans)
-            assert [
-                name for name in staging_files_in(folder) if name.startswith(".staging")
-            ] == [] or result.already_present
-            assert len(verify_folder(folder, keys.trusted)) == 2
-            for name in set(contents(folder)) - set(before):
-                (folder / name).unlink()
+    with Forks(UNPACKER) as forks:
+        forks.start(packed.bundle, tmp_path / "measured", keys.trusted)
+        seconds = float(forks.line())
+        assert forks.exit_code() == 0
+        for number in range(20):
+            moment = seconds * (number + source.random()) / 20
+            forks.run_and_kill_after(moment, packed.bundle, folder, keys.trusted)
+            content = contents(folder)
+            assert {name: content[name] for name in before} == before
+            interrupted += bool(staging_files_in(folder))
+            plans = {plan.plan_key: plan for plan in verify_folder(folder, keys.trusted)}
+            assert key_of(other) in plans and plans[key_of(other)].files == len(names)
+            if number % 4 == 3:
+                result = unpack(packed.bundle, folder, keys.trusted)
+                assert result.already_present == (packed.key in plans)
+                assert [
+                    name for name in staging_files_in(folder) if name.startswith(".staging")
+                ] == [] or result.already_present
+                assert len(verify_folder(folder, keys.trusted)) == 2
+                for name in set(contents(folder)) - set(before):
+                    (folder / name).unlink()
     assert interrupted >= 5, "too few processes were killed while unpacking"
 
 
 DYING = """
-import os, signal, sys
-from pathlib import Path
-from tcdeploy.bundle.unpack import unpack
-bundle, folder, trusted = map(Path, sys.argv[1:4])
-left = int(sys.argv[4])
+bundle, folder, trusted = map(Path, arguments[:3])
+left = int(arguments[3])
 def count(event, _):
     global left
     if event == "os.rename":
@@ -862,18 +855,19 @@ print("done")
 def test_a_kill_between_renames_leaves_a_complete_plan_or_none(small: Packed, keys: Keys, tmp_path: Path) -> None:
     """The files are renamed first, then the manifest, then the stored header."""
     states = []
-    for renames in (0, 1, len(KINDS) // 2, len(KINDS) - 1, len(KINDS), len(KINDS) + 1):
-        folder = tmp_path / f"killed after {renames}"
-        other = manifest_for(folder, fill(folder, {"old/x": 700}), bucket=OLD_BUCKET)
-        write_manifest(path_of(folder, other), other)
-        with Child(DYING, small.bundle, folder, keys.trusted, renames) as child:
-            assert child.process.wait() == -9
-        plans = [plan.plan_key for plan in verify_folder(folder, keys.trusted)]
-        states.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
-        assert key_of(other) in plans and staging_files_in(folder)
-        assert unpack(small.bundle, folder, keys.trusted).already_present == states[-1][1]
-        signers = {plan.plan_key: plan.signer for plan in verify_folder(folder, keys.trusted)}
-        assert signers[small.key] is not None and signers[key_of(other)] is None
+    with Forks(DYING) as forks:
+        for renames in (0, 1, len(KINDS) // 2, len(KINDS) - 1, len(KINDS), len(KINDS) + 1):
+            folder = tmp_path / f"killed after {renames}"
+            other = manifest_for(folder, fill(folder, {"old/x": 700}), bucket=OLD_BUCKET)
+            write_manifest(path_of(folder, other), other)
+            forks.start(small.bundle, folder, keys.trusted, renames)
+            assert forks.exit_code() == -signal.SIGKILL
+            plans = [plan.plan_key for plan in verify_folder(folder, keys.trusted)]
+            states.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
+            assert key_of(other) in plans and staging_files_in(folder)
+            assert unpack(small.bundle, folder, keys.trusted).already_present == states[-1][1]
+            signers = {plan.plan_key: plan.signer for plan in verify_folder(folder, keys.trusted)}
+            assert signers[small.key] is not None and signers[key_of(other)] is None
     half = len(KINDS) // 2
     assert states == [(0, False), (1, False), (half, False), (16, False), (17, False), (17, True)]
 
@@ -925,20 +919,43 @@ def test_a_disk_that_fills_up_during_unpacking_leaves_the_cache_unchanged(keys: 
 # Concurrent processes
 
 
+EIGHT_FORKS = """
+import contextlib, io, json, os, sys
+import cryptography.hazmat.primitives.serialization, zstandard
+from tcdeploy.bundle import unpack
+from tcdeploy.cli import app as cli
+waiting, start = os.pipe()
+children = []
+for _ in range(8):
+    if child := os.fork():
+        children.append(child)
+        continue
+    os.close(start)
+    os.read(waiting, 1)  # until the parent has forked all
+    code, output = 1, io.StringIO()
+    try:
+        with contextlib.redirect_stdout(output):
+            cli.main()
+    except SystemExit as exit_:
+        code = exit_.code
+    finally:
+        os.write(1, (json.dumps(json.loads(output.getvalue())) + "\\n").encode())
+        os._exit(code)
+os.close(start)
+assert [os.waitpid(child, 0)[1] for child in children] == [0] * 8
+"""
+
+
 def test_eight_concurrent_processes_succeed_and_one_unpacks(packed: Packed, keys: Keys, tmp_path: Path) -> None:
     arguments = ("cache", "unpack", str(packed.bundle), str(tmp_path / "folder"), "--json")
     environ = cli_environment(tmp_path, TCDEPLOY_TRUSTED_KEYS=str(keys.trusted))
-    runs = [
-        subprocess.Popen(
-            cli_command(*arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ
-        )
-        for _ in range(8)
-    ]
-    documents = []
-    for run in runs:
-        stdout, stderr = run.communicate(timeout=120)
-        assert run.returncode == 0, stderr
-        documents.append(json.loads(stdout))
+    with subprocess.Popen(
+        [sys.executable, "-c", EIGHT_FORKS, *arguments],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ,
+    ) as runs:  # fmt: skip
+        stdout, stderr = runs.communicate(timeout=120)
+    assert runs.returncode == 0, stderr
+    documents = [json.loads(line) for line in stdout.splitlines()]
     assert sorted(document["already_present"] for document in documents) == [False] + [True] * 7
     assert {document["plan_key"] for document in documents} == {packed.key}
     assert len(verify_folder(tmp_path / "folder", keys.trusted)) == 1 and staging_files_in(tmp_path / "folder") == []
