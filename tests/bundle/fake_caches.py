@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import random
@@ -56,9 +57,12 @@ KINDS = (
 SIZES = (1, 511, 512, 513, 700, 1024, 4096, 9000)
 
 
+_installed_versions = functools.cache(installed_versions)
+
+
 def as_installed(**differences: Any) -> Any:
     """An environment with the installed versions, so that the real `unpack` command accepts the bundle."""
-    versions = installed_versions()
+    versions = _installed_versions()
     installed = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
     return replace(LAPTOP, **{"python": f"{versions['python']}.1", **installed, **differences})
 
