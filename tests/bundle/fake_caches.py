@@ -235,8 +235,14 @@ class Forks(Child):
     """
 
     def __init__(self, script: str) -> None:
-        super().__init__(FORK_PER_LINE, script)
+        super().__init__(FORK_PER_LINE, script, start_new_session=True)
         assert self.line() == "ready"
+
+    def kill(self) -> None:
+        """Kill the process and its forks, which share its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
 
     def start(self, *arguments: object) -> int:
         """Start a run; returns the id of its process."""
