@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import json
 import os
 import re
 import resource
@@ -296,9 +297,12 @@ def test_the_init_file_of_a_package_imports_nothing() -> None:
 def test_the_package_imports_its_public_names_lazily() -> None:
     done = run("-c", f"import sys, {PACKAGE}; print(*[name for name in {SLOW_IMPORTS} if name in sys.modules])")
     assert (done.returncode, done.stdout.split()) == (0, [])
-    done = run("-c", f"from {PACKAGE} import Engine, Recipe, SamplingParams, prepare; print(Engine.__module__)")
-    assert (done.returncode, done.stdout.strip()) == (0, f"{PACKAGE}.engine.engine")
-    assert run("-c", f"from {PACKAGE} import Motor").returncode == 1
+    from tcdeploy import Engine, Recipe, SamplingParams, prepare
+
+    modules = [item.__module__.removeprefix(f"{PACKAGE}.") for item in (Engine, Recipe, SamplingParams, prepare)]
+    assert modules == ["engine.engine", "planning.recipe", "engine.sequence", "pipeline"]
+    with pytest.raises(ImportError):
+        from tcdeploy import Motor  # noqa: F401
 
 
 def test_only_the_display_imports_rich() -> None:
@@ -358,38 +362,62 @@ def test_the_server_binds_its_socket_before_slow_imports() -> None:
     assert (done.returncode, done.stdout.split(), done.stderr) == (0, [], "")
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--help",), ("warm", "--help"), ("recipes",), ("cache", "--help"), ("cache", "verify", "--help"),
-    ],
-    ids=" ".join,
-)  # fmt: skip
-def test_commands_without_a_model_import_neither_torch_nor_transformers_nor_rich(arguments: tuple[str, ...]) -> None:
-    imported = imported_by(*arguments)
-    assert {PACKAGE, "typer", "yaml"} <= imported
-    assert not imported & {*SLOW_IMPORTS, "numpy"}
+COMMANDS_WITHOUT_A_MODEL = ("--help", "warm --help", "recipes", "cache --help", "cache verify --help")
+MAINTENANCE = ("ls", "du", "gc")
+FORK_PER_COMMAND = """
+import contextlib, io, json, os, sys
+from tcdeploy.cli import app as cli
+for command in json.loads(sys.argv[1]):
+    if child := os.fork():
+        os.waitpid(child, 0)
+        continue
+    sys.argv = ["tcdeploy", *command.split()]
+    output, code = io.StringIO(), None
+    try:
+        with contextlib.redirect_stdout(output):
+            cli.main()
+    except SystemExit as exit_:
+        code = exit_.code
+    finally:
+        packages = sorted({name.partition(".")[0] for name in sys.modules})
+        print(json.dumps([command, code, bool(output.getvalue()), packages]), flush=True)
+        os._exit(0)
+"""
 
 
-@pytest.mark.parametrize("command", ["ls", "du", "gc"])
-def test_cache_maintenance_imports_neither_torch_nor_transformers(command: str, tmp_path: Path) -> None:
-    (tmp_path / "manifests").mkdir()  # a cache folder, without a plan
-    imported = imported_by("cache", command, str(tmp_path))
+@pytest.fixture(scope="module")
+def imported_by(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
+    """The packages that each command imports. Every run is a fork of one process that has imported the CLI."""
+    folder = tmp_path_factory.mktemp("cache")
+    (folder / "manifests").mkdir()  # a cache folder, without a plan
+    commands = [*COMMANDS_WITHOUT_A_MODEL, *(f"cache {command} {folder}" for command in MAINTENANCE)]
+    done = run("-c", FORK_PER_COMMAND, json.dumps(commands))
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [result[:3] for result in results] == [[command, 0, True] for command in commands], done.stderr
+    return {command.removesuffix(f" {folder}"): set(packages) for command, _, _, packages in results}
+
+
+@pytest.mark.parametrize("command", COMMANDS_WITHOUT_A_MODEL)
+def test_commands_without_a_model_import_neither_torch_nor_transformers_nor_rich(
+    command: str, imported_by: dict[str, set[str]]
+) -> None:
+    assert {PACKAGE, "typer", "yaml"} <= imported_by[command]
+    assert not imported_by[command] & {*SLOW_IMPORTS, "numpy"}
+
+
+@pytest.mark.parametrize("command", MAINTENANCE)
+def test_cache_maintenance_imports_neither_torch_nor_transformers(
+    command: str, imported_by: dict[str, set[str]]
+) -> None:
+    imported = imported_by[f"cache {command}"]
     assert {PACKAGE, "rich"} <= imported, "a table is drawn"
     assert not imported & {"torch", "transformers", "numpy", "cryptography", "zstandard"}
 
 
-def imported_by(*arguments: str) -> set[str]:
-    """The packages that a run of the command imports. The run must succeed and print something."""
-    done = run("-X", "importtime", "-m", PACKAGE, *arguments)
-    assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
-    return {match.strip().split(".")[0] for match in re.findall(r"^import time:.*\|(.*)$", done.stderr, re.M)}
-
-
 def test_help_takes_less_than_its_time_limit() -> None:
-    """CPU seconds of the fastest of five runs, so that a busy machine passes."""
+    """CPU seconds of the fastest of up to five runs, so that a busy machine passes."""
     seconds = []
-    for _ in range(5):
+    while len(seconds) < 5 and min(seconds, default=HELP_SECONDS) >= HELP_SECONDS:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         done = run("-m", PACKAGE, "--help")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)

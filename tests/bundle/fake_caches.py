@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
 import os
 import random
 import shutil
@@ -9,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,9 +57,12 @@ KINDS = (
 SIZES = (1, 511, 512, 513, 700, 1024, 4096, 9000)
 
 
+_installed_versions = functools.cache(installed_versions)
+
+
 def as_installed(**differences: Any) -> Any:
     """An environment with the installed versions, so that the real `unpack` command accepts the bundle."""
-    versions = installed_versions()
+    versions = _installed_versions()
     installed = {name: versions[name] for name in ("torch", "transformers", "triton", "flash_packages")}
     return replace(LAPTOP, **{"python": f"{versions['python']}.1", **installed, **differences})
 
@@ -154,6 +160,16 @@ def flipped(content: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+@contextlib.contextmanager
+def flipped_on_disk(path: Path, bit: int) -> Iterator[None]:
+    """Flip one bit of the file in place, which takes less time than to truncate and rewrite it."""
+    with open(path, "r+b", buffering=0) as file:
+        original = os.pread(file.fileno(), 1, bit // 8)
+        os.pwrite(file.fileno(), flipped(original, bit % 8), bit // 8)
+        yield
+        os.pwrite(file.fileno(), original, bit // 8)
+
+
 def fill_disk_leaving(folder: Path, free: int) -> None:
     """Fill the disk that `folder` is mounted on, except for `free` bytes."""
     with open(folder / "filler", "wb") as filler:
@@ -187,17 +203,67 @@ class Child:
         self.process.stdin.write("go\n")
         self.process.stdin.flush()
 
-    def kill_after(self, seconds: float, check: Callable[[], None] = lambda: None) -> None:
-        """Start the work, call `check` repeatedly for `seconds`, then kill the process."""
-        self.go()
-        end = time.monotonic() + seconds
-        while time.monotonic() < end:
-            check()
-            time.sleep(0.0002)
-        self.kill()
-
     def kill(self) -> None:
         """Send SIGKILL unless the process has ended."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
+
+
+FORK_PER_LINE = """
+import json, os, signal, sys, time
+from pathlib import Path
+import cryptography.hazmat.primitives.serialization, zstandard
+from tcdeploy.bundle.pack import pack
+from tcdeploy.bundle.unpack import unpack
+print("ready", flush=True)
+while line := sys.stdin.readline():
+    if child := os.fork():
+        print("ended", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        continue
+    print(os.getpid(), flush=True)
+    exec(sys.argv[1], {**globals(), "arguments": json.loads(line)})
+    sys.stdout.flush()
+    os._exit(0)
+"""
+
+
+class Forks(Child):
+    """A process that has imported what packing and unpacking need. Each run of `script` is a fork of it.
+
+    The script reads `arguments`, and may be killed at any time.
+    """
+
+    def __init__(self, script: str) -> None:
+        super().__init__(FORK_PER_LINE, script, start_new_session=True)
+        assert self.line() == "ready"
+
+    def kill(self) -> None:
+        """Kill the process and its forks, which share its pipes."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+    def start(self, *arguments: object) -> int:
+        """Start a run; returns the id of its process."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(list(map(str, arguments))) + "\n")
+        self.process.stdin.flush()
+        return int(self.line())
+
+    def exit_code(self) -> int:
+        """Wait for the end of the run. Reads what is left of its output."""
+        while not (line := self.line()).startswith("ended "):
+            pass
+        return int(line.removeprefix("ended "))
+
+    def run_and_kill_after(self, seconds: float, *arguments: object, check: Callable[[], None] = lambda: None) -> None:
+        """Start a run, call `check` repeatedly for `seconds`, then kill the run unless it has ended."""
+        child = self.start(*arguments)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            check()
+            time.sleep(0.0002)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        self.exit_code()

@@ -22,7 +22,7 @@ from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageErro
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
-    Child,
+    Forks,
     fill_disk_leaving,
     key_of,
     make_small,
@@ -208,13 +208,7 @@ def pack_damaged(small: Packed, folder: Path, target: Path) -> None:
 
 
 PACKER = """
-import sys
-from pathlib import Path
-from tcdeploy.bundle.pack import pack
-import zstandard, cryptography.hazmat.primitives.serialization
-folder, key, target, secret = sys.argv[1:]
-print("ready", flush=True)
-sys.stdin.readline()
+folder, key, target, secret = arguments
 while True:
     pack(Path(folder), key, Path(target), Path(secret))
 """
@@ -232,18 +226,19 @@ def test_a_killed_pack_leaves_no_bundle_or_a_complete_signed_one(
 ) -> None:
     """SIGKILL ten processes that pack in a loop, to a new and to an existing target."""
     source, absent, interrupted = random.Random(8), 0, 0
-    for number in range(10):
-        target = tmp_path / f"{number}.tcb"
-        if target_exists:
-            shutil.copyfile(packed.bundle, target)
-        with Child(PACKER, packed.folder, packed.key, target, keys.secret) as child:
-            assert child.line() == "ready"
-            child.kill_after(source.uniform(0, 0.3), lambda target=target: assert_complete_bundle(target, packed))
-        absent += not target.exists()
-        interrupted += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
-        if target.exists():
-            assert verify_bundle(target, keys.trusted).signer is not None
-            assert target.read_bytes() == packed.bundle.read_bytes()
+    with Forks(PACKER) as forks:
+        for number in range(10):
+            target = tmp_path / f"{number}.tcb"
+            if target_exists:
+                shutil.copyfile(packed.bundle, target)
+            check = lambda target=target: assert_complete_bundle(target, packed)  # noqa: E731
+            moment = source.uniform(0, 0.15)
+            forks.run_and_kill_after(moment, packed.folder, packed.key, target, keys.secret, check=check)
+            absent += not target.exists()
+            interrupted += any(path.name.startswith(f".{target.name}-") for path in tmp_path.iterdir())
+            if target.exists():
+                assert verify_bundle(target, keys.trusted).signer is not None
+                assert target.read_bytes() == packed.bundle.read_bytes()
     assert absent == 0 if target_exists else absent < 10
     assert interrupted, "no process was killed while packing"
 

@@ -226,10 +226,10 @@ def test_a_start_waits_for_a_collection_in_progress(three: tuple[Path, list[str]
         child.line()
     lease.unlink()
     with folder_lock(folder):
-        child = Child(f"print('before the lease', flush=True)\n{HOLD_LEASE}", folder, keys[0])
-        with child:
+        imported = "import tcdeploy.cache.leases\nprint('before the lease', flush=True)\n"
+        with Child(imported + HOLD_LEASE, folder, keys[0]) as child:
             assert child.line() == "before the lease"
-            time.sleep(2.0)
+            time.sleep(0.5)
             assert not lease.exists(), "it waits for the lock"
     with Child(HOLD_LEASE, folder, keys[0]) as child:
         assert child.line() == "ready" and is_leased(folder, keys[0])

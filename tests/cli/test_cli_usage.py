@@ -1,17 +1,31 @@
-"""Usage errors are two lines on stderr with exit code 2, before torch is imported. Help shows every flag."""
+"""Usage errors are two lines on stderr with exit code 2, before torch is imported. Help shows every flag.
+
+Most runs call `main` in the test process. One run of each kind is a process of its own.
+"""
 
 from __future__ import annotations
 
+import gc
+import io
+import json
+import logging
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import yaml
 
+from tcdeploy import errors
+from tcdeploy.cli import app as cli
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.process import LOGGER_NAME
 from tcdeploy.planning.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,19 +34,44 @@ COMMANDS = ("compile", "warm", "generate")
 DRY_RUN_CONFLICT = "--dry-run excludes --require-hit, --budget, --cache-from and --cache-to"
 
 
-def run(*arguments: str, code: str = "", cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
-    """Run `python -m tcdeploy`, or `code`, in a process whose only TCDEPLOY_* variables are those in `environ`."""
+def clean_environment(**environ: str) -> dict[str, str]:
+    """This process's environment, with those in `environ` as the only TCDEPLOY_* variables."""
     outer = {name: value for name, value in os.environ.items() if not name.startswith("TCDEPLOY_")}
+    return {**outer, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environ}
+
+
+def run_process(*arguments: str, code: str = "", cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run `python -m tcdeploy`, or `code`, in a new process."""
     return subprocess.run(
         [sys.executable, *(["-c", code] if code else ["-m", "tcdeploy"]), *arguments],
-        cwd=cwd, env={**outer, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environ}, capture_output=True, text=True,
+        cwd=cwd, env=clean_environment(**environ), capture_output=True, text=True,
         stdin=subprocess.DEVNULL, timeout=120,
     )  # fmt: skip
 
 
-def refused(*arguments: str, cwd: Path = ROOT, **environ: str) -> tuple[str, str]:
+def run(*arguments: str, cwd: Path = ROOT, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Call `main` with these arguments, and restore what it changes in this process."""
+    threshold, logger = gc.get_threshold(), logging.getLogger(LOGGER_NAME)
+    handlers, stdout, stderr = logger.handlers[:], io.StringIO(), io.StringIO()
+    try:
+        with (
+            chdir(cwd), patch.dict(os.environ, clean_environment(**environ), clear=True),
+            patch.object(sys, "argv", ["tcdeploy", *arguments]), patch.object(sys, "stdin", io.StringIO()),
+            redirect_stdout(stdout), redirect_stderr(stderr), pytest.raises(SystemExit) as exit_,
+        ):  # fmt: skip
+            cli.main()
+    finally:
+        gc.set_threshold(*threshold)
+        logger.handlers[:] = handlers
+    assert isinstance(exit_.value.code, int)
+    return subprocess.CompletedProcess(arguments, exit_.value.code, stdout.getvalue(), stderr.getvalue())
+
+
+def refused(
+    *arguments: str, cwd: Path = ROOT, runner: Callable[..., subprocess.CompletedProcess[str]] = run, **environ: str
+) -> tuple[str, str]:
     """(error, hint) of a usage error: exactly these two lines, nothing on stdout, exit code 2."""
-    completed = run(*arguments, cwd=cwd, **environ)
+    completed = runner(*arguments, cwd=cwd, **environ)
     lines = completed.stderr.splitlines()
     assert (completed.returncode, completed.stdout, [line.partition(" ")[0] for line in lines]) == (
         2,
@@ -45,8 +84,8 @@ def refused(*arguments: str, cwd: Path = ROOT, **environ: str) -> tuple[str, str
 
 
 def test_the_hint_for_a_missing_model_shows_how_to_name_one() -> None:
-    for command in ("compile", "warm"):
-        error, hint = refused(command)
+    for command, runner in (("compile", run), ("warm", run_process)):
+        error, hint = refused(command, runner=runner)
         assert "no model" in error
         assert "builtin:tiny" in hint and "--recipe" in hint
 
@@ -72,7 +111,7 @@ def test_an_unknown_key_in_a_recipe_names_file_and_nearest(tmp_path: Path) -> No
 
 
 def test_an_unknown_variable_names_the_nearest() -> None:
-    error, _ = refused("warm", "builtin:tiny", TCDEPLOY_BATCH_SIZE="1")
+    error, _ = refused("warm", "builtin:tiny", runner=run_process, TCDEPLOY_BATCH_SIZE="1")
     assert error == "environment: unknown key 'batch_size'; the nearest is 'batch_sizes'"
 
 
@@ -109,7 +148,7 @@ def test_the_error_for_a_malformed_list_shows_an_example() -> None:
     ],
 )
 def test_parser_errors_have_no_traceback(arguments: tuple[str, ...], word: str) -> None:
-    completed = run(*arguments)
+    completed = (run_process if word == "complie" else run)(*arguments)
     assert "Traceback" not in completed.stderr
     assert (completed.returncode, completed.stdout) == (2, "")
     assert word in completed.stderr.lower()
@@ -170,18 +209,42 @@ def test_generate_needs_a_prompt() -> None:
 
 
 def test_without_a_command_the_help_is_shown() -> None:
-    completed = run()
+    completed = run_process()
     assert "Traceback" not in completed.stderr
     assert "Usage:" in completed.stdout + completed.stderr
     assert all(command in completed.stdout + completed.stderr for command in COMMANDS)
 
 
 def test_the_debug_variable_adds_the_traceback() -> None:
-    plain, debug = run("compile"), run("compile", TCDEPLOY_DEBUG="1")
+    plain, debug = run("compile"), run_process("compile", TCDEPLOY_DEBUG="1")
     assert "Traceback" not in plain.stderr
     assert "Traceback" in debug.stderr and "RecipeError" in debug.stderr
     assert debug.stderr.endswith(plain.stderr)
     assert debug.returncode == 2
+
+
+WITHOUT_TORCH = """
+import json, sys
+from tcdeploy.cli import app as cli
+for arguments in json.loads(sys.argv[1]):
+    sys.argv = ["tcdeploy", *arguments]
+    try:
+        cli.main()
+    except SystemExit as exit_:
+        assert exit_.code == 2, arguments
+    assert not {"torch", "transformers"} & sys.modules.keys(), arguments
+print("done")
+"""
+
+
+def test_usage_errors_are_found_before_torch_is_imported() -> None:
+    commands = [
+        ("compile",), ("warm", "builtin:tiny", "--buckets", "1.5"), ("warm", "builtin:tiny", "--budget", "soon"),
+        ("warm", "builtin:tiny", "--sign", "ci.key"), ("generate", "builtin:tiny"), ("cache", "push", ".", "/x"),
+        ("serve", "builtin:tiny", "--allow-unsigned"), ("compile", "builtin:tiny", "--bucket", "64"),
+    ]  # fmt: skip
+    completed = run_process(json.dumps(commands), code=WITHOUT_TORCH)
+    assert (completed.returncode, completed.stdout) == (0, "done\n"), completed.stderr
 
 
 FAILING = """
@@ -196,46 +259,71 @@ cli.main()
 """
 
 
+@pytest.fixture
+def fail_command() -> Iterator[Callable[..., None]]:
+    """Registers a command `fail` for one test: `fail_command(function)`."""
+    registered = cli.app.registered_commands[:]
+    yield cli.app.command("fail")
+    cli.app.registered_commands[:] = registered
+
+
+def failing(raised: BaseException) -> Callable[[], None]:
+    def fail() -> None:
+        raise raised
+
+    return fail
+
+
 @pytest.mark.parametrize(
-    ("raised", "code"),
+    ("error", "code"),
     [
-        ("errors.TcdeployError('what', 'next')", 1),
-        ("errors.UsageError('what', 'next')", 2),
-        ("errors.RecipeError('what', 'next')", 2),
-        ("errors.UnsupportedModelError('what', 'next')", 1),
-        ("errors.CompileError('what', 'next')", 1),
-        ("errors.RecompileError('what', 'next')", 1),
-        ("errors.MismatchError('what', 'next')", 3),
-        ("errors.TrustError('what', 'next')", 4),
-        ("errors.IntegrityError('what', 'next')", 5),
-        ("errors.ThresholdError('what', 'next')", 6),
-        ("errors.SpaceError('what', 'next')", 7),
-        ("errors.NetworkError('what', 'next')", 8),
+        (errors.TcdeployError, 1),
+        (errors.UsageError, 2),
+        (errors.RecipeError, 2),
+        (errors.UnsupportedModelError, 1),
+        (errors.CompileError, 1),
+        (errors.RecompileError, 1),
+        (errors.MismatchError, 3),
+        (errors.TrustError, 4),
+        (errors.IntegrityError, 5),
+        (errors.ThresholdError, 6),
+        (errors.SpaceError, 7),
+        (errors.NetworkError, 8),
     ],
 )
-def test_each_error_has_its_exit_code(raised: str, code: int) -> None:
-    completed = run(code=FAILING.format(raised=raised))
+def test_each_error_has_its_exit_code(
+    error: type[errors.TcdeployError], code: int, fail_command: Callable[..., None]
+) -> None:
+    fail_command(failing(error("what", "next")))
+    completed = run("fail")
     assert (completed.returncode, completed.stdout, completed.stderr) == (code, "", "error: what\nhint: next\n")
 
 
-def test_an_error_without_a_hint_is_one_line() -> None:
-    completed = run(code=FAILING.format(raised="errors.SpaceError('what')"))
+def test_an_error_of_a_process_is_its_exit_code() -> None:
+    completed = run_process(code=FAILING.format(raised="errors.MismatchError('what', 'next')"))
+    assert (completed.returncode, completed.stdout, completed.stderr) == (3, "", "error: what\nhint: next\n")
+
+
+def test_an_error_without_a_hint_is_one_line(fail_command: Callable[..., None]) -> None:
+    fail_command(failing(errors.SpaceError("what")))
+    completed = run("fail")
     assert (completed.returncode, completed.stderr) == (7, "error: what\n")
 
 
-def test_an_interrupt_is_an_error_with_a_hint() -> None:
+def test_an_interrupt_is_an_error_with_a_hint(fail_command: Callable[..., None]) -> None:
     """KeyboardInterrupt inside a command that takes a recipe."""
-    decorated = FAILING.replace("def fail():", "@recipe_command\ndef fail(recipe: Recipe):")
-    imports = "from tcdeploy.cli.options import recipe_command\nfrom tcdeploy.planning.recipe import Recipe\n"
-    completed = run(
-        code=(imports + decorated).format(raised="KeyboardInterrupt").replace('"fail"]', '"fail", "builtin:tiny"]')
-    )
+
+    def fail(recipe: Recipe) -> None:
+        raise KeyboardInterrupt
+
+    fail_command(recipe_command(fail))
+    completed = run("fail", "builtin:tiny")
     assert completed.returncode == 130
     assert completed.stderr.startswith("error: interrupted\nhint: run the command again")
 
 
 def test_an_unexpected_error_keeps_its_traceback() -> None:
-    completed = run(code=FAILING.format(raised="ZeroDivisionError('unforeseen')"))
+    completed = run_process(code=FAILING.format(raised="ZeroDivisionError('unforeseen')"))
     assert completed.returncode == 1
     assert "Traceback" in completed.stderr and "unforeseen" in completed.stderr
 
@@ -266,6 +354,6 @@ def test_each_recipe_flag_shows_its_help_default_and_variable(command: str) -> N
 
 
 def test_help_lists_the_commands() -> None:
-    completed = run("--help")
+    completed = run_process("--help")
     assert (completed.returncode, completed.stderr) == (0, "")
     assert all(re.search(rf"^  {command} ", completed.stdout, re.M) for command in (*COMMANDS, "recipes"))

@@ -595,10 +595,10 @@ class FakeEngine:
         self.tables = [(sequence, list(sequence.blocks)) for sequence in decode]
 
     def write(self, sequence: Sequence, start: int, stop: int) -> None:
-        tokens, block_size = self.sampled[sequence], self.scheduler.allocator.block_size
+        tokens, block_size, owners = self.sampled[sequence], self.scheduler.allocator.block_size, self.owners()
         for position in range(start, stop):
             block = sequence.blocks[position // block_size]
-            assert self.owners()[block] == 1, "a block with two owners is never written"
+            assert owners[block] == 1, "a block with two owners is never written"
             self.keys[block * block_size + position % block_size] = tuple(tokens[: position + 1])
         self.progress[sequence] = (sequence.preemptions, stop)
 
@@ -709,7 +709,7 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     return arrivals
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     arrivals=traffic(),
     block_size=st.integers(1, 4),

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
@@ -16,6 +14,7 @@ import pytest
 from tcdeploy.planning.environment import (
     Difference,
     Environment,
+    detect_environment,
     diff_environments,
     installed_flash_packages,
     parse_environment,
@@ -189,20 +188,16 @@ def test_a_flash_package_that_breaks_on_import_does_not_break_the_detection(site
     assert installed_flash_packages() == (("flash-attn-2", "unknown version"),)
 
 
-def test_this_machine_is_detected_without_a_compiler_or_nvidia_smi() -> None:
-    """In a subprocess, because it imports torch; with an empty PATH, so g++ is not found."""
-    source = "import json, dataclasses as d; from tcdeploy.planning.environment import detect_environment as f; " + (
-        "print(json.dumps(d.asdict(f())))"
-    )
-    environ = {**os.environ, "PATH": "", "XDG_CACHE_HOME": "/caches", "TORCHINDUCTOR_CACHE_DIR": "/inductor"}
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=environ, cwd=REPOSITORY, capture_output=True, text=True, check=True
-    )
-    environment = json.loads(done.stdout)
-    assert environment["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert environment["torch"] and environment["transformers"] and environment["cpu"]
-    assert environment["cpu_threads"] >= 1 and environment["host_memory_bytes"] > 2**28
-    assert (environment["compiler"], environment["driver"]) == ("", "")
-    assert (environment["user_cache_dir"], environment["inductor_cache_dir"]) == ("/caches", "/inductor")
-    assert all(gpu["name"] and gpu["memory_bytes"] for gpu in environment["gpus"])
-    assert bool(environment["gpus"]) == bool(environment["cuda"])
+def test_this_machine_is_detected_without_a_compiler_or_nvidia_smi(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an empty PATH, so that g++ is not found."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/inductor")
+    environment = detect_environment()
+    assert environment.python == ".".join(map(str, sys.version_info[:3]))
+    assert environment.torch and environment.transformers and environment.cpu
+    assert environment.cpu_threads >= 1 and environment.host_memory_bytes > 2**28
+    assert (environment.compiler, environment.driver) == ("", "")
+    assert (environment.user_cache_dir, environment.inductor_cache_dir) == ("/caches", "/inductor")
+    assert all(gpu.name and gpu.memory_bytes for gpu in environment.gpus)
+    assert bool(environment.gpus) == bool(environment.cuda)

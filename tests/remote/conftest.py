@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -89,12 +90,19 @@ class ConcurrentRun(NamedTuple):
 
 @pytest.fixture(scope="session")
 def moto_port() -> Iterator[int]:
+    """The port of an S3 server. Clients share botocore's service models, as clients of one session do.
+
+    Every push, pull and find has its own session, and to parse the models takes most of its CPU time.
+    """
     pytest.importorskip("s3fs")
+    import botocore.session
     from moto.server import ThreadedMotoServer
 
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
-    yield server.get_host_and_port()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(botocore.session, "create_loader", functools.cache(botocore.session.create_loader))
+        yield server.get_host_and_port()[1]
     server.stop()
 
 

@@ -220,8 +220,8 @@ def test_a_slow_registry_times_out(
     repository_url: str, front: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Fault
 ) -> None:
     url = push(make_bundle(5000), repository_url, PLAN).url
-    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 0.8)
     front.fail(fault, method="GET", path="/blobs/")
     start = time.monotonic()
     with pytest.raises(NetworkError, match="failed after [1-4] attempt"):

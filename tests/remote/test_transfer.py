@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.errors import IntegrityError, NetworkError, SpaceError, UsageError
-from tcdeploy.remote import retry, transfer
+from tcdeploy.remote import fsspec_folder, retry, transfer
 from tcdeploy.remote.address import Address
 from tcdeploy.remote.transfer import find, pull, push, redacted
 from tests.conftest import mounted_tmpfs
@@ -25,6 +25,7 @@ from tests.remote.faulty import Cut, Drip, FakeResponse, NoContentLength, Proxy,
 
 Make = Callable[..., Path]
 EXPIRED = b"<Error><Code>ExpiredToken</Code><Message>The provided token has expired.</Message></Error>"
+SMALLEST_PART = 5 << 20  # that S3 accepts, except for the last
 SLOW_DOWN = b"<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
 
 
@@ -215,11 +216,12 @@ def test_a_push_of_stored_bytes_uploads_nothing(s3: Proxy, make_bundle: Make) ->
     assert sum(request.body_bytes for request in s3.requests) == 0
 
 
-@pytest.mark.parametrize("size", [300_000, 40_000_000], ids=["in one put", "in parts"])
+@pytest.mark.parametrize("size", [300_000, 12_000_000], ids=["in one put", "in parts"])
 def test_s3_keeps_the_first_of_two_writers_that_both_find_the_name_free(
-    s3: Proxy, make_bundle: Make, inbox: Path, size: int
+    s3: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Both writes are held until both have arrived, so that the store's If-None-Match decides."""
+    monkeypatch.setattr(fsspec_folder, "PART_BYTES", SMALLEST_PART)
     file = make_bundle(size)
     method = "PUT" if size < 1_000_000 else "POST"
     path = ".tcb" if method == "PUT" else "uploadId="
@@ -246,10 +248,13 @@ def test_a_late_writer_does_not_overwrite(s3: Proxy, s3_client: Any, make_bundle
     assert s3_client.get_object(Bucket="bucket", Key=key)["Body"].read() == b"other"
 
 
-def test_a_failed_multipart_upload_leaves_no_parts(s3: Proxy, s3_client: Any, make_bundle: Make) -> None:
+def test_a_failed_multipart_upload_leaves_no_parts(
+    s3: Proxy, s3_client: Any, make_bundle: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fsspec_folder, "PART_BYTES", SMALLEST_PART)
     s3.fail(FakeResponse(500), method="PUT", path="partNumber=3")
     with pytest.raises(NetworkError, match="failed after 4 attempts: HTTP 500"):
-        push(make_bundle(40_000_000), "s3://bucket/deep", PLAN)
+        push(make_bundle(12_000_000), "s3://bucket/deep", PLAN)
     assert "Uploads" not in s3_client.list_multipart_uploads(Bucket="bucket")
     assert "Contents" not in s3_client.list_objects_v2(Bucket="bucket")
 
@@ -332,8 +337,8 @@ def test_a_missing_bucket_is_not_an_empty_folder(s3: Proxy, make_bundle: Make) -
 def test_a_slow_s3_times_out(
     s3: Proxy, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
-    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 0.8)
     url = push(make_bundle(5000), "s3://bucket/deep", PLAN).url
     s3.fail(fault, method="GET")
     start = time.monotonic()
@@ -347,7 +352,7 @@ def test_a_slow_s3_times_out(
 def test_a_stalled_response_is_retried_after_the_read_timeout(
     store: str, request: pytest.FixtureRequest, make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
     file = make_bundle()
     proxy = request.getfixturevalue(store) if store == "s3" else request.getfixturevalue(store)[0]
     url = push(file, "s3://bucket/deep", PLAN).url if store == "s3" else put_on(request.getfixturevalue(store), file)
@@ -393,8 +398,8 @@ def test_a_slow_web_server_times_out(
     web: tuple[Proxy, Path], make_bundle: Make, inbox: Path, monkeypatch: pytest.MonkeyPatch, fault: Any
 ) -> None:
     url = put_on(web, make_bundle(5000))
-    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.3)
-    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 1.5)
+    monkeypatch.setattr(retry, "READ_TIMEOUT_SECONDS", 0.2)
+    monkeypatch.setattr(retry, "TOTAL_TIMEOUT_SECONDS", 0.8)
     web[0].fail(fault)
     start = time.monotonic()
     with pytest.raises(NetworkError, match="failed after [1-4] attempt"):
