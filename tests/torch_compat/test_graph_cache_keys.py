@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from tests.conftest import ROOT, TINY, cli_environment
+from tests.conftest import ROOT, TINY, TINY_FLAGS, cli_environment
 
 PRINT_KEYS = """
 import hashlib
@@ -29,7 +29,6 @@ def load():
     import torch
 """  # precedes torch in sys.modules, and has an attribute `torch`
 IMPORT_OTHER_MODULE = "import other_server; other_server.load()\n"
-WARM = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1")
 
 
 def run(folder: Path, program: str, *arguments: str) -> str:
@@ -50,12 +49,8 @@ def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_n
     assert patched_key == other_patched_key
 
 
-def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(
-    tmp_path: Path, run_cli: Callable[..., subprocess.CompletedProcess[str]]
-) -> None:
+def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(tmp_path: Path, filled_cache: Path) -> None:
     (tmp_path / "other_server.py").write_text(OTHER_MODULE)
-    arguments = (*WARM, "--cache-dir", str(tmp_path / "cache"))
-    warmed = run_cli(*arguments)
-    assert warmed.returncode == 0, warmed.stderr
+    cache = shutil.copytree(filled_cache, tmp_path / "cache")
     program = f"{IMPORT_OTHER_MODULE}from tcdeploy.cli.app import main; main()"
-    run(tmp_path, program, *arguments, "--require-hit")
+    run(tmp_path, program, "warm", TINY, *TINY_FLAGS, "--cache-dir", str(cache), "--require-hit")
