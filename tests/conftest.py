@@ -51,14 +51,23 @@ COMPILING_PATHS = (
     "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
+# The files that take a minute or more. They run first, so that no worker ends with one of them while the others are idle.
+LONG_FILES = (
+    "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "torch_compat/test_missing_internals.py",
+    "bundle/test_relocation.py", "test_prewarm.py", "cache/test_source_keys.py", "engine/test_tuning.py",
+    "cache/test_toolchain.py", "engine/test_continuous_batching.py",
+)  # fmt: skip
+
 relax_gc_for_startup()  # as the CLI does
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that compile or start a model, and skip GPU tests if torch sees no GPU."""
+    """Move long files to the front, mark tests that compile or start a model, and skip GPU tests if there is no GPU."""
+    paths = {item: item.path.relative_to(ROOT / "tests").as_posix() for item in items}
+    items.sort(key=lambda item: LONG_FILES.index(paths[item]) if paths[item] in LONG_FILES else len(LONG_FILES))
     for item in items:
-        path = item.path.relative_to(ROOT / "tests").as_posix()
+        path = paths[item]
         if path.startswith(COMPILING_PATHS) or COMPILING_FIXTURES.intersection(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.compiles)
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
