@@ -83,7 +83,6 @@ CASES = [
     Case("caches switched off", ALL, before=INDUCTOR + "c.force_disable_caches = True"),
     Case("tag of the cache key", ALL, before="import torch; torch.compiler.config.cache_key_tag = 'x'"),
     Case("context, layers, a bucket", ("prefill:64",), {"context": 200, "buckets": "16,64"}, {"num_hidden_layers": 1}),
-    Case("layers and dtype", ALL, {"dtype": "bfloat16"}, {"num_hidden_layers": 3}),
     Case("batch size and epsilon", ("prefill:16", "decode:2"), {"batch_sizes": "2"}, {"rms_norm_eps": 1e-5}),
 ]  # fmt: skip
 
