@@ -51,7 +51,7 @@ COMPILING_PATHS = (
     "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
-# The files that take a minute or more. They run first: otherwise one worker would end with them while others are idle.
+# Files that take a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "torch_compat/test_missing_internals.py",
     "bundle/test_relocation.py", "test_prewarm.py", "cache/test_source_keys.py", "engine/test_tuning.py",

@@ -2,9 +2,9 @@
 
 Importing torch and transformers takes 5 s, and most commands on a warm cache take less than 1 s. A process that has
 only imported is as clean as a new one: nothing is compiled, no cache folder is read, no thread is started. Forks share
-Python's hash seed, and whatever libraries read from HOME during import. They cannot show the effect of an environment
-variable during import, so a run that differs in other variables than those of `READ_AFTER_IMPORT` is a new process
-(conftest.py). So are the server that most tests share, and runs in moved folders.
+Python's hash seed, and whatever libraries read from HOME during import. A variable that is read during import cannot
+be tested in a fork: a run whose environment differs from the server's in a variable outside `READ_AFTER_IMPORT` is a
+new process (conftest.py), and so is a run with `new=True`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from typing import IO, Any, NoReturn
 HAS_GPU = os.path.exists("/dev/nvidiactl")
 HAS_PIDFD = hasattr(os, "pidfd_open")  # Linux
 MAX_REQUEST_BYTES = 128 << 10  # arguments, environment and script
-# Variables that may differ between the server's environment and a fork's: no import reads PATH, TMPDIR or the folder of
-# the caching compiler. HOME is read during import by some libraries, but nothing that the tests look at depends on it.
+# Variables that may differ between the server's environment and a fork's, because no result of the tests depends on
+# their value during import. (Some libraries read HOME then, and torch looks for nvcc on PATH.)
 READ_AFTER_IMPORT = frozenset({"HOME", "PATH", "TMPDIR", "TEST_COMPILER_CACHE"})
 KILLED = -signal.SIGKILL  # return code of a run whose exit status was lost
 

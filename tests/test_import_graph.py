@@ -365,7 +365,7 @@ def test_the_server_binds_its_socket_before_slow_imports() -> None:
 COMMANDS_WITHOUT_A_MODEL = ("--help", "warm --help", "recipes", "cache --help", "cache verify --help")
 MAINTENANCE = ("ls", "du", "gc")
 FORK_PER_COMMAND = """
-import contextlib, io, json, os, sys
+import contextlib, io, json, os, sys, traceback
 from tcdeploy.cli import app as cli
 for command in json.loads(sys.argv[1]):
     if child := os.fork():
@@ -378,6 +378,8 @@ for command in json.loads(sys.argv[1]):
             cli.main()
     except SystemExit as exit_:
         code = exit_.code
+    except BaseException:
+        traceback.print_exc()
     finally:
         packages = sorted({name.partition(".")[0] for name in sys.modules})
         print(json.dumps([command, code, bool(output.getvalue()), packages]), flush=True)

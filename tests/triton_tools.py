@@ -41,8 +41,8 @@ def triton_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     decides for the whole process, and fails if Triton was imported before. This redirects the decorated functions
     instead. It also works around three faults of the interpreter: a jitted function called from a kernel leaves
     `triton.language` patched; a dot of bfloat16, which numpy lacks, multiplies the bit patterns; Triton 3.6 cannot loop
-    with numpy 2.4. And it leaves out work without an effect, a quarter of the time: overflow checks, which the
-    interpreter computes but reports only if `debug` is set, and the construction of a table in every `_get_np_dtype`.
+    with numpy 2.4. It also skips two costs, a quarter of the run time: overflow checks, whose result the interpreter
+    discards unless `debug` is set, and the construction of a table in each call of `_get_np_dtype`.
     """
 
     interpret = functools.cache(interpreter.InterpretedFunction)

@@ -92,7 +92,7 @@ def assert_step_result(step: Step, out: Tensor, expected: tuple[Tensor, Tensor, 
     assert not step.split_counters.any()
 
 
-# Cases that are also run with more splits than most of their sequences have tiles.
+# Cases that also run with 8 splits.
 MANY_SPLITS = (
     "heads of 128, groups of 7",  # the only one whose merge takes two steps
     "heads of 256",  # several tiles per split

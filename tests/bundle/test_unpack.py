@@ -616,7 +616,7 @@ def test_a_large_file_is_streamed(small: Packed, keys: Keys, tmp_path: Path) -> 
 
 
 def test_a_header_with_too_many_files_is_refused_in_bounded_memory(small: Packed, keys: Keys, tmp_path: Path) -> None:
-    """Without digests the header is parsed and the files counted; with them it exceeds the header limit."""
+    """A header below the size limit is parsed, and its 250,000 files are counted. One above the limit is not read."""
     files = ",".join(f'{{"path": "a/{count}", "bytes": 1, "sha256": ""}}' for count in range(250_000))
     short = json.dumps(
         {"payload": {"bytes": 0, "sha256": ""}, "manifest": f'{{"schema": {SCHEMA_VERSION}, "files": [{files}]}}'}
@@ -934,7 +934,7 @@ def test_a_disk_that_fills_up_during_unpacking_leaves_the_cache_unchanged(
 EIGHT_FORKS = """
 import contextlib, io, json, os, sys
 import cryptography.hazmat.primitives.serialization, zstandard
-from tcdeploy.bundle import unpack
+import tcdeploy.bundle.unpack  # before the forks, so that none of them imports it
 from tcdeploy.cli import app as cli
 waiting, start = os.pipe()
 children = []

@@ -31,7 +31,7 @@ SMALL = {"buckets": "16", "batch_sizes": "1"}  # a subset of the cached buckets,
 class Case:
     """Changes relative to the run that filled the cache; `misses` are the buckets that torch must compile.
 
-    Changes that cause no miss are made together: if all buckets hit, none of the changes matters.
+    Changes that must not cause a miss share one case.
     """
 
     name: str
@@ -59,7 +59,7 @@ CASES = [
     Case("mode default, graphs none", flags={"mode": "default", "graphs": "none"}),
     Case("mode max-autotune", ALL, {"mode": "max-autotune"}),
     Case(
-        "mode auto without tuning time, attention as the default chooses it",
+        "mode auto without tuning time, attention set to its default",
         flags={"mode": "auto", "tune_seconds": 0.0, "attention": "reference"},
     ),
     Case("region blocks", ALL, {"region": "blocks"}),

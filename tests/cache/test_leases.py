@@ -67,7 +67,7 @@ def test_this_process_s_own_lease_counts(tmp_path: Path) -> None:
 
 
 ENTER_FIVE_TIMES = """
-import os, sys, time
+import os, sys, time, traceback
 from tcdeploy.cache import leases
 folder = sys.argv[1]
 children = []
@@ -84,6 +84,8 @@ for _ in range(8):
                 with open(f"{folder}/done", "a") as file:
                     file.write("x")
         os._exit(0)
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(1)
 print("ready", flush=True)

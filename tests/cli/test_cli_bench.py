@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import ROOT
+from tests.conftest import ROOT, RunCLI
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 SMALL = ("--buckets", "32", "--batch-sizes", "2", "--context", "128")
 
 
@@ -39,7 +37,7 @@ def shared_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     ],
 )
 def test_bad_input_is_refused_before_torch(
-    run_cli: RunCli, tmp_path: Path, arguments: tuple[str, ...], word: str
+    run_cli: RunCLI, tmp_path: Path, arguments: tuple[str, ...], word: str
 ) -> None:
     (tmp_path / "torch.py").write_text("raise RuntimeError('torch was imported')")
     command, *options = arguments
@@ -50,14 +48,14 @@ def test_bad_input_is_refused_before_torch(
     assert word in lines[0]
 
 
-def test_lengths_beyond_the_context_are_refused_before_weights_are_loaded(run_cli: RunCli) -> None:
+def test_lengths_beyond_the_context_are_refused_before_weights_are_loaded(run_cli: RunCLI) -> None:
     completed = run_cli("bench", "throughput", "builtin:tiny", *SMALL, "--input-length", "100", "--output-length", "29")
     assert (completed.returncode, completed.stdout) == (2, "")
     assert "error: a request (100 in, 29 out) is 129 tokens, and the context is 128" in completed.stderr
     assert "load ..." not in completed.stderr
 
 
-def test_help_of_each_benchmark_shows_the_defaults_of_its_settings(run_cli: RunCli) -> None:
+def test_help_of_each_benchmark_shows_the_defaults_of_its_settings(run_cli: RunCLI) -> None:
     completed = run_cli("bench", "--help")
     assert completed.returncode == 0
     for command in ("decode", "prefill", "throughput", "startup", "serve"):
@@ -73,7 +71,7 @@ def parse_document(completed: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(completed.stdout)
 
 
-def test_decode_beside_every_baseline(run_cli: RunCli, shared_cache: str, tmp_path: Path) -> None:
+def test_decode_beside_every_baseline(run_cli: RunCLI, shared_cache: str, tmp_path: Path) -> None:
     baselines = [word for name in ("eager", "generate", "region") for word in ("--baseline", name)]
     quick = ("--context-length", "40", "--repeats", "3", "--steps", "4", "--price-per-hour", "2")
     output = tmp_path / "decode.json"
@@ -95,7 +93,7 @@ def test_decode_beside_every_baseline(run_cli: RunCli, shared_cache: str, tmp_pa
     assert subjects == ["tcdeploy", "eager", "generate", "region"]
 
 
-def test_throughput_and_prefill_write_their_documents(run_cli: RunCli, shared_cache: str) -> None:
+def test_throughput_and_prefill_write_their_documents(run_cli: RunCLI, shared_cache: str) -> None:
     cached = ("--cache-dir", shared_cache)
     quick = ("--requests", "3", "--input-length", "9", "--output-length", "4", "--request-rate", "50")
     document = parse_document(
@@ -111,7 +109,7 @@ def test_throughput_and_prefill_write_their_documents(run_cli: RunCli, shared_ca
     assert "TTFT ms" in completed.stderr
 
 
-def test_the_child_of_bench_startup_reports_the_time_of_its_first_token(run_cli: RunCli, shared_cache: str) -> None:
+def test_the_child_of_bench_startup_reports_the_time_of_its_first_token(run_cli: RunCLI, shared_cache: str) -> None:
     """Called as the parent calls it, on a warm cache to save time."""
     before = time.time()
     child = ("--child", "--prompt-length", "5", "--cache-dir", shared_cache)

@@ -68,7 +68,8 @@ def test_block_tables_are_complete_after_at_most_one_copy_per_step(
     )
     preempted = engine.scheduler.preemptions
     engine.generate(prompts, SamplingParams(max_new_tokens=TOKENS))
-    assert engine.scheduler.preemptions > preempted and len(copies) > 3
+    assert engine.scheduler.preemptions > preempted
+    assert len(copies) > TOKENS // 16 + 1, "the test needs more copies than one sequence has block boundaries"
     assert_idle(engine)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,19 +34,20 @@ def prepare_in(folder: Path, tune_seconds: float = 300.0) -> Any:
 
 
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]]:
     """A cold start that compiled and timed every variant of every bucket, and its cache folder."""
     reset_programs()
     folder = tmp_path_factory.mktemp("tuned")
-    return prepare_in(folder), folder
+    yield prepare_in(folder), folder
+    reset_programs()
 
 
 @pytest.fixture
 def prepare_auto(tuned: tuple[Any, Path], tmp_path: Path) -> Any:
     """Prepares the tiny model with mode auto, always in the same cache folder of this test.
 
-    The folder holds the programs of all variants, so that none is compiled again, and no manifest, so that no variant
-    has been timed.
+    The folder contains the compiled programs of all variants but no manifest: every program hits, and no variant has
+    a recorded time.
     """
     folder = Path(shutil.copytree(tuned[1], tmp_path / "cache"))
     shutil.rmtree(folder / "manifests")
@@ -112,7 +114,7 @@ def test_the_first_variant_does_not_count_as_tuning_time(prepare_auto: Any, monk
 
 
 def test_each_bucket_runs_the_program_of_its_variant(prepare_auto: Any) -> None:
-    """Returning to a variant compiles nothing; a variant that was never tried compiles."""
+    """Returning to a variant loads no program; a variant that was not tried loads one."""
     deployment = prepare_auto(tune_seconds=0.0)
     runner, [bucket] = deployment.engine.runner, deployment.plan.decode_buckets
     tried, untried = deployment.plan.variants(bucket)[:2]

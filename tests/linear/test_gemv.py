@@ -153,7 +153,7 @@ def test_unsupported_or_unmeasured_shapes_have_no_config(n: int, k: int) -> None
     assert gemv_configs(n, k) == ()
 
 
-# Pipelined tiles, which use shared memory, in every form, and every other tile in two forms.
+# Tiles with a pipeline (num_stages > 1) use shared memory and are compiled in all six forms, the remaining ones in two.
 COMPILED = [
     pytest.param(form, tile, id=f"{form}-{tile.name}")
     for i, tile in enumerate(GEMV_TILES)

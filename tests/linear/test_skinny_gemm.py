@@ -34,11 +34,11 @@ from tests.triton_tools import (
 )
 
 each_tile = pytest.mark.parametrize("tile", SKINNY_GEMM_TILES, ids=[tile.name for tile in SKINNY_GEMM_TILES])
-STEPS_OF_64 = 192  # k of which every tile takes three steps of 64
+THREE_STEPS_K = 192  # fit_block_k reduces the block_k of every tile to 64
 
 
-def two_programs(tile: SkinnyGemmTile) -> int:
-    """n for two programs, the second with 16 columns: fewer than its tile, unless that is as small."""
+def n_of_two_programs(tile: SkinnyGemmTile) -> int:
+    """One full tile of columns, and a second program with 16: a partial tile unless block_n is 16."""
     return tile.block_n + 16
 
 
@@ -47,14 +47,14 @@ def two_programs(tile: SkinnyGemmTile) -> int:
 def test_every_batch_size_agrees_and_writes_only_its_rows(
     rows: int, tile: SkinnyGemmTile, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    x, w = rand(rows, STEPS_OF_64, device=device), rand(two_programs(tile), STEPS_OF_64, device=device)
+    x, w = rand(rows, THREE_STEPS_K, device=device), rand(n_of_two_programs(tile), THREE_STEPS_K, device=device)
     assert_agrees(skinny_gemm.matmul(x, w, tile), expected(x, w))
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"
 
 
 @each_tile
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("n", "k"), [(16, 64), (144, 192), (256, 128), (48, 1536)])
+@pytest.mark.parametrize(("n", "k"), [(16, 64), (144, 192), (256, 128), (48, 2048)])
 def test_any_multiple_of_16_for_n_and_64_for_k(
     n: int, k: int, dtype: torch.dtype, tile: SkinnyGemmTile, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
@@ -70,7 +70,7 @@ def test_any_multiple_of_16_for_n_and_64_for_k(
 def test_a_residual_is_added_row_by_row(
     rows: int, tile: SkinnyGemmTile, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    n = two_programs(tile)
+    n = n_of_two_programs(tile)
     x, w = rand(rows, 256, device=device), rand(n, 256, device=device)
     residual = (rand(rows, 3 * n) * 10).to(device)[:, n : 2 * n]
     assert not residual.is_contiguous()
@@ -84,7 +84,7 @@ def test_a_residual_is_added_row_by_row(
 def test_gated_is_silu_of_the_first_half_times_the_second(
     half: int, rows: int, tile: SkinnyGemmTile, device: str, poisoned_outputs: list[Tensor]
 ) -> None:
-    x, w = (rand(size, STEPS_OF_64, device=device) / 4 for size in (rows, 2 * half))
+    x, w = (rand(size, THREE_STEPS_K, device=device) / 4 for size in (rows, 2 * half))
     assert_agrees(skinny_gemm.matmul(x, w, tile, gated=True), expected_gated(x, w))
     assert poisoned_outputs[0].shape[1] == half
     assert poisoned_outputs[0][rows:].isnan().all(), "rows past the batch were written"

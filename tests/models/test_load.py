@@ -50,7 +50,10 @@ def hub() -> Iterator[str]:
 
 @pytest.fixture
 def run_online(run_cli: Any, fork_server: ForkServer, tmp_path: Path) -> Any:
-    """Runs the CLI with a Hub at `endpoint`. A fork has read HF_ENDPOINT already, so its constants are set instead."""
+    """Runs the CLI against a Hub at `endpoint`.
+
+    huggingface_hub reads HF_ENDPOINT during import, which a fork shares, so the script sets its constants.
+    """
 
     def run(*arguments: str, endpoint: str) -> Any:
         environ = cli_environment(tmp_path)
@@ -60,7 +63,8 @@ def run_online(run_cli: Any, fork_server: ForkServer, tmp_path: Path) -> Any:
             "from huggingface_hub import constants; from huggingface_hub.utils import _http; "
             f"constants.ENDPOINT, constants.HF_HUB_OFFLINE = {endpoint!r}, False; "
             "constants.HUGGINGFACE_CO_URL_TEMPLATE = constants.ENDPOINT + '/{repo_id}/resolve/{revision}/{filename}'; "
-            "_http.time.sleep = lambda seconds: None"  # the retries wait for 23 s
+            # time.sleep of the whole process: huggingface_hub would wait for 23 s between its retries
+            "_http.time.sleep = lambda seconds: None"
         )
         return fork_server.run(*arguments, environ=environ, script=script)
 
@@ -90,7 +94,7 @@ def test_no_network_is_exit_code_8(run_cli: Any, run_online: Any) -> None:
     unreachable = "http://127.0.0.1:9"  # the discard port: connections are refused
     result = run_online("warm", "someone/model", endpoint=unreachable)
     assert_fails(result, 8, "the hub cannot be reached", "builtin:tiny")
-    assert "Retrying" in result.stderr or "refused" in result.stderr, "no connection was tried"
+    assert "Retrying" in result.stderr or "refused" in result.stderr, "no connection was attempted"
     assert_fails(run_cli("warm", "someone/model"), 8, "the hub cannot be reached")
 
 

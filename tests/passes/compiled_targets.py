@@ -27,19 +27,18 @@ class CountingPass(PostGradPass):
 
 
 def without_codegen(module: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:
-    """A backend: Inductor up to and including the post-grad passes. The rewritten graph runs in eager mode.
+    """A backend that runs Inductor up to and including the post-grad passes, then the rewritten graph in eager mode.
 
-    It takes an eighth of the time of a compilation to machine code. At least one case of each fusion is also compiled
-    in full.
+    It takes an eighth of the time of a full compilation. At least one case of each fusion is compiled in full.
     """
 
     def run_passes(
-        module: GraphModule, inputs: Sequence[Tensor], *, is_inference: bool, **_: Any
+        graph_module: GraphModule, example_inputs: Sequence[Tensor], *, is_inference: bool, **_: Any
     ) -> Callable[..., Any]:
-        compile_fx.view_to_reshape(module)
-        with V.set_fake_mode(compile_fx.fake_tensor_prop(module, inputs)):
-            compile_fx._recursive_post_grad_passes(module, is_inference)
-        return module
+        compile_fx.view_to_reshape(graph_module)
+        with V.set_fake_mode(compile_fx.fake_tensor_prop(graph_module, example_inputs)):
+            compile_fx._recursive_post_grad_passes(graph_module, is_inference)
+        return graph_module
 
     return compile_fx.compile_fx(module, inputs, inner_compile=run_passes)
 

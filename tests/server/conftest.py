@@ -54,7 +54,7 @@ class ServerProcess:
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def _metric_lines(self) -> list[str]:
-        """The lines of /metrics. Without `verify`, httpx loads no certificates, which takes 30 ms per request."""
+        """The lines of /metrics. Loading certificates, which `verify=False` avoids, would take 30 ms per request."""
         return httpx.get(f"{self.address}/metrics", verify=False).text.splitlines()
 
     @property
@@ -87,7 +87,7 @@ def raw_post(path: str, body: bytes) -> bytes:
     return f"{head}\r\n\r\n".encode() + body
 
 
-# With this script, a client that reads nothing stalls a stream after few events.
+# Shrinks the send buffers, so that a stream whose client does not read stalls after a few events.
 SMALL_SEND_BUFFERS = """
 import socket
 from tcdeploy.server import run
@@ -161,12 +161,15 @@ def prepared_fork_server(
 def server(
     tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, prepared_fork_server: ForkServer
 ) -> Iterator[ServerProcess]:
-    """One server for all tests that leave it unchanged. test_served_cache.py starts one as a new process."""
+    """One server for all tests that leave it unchanged: a fork of the prepared process.
+
+    test_served_cache.py tests a server in a new process.
+    """
     with serving(tmp_path_factory.mktemp("home"), warm_cache, fork_server=prepared_fork_server) as started:
         yield started
 
 
 @pytest.fixture
 def serve(tmp_path: Path, warm_cache: Path, prepared_fork_server: ForkServer) -> Callable[..., Any]:
-    """Starts a server for one test, from the same warm cache. With flags of the plan, use `serving` instead."""
+    """Starts a server for one test from the same warm cache. Flags that change the plan need `serving`."""
     return lambda *flags, **options: serving(tmp_path, warm_cache, *flags, fork_server=prepared_fork_server, **options)

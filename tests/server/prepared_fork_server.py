@@ -26,14 +26,18 @@ class PreparedForkServer(ForkServer):
             listener.bind("")  # an abstract address that the kernel selects
             listener.listen()
             listener.settimeout(PREPARE_TIMEOUT_S)
-            arguments = (listener.getsockname(), str(cache))
-            script = f"from tests.server.prepared_fork_server import prepare_and_fork; prepare_and_fork{arguments}"
+            call = f"prepare_and_fork({listener.getsockname()!r}, {str(cache)!r})"
+            script = f"from tests.server.prepared_fork_server import prepare_and_fork; {call}"
             self._server: Any = fork_server.popen(environ=environ, script=script)
-            self._control, _ = listener.accept()
+            try:
+                self._control, _ = listener.accept()
+            except TimeoutError:
+                self._server.kill_group()
+                raise RuntimeError(f"the model could not be prepared: {self._server.stderr.read()}") from None
 
 
 def prepare_and_fork(control_address: bytes, cache: str) -> None:
-    """Prepare the model, then fork for each request. In these forks, `prepare` returns what it returned here."""
+    """Prepare the model, then fork for each request. In the forks, `pipeline.prepare` returns this deployment."""
     from tcdeploy import pipeline
     from tcdeploy.planning.recipe import Recipe, build_recipe
 

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.conftest import TINY, TINY_FLAGS
+from tests.conftest import TINY, TINY_FLAGS, RunCLI
 from tests.fork_server import ForkServer
 from tests.server.conftest import FLAGS, serving
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
-
 
 @pytest.fixture
-def plan_key(run_cli: RunCli, warm_cache: Path) -> str:
+def plan_key(run_cli: RunCLI, warm_cache: Path) -> str:
     """Key of the plan that these tests serve. Other tests add plans to the same cache."""
     completed = run_cli("warm", TINY, *TINY_FLAGS, "--cache-dir", str(warm_cache), "--dry-run", "--json")
     assert completed.returncode == 0, completed.stderr
@@ -41,7 +37,7 @@ def damaged(tmp_path: Path, warm_cache: Path, plan_key: str) -> tuple[Path, Path
     return cache, library
 
 
-def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], run_cli: RunCli) -> None:
+def test_a_server_does_not_start_from_a_damaged_cache(damaged: tuple[Path, Path], run_cli: RunCLI) -> None:
     cache, library = damaged
     completed = run_cli("serve", TINY, *FLAGS, "--cache-dir", str(cache), timeout=120)
     assert completed.returncode == 5, completed.stderr
@@ -64,7 +60,7 @@ def test_on_bad_cache_rebuild_compiles_and_serves(
 
 
 def test_a_server_starts_from_a_signed_bundle_and_rejects_an_unsigned_one(
-    warm_cache: Path, plan_key: str, tmp_path: Path, run_cli: RunCli
+    warm_cache: Path, plan_key: str, tmp_path: Path, run_cli: RunCLI
 ) -> None:
     """The server that starts is a new process, as users start it."""
     bundle, cache = tmp_path / "tiny.tcb", tmp_path / "fetched"

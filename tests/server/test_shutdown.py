@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,12 +14,11 @@ from typing import Any
 
 import httpx
 
-from tests.conftest import TINY, TINY_FLAGS
+from tests.conftest import TINY, TINY_FLAGS, RunCLI
 from tests.fork_server import ForkServer
 from tests.server.conftest import FLAGS, SMALL_SEND_BUFFERS, raw_post, start_cli
 from tests.server.test_faults import CHAT, LONG, QUESTION, events, open_streams
 
-RunCli = Callable[..., subprocess.CompletedProcess[str]]
 SLOW_DEATH = """
 import time
 from tcdeploy.engine import engine
@@ -112,7 +110,7 @@ def test_sigterm_while_loading_exits_with_0(tmp_path: Path, warm_cache: Path, fo
     assert "ready: " not in (process.stdout.read() if process.stdout else "")
 
 
-def test_a_failing_start_reports_its_reason(run_cli: RunCli, tmp_path: Path, warm_cache: Path) -> None:
+def test_a_failing_start_reports_its_reason(run_cli: RunCLI, tmp_path: Path, warm_cache: Path) -> None:
     missing = run_cli("serve", str(tmp_path / "nothing"), "--port", "0", timeout=60)
     assert missing.returncode == 1 and "nothing does not exist" in missing.stderr and "Traceback" not in missing.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:

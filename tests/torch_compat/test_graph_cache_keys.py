@@ -49,7 +49,10 @@ def test_torch_s_key_depends_on_the_importer_of_torch_and_the_patched_key_does_n
     assert patched_key == other_patched_key
 
 
-def test_a_program_with_other_imports_hits_the_cache_of_the_command_line(tmp_path: Path, filled_cache: Path) -> None:
+def test_a_program_with_other_imports_hits_a_cache_that_another_importer_of_torch_filled(
+    tmp_path: Path, filled_cache: Path
+) -> None:
+    """The cache was filled by a fork of tests/fork_server.py, whose first importer of torch is another module."""
     (tmp_path / "other_server.py").write_text(OTHER_MODULE)
     cache = shutil.copytree(filled_cache, tmp_path / "cache")
     program = f"{IMPORT_OTHER_MODULE}from tcdeploy.cli.app import main; main()"

@@ -155,7 +155,7 @@ def test_a_start_without_it_gives_the_same_tokens_and_the_plan_says_what_is_lost
 ) -> None:
     if internal.package == "triton":
         pytest.importorskip("triton")
-    # Without passes every program misses. In an empty folder misses are compiled with precompiled headers: faster.
+    # Without passes every program misses. An empty folder compiles them faster, with precompiled headers.
     cache_dir = str(tmp_path) if internal.name == "graph passes" else ""
     answer = starter.start(REMOVALS[internal.name], internal.name in AT_IMPORT, cache_dir)
     assert answer["tokens"] == complete["tokens"]
