@@ -240,7 +240,7 @@ def launch(case: Case, batch: int, splits: int, with_rotary: bool = False) -> No
 
 @some_models
 def test_the_whole_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, monkeypatch, tmp_path):
-    """With splits and RoPE. The next test compiles it without."""
+    """With splits and RoPE. The next test also compiles it without them, for one model."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch(case, batch=1, splits=8, with_rotary=True)

@@ -93,7 +93,7 @@ def test_flipped_bits_of_a_bundle_without_a_trusted_signer_are_detected(
 
 
 def bits_of(size: int, count: int, source: random.Random) -> list[int]:
-    """The first bit of `size` bytes, the last, and random ones."""
+    """The first and the last bit of a file of `size` bytes, and `count - 2` random bits."""
     return [0, 8 * size - 1, *(source.randrange(8 * size) for _ in range(count - 2))]
 
 
@@ -101,7 +101,7 @@ def bits_of(size: int, count: int, source: random.Random) -> list[int]:
 def test_flipped_bits_of_an_unpacked_folder_are_detected_with_their_file(
     small: Packed, keys: Keys, is_signed: bool, tmp_path: Path
 ) -> None:
-    """Three bits of each file, which all are hashed alike, and sixty of the manifest and of the stored header."""
+    """Three bits of each file, and 60 of the manifest and of the stored header, which are also parsed."""
     folder, bundle = tmp_path / "folder", tmp_path / "x.tcb"
     pack(small.folder, small.key, bundle, keys.secret if is_signed else None)
     unpack(bundle, folder, keys.trusted, allow_unsigned=not is_signed)

@@ -1,6 +1,6 @@
 """Usage errors are two lines on stderr with exit code 2, before torch is imported. Help shows every flag.
 
-Most runs call `main` in the test process. One run of each kind is a process of its own.
+Most tests call `main` in the test process. One test of each kind starts a new process.
 """
 
 from __future__ import annotations

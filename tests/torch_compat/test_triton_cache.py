@@ -153,7 +153,7 @@ def test_pickling_a_config_drops_the_mark_of_coordinate_descent() -> None:
 def test_triton_s_own_manager_misses_in_a_moved_folder(tmp_path: Path) -> None:
     """If this fails, Triton's cache is relocatable, and torch_compat/triton_cache.py can be deleted."""
     stock = "triton.runtime.cache:FileCacheManager"
-    assert [found.was_hit for found in compile_in_each([tmp_path / "here"] * 2, stock)] == [False, True]
+    assert [compilation.was_hit for compilation in compile_in_each([tmp_path / "here"] * 2, stock)] == [False, True]
     (tmp_path / "here").rename(tmp_path / "there")
     assert not compile_in(tmp_path / "there", stock).was_hit
 
@@ -188,7 +188,7 @@ class Damaged(NamedTuple):
 
 @pytest.fixture(scope="module")
 def damaged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Damaged]:
-    """A compiled kernel's folder for each list and file. That is damaged, then the kernel compiled twice more."""
+    """For each case: compile the kernel into a folder of its own, damage one file, and compile twice more."""
     base = tmp_path_factory.mktemp("damaged")
     folders = {name: base / str(i) for i, name in enumerate((*BROKEN_LISTS, *FILES))}
     first = compile_in_each(list(folders.values()))
