@@ -21,7 +21,7 @@ from tests.conftest import COMPILER_CACHE_VARIABLE, RunCLI, cli_command, cli_env
 from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
-BUCKETS = ("--buckets", "16,48", "--batch-sizes", "2")
+BUCKETS = ("--buckets", "16,48", "--batch-sizes", "3")  # kernels that test_why.py compiles too
 NUMBER_OF_BUCKETS = 3
 COMPILES = {COMPILER_CACHE_VARIABLE: ""}  # no cached kernels: processes are killed, or overlap, while g++ runs
 
@@ -100,7 +100,7 @@ def test_another_context_and_another_batch_size_keep_the_hits(
     """Programs must not depend on the size of the KV cache."""
     cache = tmp_path / "cache"
     shutil.copytree(warmed[0], cache)
-    arguments = [item if item != "2" else "2,5" for item in warm(model, cache, "--context", "200")]
+    arguments = [item if item != "3" else "3,5" for item in warm(model, cache, "--context", "200")]
     result = run_cli(*arguments)
     assert outcomes(result) == ["hit", "hit", "hit", "miss"], result.stderr
 
