@@ -16,7 +16,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -28,8 +28,9 @@ from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
-from tcdeploy.cache.integrity import verify_and_clean
-from tcdeploy.cache.leases import acquire_lease
+from tcdeploy.cache.folder_error import translate_os_errors
+from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.leases import acquire_lease, folder_lock
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -37,8 +38,10 @@ from tcdeploy.cache.manifest import (
     make_manifest,
     make_origin,
     manifest_path,
+    read_manifests,
     write_manifest,
 )
+from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
@@ -114,15 +117,15 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
     planned = decide(recipe, progress, stages)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
-        cache_dir = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets))
+        staging = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
         pickle_memory_formats_by_name()
         if plan.device == "cuda":
             patch_platform_key()
             patch_compile_workers()
             relocate_autotune_cache()
-        acquire_lease(cache_dir, plan.key)
-        earlier = verify_and_clean(cache_dir, plan.key, recipe.on_bad_cache == "rebuild", plan.cache_dir)
-        use_precompiled_headers(earlier is None)
+        acquire_lease(staging.target, plan.key)
+        earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild")
+        use_precompiled_headers(earlier is None, staging.headers_folder)
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
@@ -130,17 +133,36 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
         regions = _regions(runner.model, planned)
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
-        with FileAccessTracker(cache_dir).track() as tracker:
-            records = warm_buckets(runner, architecture, previous, cache_dir, measure, progress)
+        with FileAccessTracker(staging.path).track() as tracker:
+            keep = partial(_keep_finished_bucket, staging, tracker)
+            records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, keep)
     with stages.stage("record"):
-        files = _hash_used_files(cache_dir, tracker.paths(), earlier)
+        files = _hash_used_files(staging.path, tracker.paths(), earlier)
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = planned.environment, origin_of(planned)
     manifest = make_manifest(
         plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_prepare()
     )
-    write_manifest(manifest_path(cache_dir, plan.key), manifest)
-    return Deployment(plan, architecture, Engine(runner), tuple(records), stages.seconds, cache_dir, workspace_bytes)
+    _publish(staging, manifest)
+    return Deployment(
+        plan, architecture, Engine(runner), tuple(records), stages.seconds, staging.target, workspace_bytes
+    )
+
+
+def _keep_finished_bucket(staging: StagingFolder, tracker: FileAccessTracker, record: BucketRecord) -> None:
+    """If this start is killed, the next one need not compile the bucket again."""
+    if record.outcome == "miss":
+        with translate_os_errors(staging.source):
+            staging.add_to_journal(hash_files(staging.path, tracker.paths()))
+
+
+def _publish(staging: StagingFolder, manifest: Manifest) -> None:
+    """Move the files of the start into the cache folder, then its manifest. Raises SpaceError and TcdeployError."""
+    key = str(manifest.plan["key"])
+    with folder_lock(staging.target), translate_os_errors(staging.target):
+        others = read_manifests(staging.target, skip_damaged=True)
+        staging.publish(manifest.files, [file for name in others if name != key for file in others[name].files])
+        write_manifest(manifest_path(staging.target, key), manifest)
 
 
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
@@ -157,7 +179,7 @@ def origin_of(planned: PlannedDeployment) -> Origin:
     return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
-def _hash_used_files(cache_dir: str, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
+def _hash_used_files(folder: str, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
     """Hash the cache files that this start used, and the record of the C++ toolchain.
 
     If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
@@ -165,9 +187,9 @@ def _hash_used_files(cache_dir: str, used_paths: list[str], earlier: Manifest | 
     """
     earlier_paths = [file.path for file in earlier.files] if earlier else []
     toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
-    toolchain_path = toolchain_paths[0] if toolchain_paths else toolchain.save_toolchain(cache_dir)
+    toolchain_path = toolchain_paths[0] if toolchain_paths else toolchain.save_toolchain(folder)
     reused_paths = [] if _is_first_prepare() else earlier_paths
-    return hash_files(cache_dir, {*used_paths, *reused_paths, *([toolchain_path] if toolchain_path else [])})
+    return hash_files(folder, {*used_paths, *reused_paths, *([toolchain_path] if toolchain_path else [])})
 
 
 def _is_first_prepare() -> bool:
@@ -229,7 +251,8 @@ def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeploy
 def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
     """The graph breaks of each kind of region, in prefill and in decode. Compiles nothing."""
     planned = decide(recipe, progress)
-    cache_folder.activate(planned.plan.cache_dir, planned.plan.key, len(planned.plan.buckets))
+    plan = planned.plan
+    cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
     runner = _load(planned)
     prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
     layers = find_layers(runner.model, planned.architecture)

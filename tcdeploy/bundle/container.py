@@ -29,7 +29,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_cache_file
+from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, is_cache_file, stored_path
 from tcdeploy.errors import IntegrityError
 
 HEADER_MAGIC, SIGNATURES_MAGIC = 0x184D2A50, 0x184D2A51  # zstd skippable frames
@@ -291,7 +291,7 @@ def _write_payload(folder: Path, files: tuple[FileRecord, ...], out: IO[bytes]) 
         for file in files:
             stream.write(_tar_header(file))
             digest, length = hashlib.sha256(), 0
-            with open(folder / file.path, "rb") as source:
+            with open(folder / stored_path(folder, file), "rb") as source:
                 while chunk := source.read(CHUNK_BYTES):
                     digest.update(chunk)
                     length += len(chunk)

@@ -18,7 +18,7 @@ from tcdeploy.bundle.pack import warm_start_and_pack
 from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
-from tcdeploy.cache.integrity import verify_and_clean
+from tcdeploy.cache.integrity import discard_if_damaged
 from tcdeploy.cache.manifest import Manifest, manifest_path
 from tcdeploy.errors import MismatchError
 from tcdeploy.pipeline import PlannedDeployment
@@ -76,7 +76,7 @@ def _needs_refetch(plan: Plan, recipe: Recipe) -> bool:
     """
     if recipe.on_bad_cache != "rebuild":
         return False
-    return verify_and_clean(plan.cache_dir, plan.key, rebuild=True) is None
+    return discard_if_damaged(plan.cache_dir, plan.key)
 
 
 def _resolve_bundle_url(source: str, plan_key: str) -> str:

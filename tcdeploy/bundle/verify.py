@@ -78,9 +78,13 @@ def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False
             files |= {path: file for path, file in signed.items() if files.get(path) not in others}
             changed = [path for path, file in files.items() if signed.get(path) != file]
             files_not_from_bundle = sum(not path.startswith(TOOLCHAIN_DIR) for path in changed)
-        _check_files(folder, manifest, files.values())
+        _check_files(folder, files.values())
         plans.append(_verified_plan(manifest, signer, stored_header.exists(), files_not_from_bundle))
     _check_stored_headers(folder)
+    if unlisted := unlisted_files(folder):
+        raise IntegrityError(
+            f"{folder / unlisted[0]} is not listed in any manifest", f"delete it: tcdeploy cache gc {folder}"
+        )
     if not plans:
         raise UsageError(
             f"the folder {folder} holds no plan that finished warming", f"tcdeploy warm MODEL --cache-dir {folder}"
@@ -88,18 +92,13 @@ def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False
     return plans
 
 
-def _check_files(folder: Path, manifest: Manifest, files: Iterable[FileRecord]) -> None:
+def _check_files(folder: Path, files: Iterable[FileRecord]) -> None:
     if damage := find_damage(folder, files):
         count = f" ({len(damage)} files are damaged)" if len(damage) > 1 else ""
         raise IntegrityError(
             f"{folder / damage[0].path} {damage[0].reason}{count}",
             "unpack the bundle again, or compile again: "
             f"tcdeploy warm MODEL --cache-dir {folder} --on-bad-cache rebuild",
-        )
-    if unlisted := unlisted_files(folder, manifest):
-        raise IntegrityError(
-            f"{sorted(unlisted)[0]} is not listed in any manifest, and torch would load it",
-            "delete it; the next start of this plan would",
         )
 
 

@@ -12,12 +12,13 @@ the same stem, and all files in the same folder of Triton's cache. Does not impo
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import stat
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from pathlib import Path, PurePosixPath
 CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
+CONFLICTS_DIR = "conflicts"  # files whose path is taken by other bytes of another plan, named by their sha256
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
 CACHE_DIRS = ("fxgraph", "aotautograd", TRITON_DIR, TOOLCHAIN_DIR)
 
@@ -143,10 +145,20 @@ def is_cache_file(path: str) -> bool:
 
 
 def list_cache_files(folder: str | Path) -> list[str]:
-    """Every file for which `is_cache_file` is true, relative to the folder, sorted."""
+    """Every file for which `is_cache_file` is true, and those in CONFLICTS_DIR: relative to the folder, sorted."""
     root = Path(folder)
     paths = (Path(parent, name).relative_to(root).as_posix() for parent, _, names in os.walk(root) for name in names)
-    return sorted(path for path in paths if is_cache_file(path))
+    return sorted(path for path in paths if is_cache_file(path) or path.startswith(f"{CONFLICTS_DIR}/"))
+
+
+def stored_path(folder: str | Path, file: FileRecord) -> str:
+    """Where the file lies, relative to the folder: at its path, or in CONFLICTS_DIR.
+
+    torch names a file after its inputs, so two plans may list one path with different bytes: the same program, compiled
+    with different paths baked in.
+    """
+    path = f"{CONFLICTS_DIR}/{file.sha256}"
+    return path if Path(folder, path).is_file() else file.path
 
 
 def hash_files(folder: str | Path, paths: Iterable[str]) -> tuple[FileRecord, ...]:
@@ -168,18 +180,42 @@ def _hash_file(folder: Path, path: str) -> FileRecord:
 
 
 def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
-    path = folder / file.path
+    return read_checked(folder, file, lambda chunk: None)
+
+
+def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object]) -> DamagedFile | None:
+    """Read a file once, passing its bytes to `write`, and compare it with its record.
+
+    What `write` received is the recorded file only if None is returned. `write` may raise OSError.
+    """
     try:
-        status = path.lstat()
-        if not stat.S_ISREG(status.st_mode):
-            return DamagedFile(file.path, "is not a regular file")
-        if status.st_size != file.bytes:
-            return DamagedFile(file.path, f"has {status.st_size} bytes instead of {file.bytes}")
-        return None if sha256_of(path) == file.sha256 else DamagedFile(file.path, "does not match its recorded sha256")
+        descriptor = os.open(folder / stored_path(folder, file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
         return DamagedFile(file.path, "is missing")
     except OSError as error:
-        return DamagedFile(file.path, f"cannot be read: {error.strerror}")
+        is_link = error.errno == errno.ELOOP
+        return DamagedFile(file.path, "is not a regular file" if is_link else f"cannot be read: {error.strerror}")
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        os.close(descriptor)
+        return DamagedFile(file.path, "is not a regular file")
+    with os.fdopen(descriptor, "rb", buffering=0) as source:
+        if status.st_size != file.bytes:
+            return DamagedFile(file.path, f"has {status.st_size} bytes instead of {file.bytes}")
+        digest, size = hashlib.sha256(), 0
+        while True:
+            try:
+                chunk = source.read(CHUNK_BYTES)
+            except OSError as error:
+                return DamagedFile(file.path, f"cannot be read: {error.strerror}")
+            if not chunk or size > file.bytes:
+                break
+            digest.update(chunk)
+            size += len(chunk)
+            write(chunk)
+    if digest.hexdigest() != file.sha256:
+        return DamagedFile(file.path, "does not match its recorded sha256")
+    return None
 
 
 def sha256_of(path: Path) -> str:

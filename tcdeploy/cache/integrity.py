@@ -1,49 +1,84 @@
-"""Checks a cache folder against its manifests before anything is loaded, and discards what is damaged.
+"""Brings the files of a plan from the cache folder into a start's staging folder, and discards what is damaged.
 
-torch loads compiled libraries and unpickles graphs without checking them. Each start therefore compares every file of
-its plan with the size and sha256 in the manifest. It also removes unlisted files that torch would unpickle beside the
-listed ones: torch reads all entries in the folder of a key until one matches. Does not import torch.
+torch loads compiled libraries and unpickles graphs without checking them. A start therefore gets no file that is not
+named, with its size and sha256, by a complete manifest or by the journal of a start that was killed. Does not import
+torch.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from pathlib import Path
 
-from tcdeploy.cache.contents import DamagedFile, find_damage, list_cache_files
+from tcdeploy.cache.contents import DamagedFile, FileRecord, find_damage, list_cache_files, stored_path
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.staging import StagingFolder, remove_abandoned_folders, take_over_finished_buckets
 from tcdeploy.errors import IntegrityError
 
-KEYED_DIRS = ("fxgraph/", "aotautograd/")  # torch keeps one folder per key there, with one entry per set of guards
+log = logging.getLogger("tcdeploy.cache")
 
 
-def verify_and_clean(folder: str, plan_key: str, rebuild: bool, display_path: str | None = None) -> Manifest | None:
-    """Check the files of a plan, delete unlisted ones, and return the plan's manifest; None if there is no manifest.
+def restore_plan(staging: StagingFolder, plan_key: str, rebuild: bool) -> Manifest | None:
+    """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
-    Every file that the manifest lists is checked, and `unlisted_files` of its key folders are deleted. Without a
-    manifest of this plan the files of all other plans are checked, since plans share programs. For damage it raises
-    IntegrityError with the first file; with `rebuild` it discards the plan and returns None instead. `display_path`
-    replaces `folder` in the error if that is a private copy.
+    A plan that is cached gets its own files. Otherwise the start gets the files of all other plans, since plans share
+    programs, and the finished buckets of starts that were killed. For damage it raises IntegrityError with the first
+    file; with `rebuild` it discards the plan and returns None instead.
     """
+    folder = staging.source
     try:
         manifest = read_manifest(manifest_path(folder, plan_key))
-        manifests = [manifest] if manifest else read_manifests(folder).values()
-        files = {file.path: file for listing in manifests for file in listing.files}
-        damage = find_damage(folder, files.values())
+        damage = staging.fill(_needed_files(folder, manifest))
+        if damage and not rebuild:
+            raise _damage_error(Path(folder), damage)
     except IntegrityError:
         if not rebuild:
             raise
-        discard_plan(folder, plan_key)
-        return None
-    if damage and not rebuild:
-        raise _damage_error(Path(display_path or folder), damage)
+        manifest, damage = None, []
+        _start_over(staging, plan_key)
     if damage:
-        discard_plan(folder, plan_key)
-        return None
-    if manifest:
-        _remove_unlisted_files(folder, manifest)
+        manifest = None
+        _start_over(staging, plan_key)
+    if manifest is None:
+        if killed := take_over_finished_buckets(staging):
+            log.warning("%d earlier starts were killed; the buckets that they finished are used", killed)
+    elif not staging.is_private_copy:
+        with folder_lock(folder):
+            remove_abandoned_folders(folder, keep_journals=True)
     return manifest
+
+
+def _needed_files(folder: str, manifest: Manifest | None) -> list[FileRecord]:
+    """The files of the manifest; those of all plans if there is none, or if its process found programs in memory."""
+    manifests: Iterable[Manifest] = [manifest] if manifest else []
+    if manifest is None or not manifest.is_first_start:
+        manifests = [*read_manifests(folder).values(), *manifests]
+    # By path, the given manifest last: two plans may list different bytes under one path.
+    return list({file.path: file for listing in manifests for file in listing.files}.values())
+
+
+def _start_over(staging: StagingFolder, plan_key: str) -> None:
+    """Discard the plan, and fill the staging folder with the undamaged files of the others."""
+    if not staging.is_private_copy:
+        discard_plan(staging.source, plan_key)
+    staging.clear()
+    others = read_manifests(staging.source, skip_damaged=True)
+    staging.fill({file.path: file for key, other in others.items() if key != plan_key for file in other.files}.values())
+
+
+def discard_if_damaged(folder: str, plan_key: str) -> bool:
+    """Discard the plan if its manifest or one of its files is damaged or missing; returns whether it was."""
+    try:
+        manifest = read_manifest(manifest_path(folder, plan_key))
+        if manifest is not None and not find_damage(folder, manifest.files):
+            return False
+    except IntegrityError:
+        pass
+    discard_plan(folder, plan_key)
+    return True
 
 
 def _damage_error(folder: Path, damage: list[DamagedFile]) -> IntegrityError:
@@ -54,30 +89,11 @@ def _damage_error(folder: Path, damage: list[DamagedFile]) -> IntegrityError:
     )
 
 
-def unlisted_files(folder: str | Path, manifest: Manifest) -> set[Path]:
-    """Files in the key folders of this plan that no manifest of the cache folder lists.
-
-    Names that begin with a dot are skipped, as torch does: another process is still writing those files.
-    """
-    entries = {Path(folder, file.path) for file in manifest.files if file.path.startswith(KEYED_DIRS)}
-    neighbours = {path for parent in {entry.parent for entry in entries} for path in parent.iterdir()} - entries
-    if not neighbours:
-        return set()
+def unlisted_files(folder: str | Path) -> list[str]:
+    """The cache files that no manifest lists, relative to the folder. No start uses them."""
     manifests = read_manifests(folder, skip_damaged=True).values()
-    listed = {Path(folder, file.path) for listing in manifests for file in listing.files}
-    unlisted = (path for path in neighbours - listed if not path.name.startswith("."))
-    return {path for path in unlisted if path.is_file() or path.is_symlink()}
-
-
-def _remove_unlisted_files(folder: str, manifest: Manifest) -> None:
-    """Delete what `unlisted_files` returns.
-
-    This is safe for the files of two concurrent cold starts: the programs in them are duplicates.
-    """
-    if unlisted_files(folder, manifest):
-        with folder_lock(folder):  # unpacking moves files into place before it writes their manifest
-            for path in unlisted_files(folder, manifest):
-                path.unlink(missing_ok=True)
+    listed = {stored_path(folder, file) for manifest in manifests for file in manifest.files}
+    return [path for path in list_cache_files(folder) if path not in listed]
 
 
 def discard_plan(folder: str, plan_key: str) -> None:
@@ -93,7 +109,8 @@ def discard_plan(folder: str, plan_key: str) -> None:
             if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
                 _remove_manifest(folder, path.stem)
         listed = {file for manifest in others.values() for file in manifest.files}
-        valid = {file.path for file in listed} - {damage.path for damage in find_damage(folder, listed)}
+        damaged = {damage.path for damage in find_damage(folder, listed)}
+        valid = {stored_path(folder, file) for file in listed if file.path not in damaged}
         for name in list_cache_files(folder):
             if name not in valid:
                 Path(folder, name).unlink(missing_ok=True)

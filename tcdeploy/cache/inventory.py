@@ -1,25 +1,28 @@
 """Inventory and garbage collection of a cache folder. Does not import torch.
 
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
-a live lease or an imported bundle are kept regardless of age and size. Unlisted files are leftovers of killed starts or
-of variants that lost a trial; they are deleted after 24 hours if no process holds a lease on any plan of the folder. No
-file is deleted while a plan without a manifest is leased, because that start may already use the files of another plan.
+a live lease or an imported bundle are kept regardless of age and size. Starts work in staging folders, so a file of the
+cache folder that no manifest lists is used by nobody: it is a leftover of a process that was killed. Precompiled
+headers are deleted too; the next start that compiles on a CPU makes them again, in about 10 s.
 """
 
 from __future__ import annotations
 
 import contextlib
+import stat
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.contents import FileRecord, list_cache_files
+from tcdeploy.cache.contents import FileRecord, list_cache_files, stored_path
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
-from tcdeploy.cache.leases import LEASES_DIR, folder_lock, is_leased
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifests
+from tcdeploy.cache.leases import folder_lock, is_leased
+from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifests
+from tcdeploy.cache.staging import HEADERS_DIR, abandoned_folders, remove_abandoned_folders
+from tcdeploy.planning.environment import STAGING_PREFIX
 
-LEFTOVER_AGE_SECONDS = 24 * 3600.0  # a younger file may belong to a start in progress
+UNLISTED = "listed by no plan"
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
     "toolchain": "toolchain",
@@ -87,14 +90,26 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[str])
 
 def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     """(files, bytes) per kind of content, largest first. Unlisted files form a kind of their own."""
-    listed = {file.path for manifest in read_manifests(folder).values() for file in manifest.files}
+    listed = {
+        stored_path(folder, file): file.path for listing in read_manifests(folder).values() for file in listing.files
+    }
     usage: dict[str, tuple[int, int]] = {}
     for path in list_cache_files(folder):
-        kind = kind_of(path) if path in listed else "listed by no plan"
-        files, size = usage.get(kind, (0, 0))
-        with contextlib.suppress(FileNotFoundError):
-            usage[kind] = (files + 1, size + (folder / path).stat().st_size)
+        _add_usage(usage, kind_of(listed[path]) if path in listed else UNLISTED, folder / path)
+    for header in folder.glob(f"{HEADERS_DIR}/*"):
+        _add_usage(usage, "precompiled headers", header)
+    for staged in folder.glob(f"{STAGING_PREFIX}*/**/*"):
+        if staged.parent.name != HEADERS_DIR:  # hard links
+            _add_usage(usage, "staging folders of starts", staged)
     return dict(sorted(usage.items(), key=lambda item: -item[1][1]))
+
+
+def _add_usage(usage: dict[str, tuple[int, int]], kind: str, path: Path) -> None:
+    files, size = usage.get(kind, (0, 0))
+    with contextlib.suppress(FileNotFoundError):
+        status = path.lstat()
+        if stat.S_ISREG(status.st_mode):
+            usage[kind] = (files + 1, size + status.st_size)
 
 
 def kind_of(path: str) -> str:
@@ -115,24 +130,11 @@ def collect_garbage(
         matching = [entry for entry in entries if entry.plan_key in matched]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
-        files: list[str] = []
-        if not _has_unfinished_start(folder):
-            files = _removable_files(folder, set(removed_keys), not _has_live_lease(folder))
-        size = sum((folder / path).stat().st_size for path in files)
+        files = _removable_files(folder, set(removed_keys))
+        size = sum((folder / path).lstat().st_size for path in files)
         if not is_dry_run:
             _remove(folder, removed_keys, files)
     return GcResult(removed_keys, len(files), size, retained)
-
-
-def _has_live_lease(folder: Path) -> bool:
-    """Whether any plan is leased, with or without a manifest."""
-    return any(is_leased(folder, lease.name) for lease in (folder / LEASES_DIR).glob("*"))
-
-
-def _has_unfinished_start(folder: Path) -> bool:
-    """Whether a plan without a manifest is leased: its start may have loaded files that only a removed plan lists."""
-    leases = [lease.name for lease in (folder / LEASES_DIR).glob("*") if not manifest_path(folder, lease.name).exists()]
-    return any(is_leased(folder, name) for name in leases)
 
 
 def _retention_reason(entry: CachedPlan) -> str:
@@ -165,18 +167,23 @@ def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | N
     return excess
 
 
-def _removable_files(folder: Path, removed_keys: set[str], is_idle: bool) -> list[str]:
-    """Files that only `removed_keys` list, and in an idle folder also old files that no manifest lists."""
+def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
+    """Files that no manifest but those of `removed_keys` lists, precompiled headers, and those of killed starts."""
     manifests = read_manifests(folder)
-    listed = {file.path for key, manifest in manifests.items() if key not in removed_keys for file in manifest.files}
-    freed = {file.path for key in removed_keys for file in manifests[key].files} - listed
-    paths = list_cache_files(folder)
-    leftovers = {path for path in paths if path not in listed | freed and is_idle and _is_old(folder / path)}
-    return [path for path in paths if path in freed | leftovers]
-
-
-def _is_old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > LEFTOVER_AGE_SECONDS
+    listed = {
+        stored_path(folder, file)
+        for key, manifest in manifests.items()
+        for file in manifest.files
+        if key not in removed_keys
+    }
+    paths = [path for path in list_cache_files(folder) if path not in listed]
+    others = [folder / HEADERS_DIR, *abandoned_folders(folder)]
+    return paths + [
+        path.relative_to(folder).as_posix()
+        for other in others
+        for path in sorted(other.rglob("*"))
+        if not path.is_dir() or path.is_symlink()
+    ]
 
 
 def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:
@@ -188,3 +195,4 @@ def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> No
     for parent in sorted({(folder / path).parent for path in files}, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):  # not empty
             parent.rmdir()
+    remove_abandoned_folders(folder, keep_journals=False)

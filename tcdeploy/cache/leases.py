@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from tcdeploy.cache.folder import folder_error
+from tcdeploy.cache.folder_error import folder_error
 from tcdeploy.errors import TcdeployError
 
 LEASES_DIR, LOCK_FILE = "leases", ".lock"
@@ -61,7 +61,8 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     Raises TcdeployError after LOCK_TIMEOUT_S, and if the folder is not writable.
     """
     try:
-        file = open(Path(folder) / LOCK_FILE, "ab")  # noqa: SIM115 - closed below
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        file = os.fdopen(os.open(Path(folder) / LOCK_FILE, flags, 0o600), "ab")
     except OSError as error:
         raise folder_error(str(folder), error) from error
     with file:

@@ -8,6 +8,7 @@ compile, capture and check seconds apart, and torch's counters.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -54,10 +55,12 @@ def warm_buckets(
     cache_dir: str,
     measure: bool,
     progress: Progress,
+    on_finished: Callable[[BucketRecord], None] = lambda record: None,
 ) -> list[BucketRecord]:
     """Warm all buckets; returns their records in the plan's order.
 
-    `measure` also times the eager and the compiled step. Raises CompileError for a bucket that fails its parity check,
+    `measure` also times the eager and the compiled step. `on_finished` is called for each bucket that passed its parity
+    check. Raises CompileError for a bucket that fails its parity check,
     and SpaceError if torch could not write all cache entries.
     """
     plan = runner.plan
@@ -74,6 +77,7 @@ def warm_buckets(
         tuning_left -= warmed.tuning_seconds
         progress.bucket_finished(warmed.record)
         raise_if_failed(warmed.record.parity, bucket)
+        on_finished(warmed.record)
     runner.row_assignment.clear()
     _raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets]

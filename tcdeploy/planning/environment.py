@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,7 +43,7 @@ class Environment:
     compiler: first line of `g++ --version`; empty without g++.
     flash_packages: (backend, version) of each installed package.
     install_paths: of Python's headers and of torch; they enter the cache keys of CPU programs.
-    inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if it was set at start.
+    inductor_cache_dir: TORCHINDUCTOR_CACHE_DIR, if the user set it.
     user_cache_dir: $XDG_CACHE_HOME, or ~/.cache.
     """
 
@@ -102,6 +103,7 @@ class Environment:
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
+STAGING_PREFIX = ".start-"  # of the folders in a cache folder that starts point torch at
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
@@ -172,9 +174,24 @@ def detect_environment() -> Environment:
         compiler=_first_output_line("g++", "--version"),
         flash_packages=installed_flash_packages(),
         install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
-        inductor_cache_dir=os.environ.get("TORCHINDUCTOR_CACHE_DIR", ""),
+        inductor_cache_dir=_requested_inductor_cache_dir(),
         user_cache_dir=os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"),
     )
+
+
+def _requested_inductor_cache_dir() -> str:
+    """TORCHINDUCTOR_CACHE_DIR, unless torch or a start of this package set it.
+
+    torch 2.13 sets the variable to torchinductor_USER in the temporary folder when it is imported, and child processes
+    inherit that. In a shared temporary folder another user may own it. A start sets the variable to a staging folder
+    inside the cache folder (cache/staging.py).
+    """
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+    parent, name = os.path.split(os.path.abspath(folder))
+    if name.startswith(STAGING_PREFIX):
+        return parent
+    is_torch_default = name.startswith("torchinductor_") and parent in (tempfile.gettempdir(), "/tmp", "/var/tmp")
+    return "" if is_torch_default else folder
 
 
 def _detect_gpus() -> tuple[GPU, ...]:

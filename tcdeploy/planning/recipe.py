@@ -85,6 +85,7 @@ class Recipe:
     on_bad_cache: OnBadCache = _option(
         "refuse", "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again"
     )
+    trust_cache_dir: bool = _option(False, "use the cache folder even if other users can change it")
 
 
 def build_recipe(

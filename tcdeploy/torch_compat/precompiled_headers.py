@@ -1,15 +1,18 @@
-"""Switch Inductor's precompiled C++ headers off for a warm start.
+"""Place Inductor's precompiled C++ headers in the cache folder, and switch them off for a warm start.
 
-Inductor prepares the headers in a folder of its own, outside the cache, at every start that loads a C++ program, hit
-or miss: 0.4 s, or 12 s on a machine that has none yet. They halve a cold start and do nothing for a warm one. The
-public setting cannot be used, because it is part of the cache key and of program names, so a cold start would have to
-do without headers too. The patch replaces the function that names the header by one that returns None.
+Inductor prepares the headers in a folder of its own below TMPDIR, 156 MB for each set of compiler options, at every
+start that loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine that has none yet. They halve a cold start and
+do nothing for a warm one. The public setting cannot be used, because it is part of the cache key and of program names,
+so a cold start would have to do without headers too. One patch replaces the function that names the header by one that
+returns None; the other sets the folder.
 
-Without it, a warm start prepares headers. tests/cache/test_toolchain.py fails when torch calls another function.
+Without the first, a warm start prepares headers. Without the second, they lie below TMPDIR, and `cache du` and `cache
+gc` do not see them. tests/cache/test_toolchain.py fails when torch calls another function.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from tcdeploy.torch_compat.internal import Internal, find, mentions
@@ -19,8 +22,10 @@ _original_get_prefix_header: Callable[[str], str | None] | None = None  # Induct
 
 
 def supported() -> bool:
-    return callable(find(f"{CODECACHE}:_get_cpp_prefix_header")) and mentions(
-        find(f"{CODECACHE}:CppCodeCache"), "_get_cpp_prefix_header"
+    return (
+        callable(find(f"{CODECACHE}:_get_cpp_prefix_header"))
+        and mentions(find(f"{CODECACHE}:CppCodeCache"), "_get_cpp_prefix_header")
+        and mentions(find(f"{CODECACHE}:_precompile_header"), "_HEADER_DIR", "_HEADER_LOCK_DIR")
     )
 
 
@@ -28,17 +33,22 @@ INTERNAL = Internal(
     "precompiled headers",
     "torch",
     "codecache._get_cpp_prefix_header",
-    "a warm start on a CPU prepares C++ headers that it does not use",
+    "a warm start on a CPU prepares C++ headers that it does not use, and they lie below TMPDIR",
     supported,
 )
 
 
-def use_precompiled_headers(enabled: bool) -> None:
-    """Set whether Inductor may prepare headers. Without headers, compiling a C++ kernel takes twice as long."""
+def use_precompiled_headers(enabled: bool, folder: str | None = None) -> None:
+    """Set whether Inductor may prepare headers, and where; a process that has prepared them keeps using those.
+
+    Without headers, compiling a C++ kernel takes twice as long.
+    """
     global _original_get_prefix_header
     if not supported():
         return
     codecache = find(CODECACHE)
+    if folder is not None:
+        codecache._HEADER_DIR, codecache._HEADER_LOCK_DIR = folder, os.path.join(folder, "locks")
     _original_get_prefix_header = _original_get_prefix_header or codecache._get_cpp_prefix_header
     codecache._get_cpp_prefix_header = _original_get_prefix_header if enabled else _no_header
 

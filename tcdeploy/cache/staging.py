@@ -1,0 +1,309 @@
+"""The staging folder of one start: the only folder that torch, Triton and the C++ compiler read and write.
+
+    ROOT/.start-XXXX/                      TORCHINDUCTOR_CACHE_DIR while the process runs
+    ROOT/.start-XXXX/triton/               TRITON_CACHE_DIR
+    ROOT/.start-XXXX/precompiled_headers/  hard links to ROOT/precompiled_headers/
+    ROOT/.start-XXXX/finished.jsonl        the journal of a cold start: per finished bucket the records of its files
+    ROOT/.start-XXXX/lock                  locked while the process runs
+
+torch executes whatever lies in its cache folder, such as a library that a killed compiler left half-written. A start
+therefore works in a folder of its own. The files that a manifest lists are copied into it and compared with their
+records on the way, so the bytes that were checked are the bytes that are loaded. Files that are new are published to
+the cache folder after the whole plan has passed its checks, and the manifest after them. A start that is killed leaves
+its staging folder behind; the next start that has to compile takes over the buckets in its journal and deletes it.
+
+If the cache folder is read-only (a container image, a read-only mount), the staging folder is a temporary one, and the
+manifest is written there. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO
+
+from tcdeploy.cache.contents import CONFLICTS_DIR, DamagedFile, FileRecord, find_damage, read_checked
+from tcdeploy.cache.leases import folder_lock
+from tcdeploy.cache.trust import FOLDER_MODE, check_no_links
+from tcdeploy.errors import SpaceError, TcdeployError
+from tcdeploy.planning.environment import STAGING_PREFIX
+
+HEADERS_DIR = "precompiled_headers"
+JOURNAL, LOCK = "finished.jsonl", "lock"
+COPY_THREADS = 4
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_own: dict[str, StagingFolder] = {}  # of this process, by cache folder
+
+
+class StagingFolder:
+    """`path` is the folder that torch uses. `source` is the user's cache folder; `target` receives what is new: the
+    cache folder, or `path` itself if that is read-only."""
+
+    def __init__(self, path: str, source: str, target: str, lock: IO[bytes]) -> None:
+        self.path, self.source, self.target = os.path.realpath(path), source, target
+        self._lock, self._pid = lock, os.getpid()
+        self._copied: set[FileRecord] = set()
+
+    @property
+    def is_private_copy(self) -> bool:
+        return self.target != self.source
+
+    @property
+    def headers_folder(self) -> str:
+        return os.path.join(self.path, HEADERS_DIR)
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether this process made it, and not the one that this was forked from."""
+        return self._pid == os.getpid() and os.path.isdir(self.path)
+
+    def fill(self, files: Iterable[FileRecord], abandoned: Path | None = None) -> list[DamagedFile]:
+        """Copy these files from the cache folder, or an abandoned staging folder, and compare each with its record.
+
+        Returns the files that are missing or differ; no copy of them exists then. Raises SpaceError, TrustError and
+        TcdeployError.
+        """
+        folder, files = abandoned or Path(self.source), list(files)
+        check_no_links(folder, (Path(file.path).parent.as_posix() for file in files))
+        try:
+            for parent in {Path(file.path).parent for file in files}:
+                Path(self.path, parent).mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(COPY_THREADS) as pool:
+                damage = list(pool.map(lambda file: _copy_checked(folder, file, Path(self.path)), files))
+        except OSError as error:
+            raise self._copy_error(files, error) from error
+        if abandoned is None:
+            damaged = {item.path for item in damage if item is not None}
+            self._copied |= {file for file in files if file.path not in damaged}
+        return [item for item in damage if item is not None]
+
+    def _copy_error(self, files: list[FileRecord], error: OSError) -> TcdeployError:
+        size = sum(file.bytes for file in files)
+        if not self.is_private_copy:
+            if error.errno in DISK_FULL:
+                return SpaceError(
+                    f"the disk of the cache folder {self.source} is full; a start copies the {size} bytes of its plan",
+                    "free space, or choose another --cache-dir",
+                )
+            return TcdeployError(
+                f"the cache folder {self.source} cannot be written: {error.strerror}", "choose another --cache-dir"
+            )
+        if error.errno in DISK_FULL:
+            return SpaceError(
+                f"the cache folder {self.source} cannot be written, and {tempfile.gettempdir()} has no room for a "
+                f"private copy of {size} bytes",
+                "set TMPDIR to a folder with more free space, or choose a writable --cache-dir",
+            )
+        return TcdeployError(
+            f"the cache folder {self.source} cannot be written, and no private copy can be made: {error.strerror}",
+            "set TMPDIR to a writable folder, or choose another --cache-dir",
+        )
+
+    def add_to_journal(self, files: Iterable[FileRecord]) -> None:
+        """Record the files of a finished bucket: if this start is killed, the next one uses them. Raises OSError."""
+        new = [file for file in files if file not in self._copied]
+        if not new or self.is_private_copy:
+            return
+        sync_files(Path(self.path), [file.path for file in new])
+        with open(Path(self.path, JOURNAL), "a", encoding="utf-8") as journal:
+            journal.write(json.dumps([asdict(file) for file in new]) + "\n")
+            journal.flush()
+            os.fsync(journal.fileno())
+
+    def publish(self, files: Iterable[FileRecord], others: Iterable[FileRecord]) -> None:
+        """Copy the files that the cache folder lacks into it, durably; the caller holds its lock.
+
+        `others` are the files that manifests of other plans list: a path that one of them has with other bytes stays,
+        and this file goes to CONFLICTS_DIR.
+        """
+        if self.is_private_copy:
+            return
+        root, taken = Path(self.target), {file.path: file for file in others}
+        new = [file for file in files if file not in self._copied or find_damage(root, [file])]
+        published = []
+        for file in new:
+            other = taken.get(file.path)
+            is_conflict = other is not None and other != file and not find_damage(root, [other])
+            path = f"{CONFLICTS_DIR}/{file.sha256}" if is_conflict else file.path
+            if other != file or find_damage(root, [file]):
+                _copy_durably(Path(self.path, file.path), root / path)
+                published.append(path)
+            self._copied.add(file)
+        sync_folders(root, published)
+        _link_headers(Path(self.path), root)
+        Path(self.path, JOURNAL).unlink(missing_ok=True)
+
+    def clear(self) -> None:
+        """Remove all cache files, for another start of this process."""
+        for entry in os.scandir(self.path):
+            if entry.name not in (LOCK, HEADERS_DIR):
+                shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+        self._copied.clear()
+
+    def remove(self) -> None:
+        if self.is_usable:
+            shutil.rmtree(self.path, ignore_errors=True)
+
+
+def own_staging_folder(root: str) -> StagingFolder | None:
+    """The staging folder that this process has for a cache folder, emptied; None if it has none."""
+    staging = _own.get(os.path.realpath(root))
+    if staging is None or not staging.is_usable:
+        return None
+    staging.clear()
+    return staging
+
+
+def create_staging_folder(root: str) -> StagingFolder:
+    """Create the staging folder of this process in the cache folder. Raises TcdeployError and OSError."""
+    with folder_lock(root):  # so that no other process takes it for an abandoned one before it is locked
+        path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root)
+        lock = open(Path(path, LOCK), "wb")  # noqa: SIM115 - open as long as the process runs
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    _link_headers(Path(root), Path(path))
+    return _register(StagingFolder(path, root, root, lock))
+
+
+def create_private_copy(root: str) -> StagingFolder:
+    """Create a staging folder for a cache folder that cannot be written. Raises TcdeployError."""
+    try:
+        path = os.path.realpath(tempfile.mkdtemp(prefix="tcdeploy-cache-"))
+        return _register(StagingFolder(path, root, path, open(Path(path, LOCK), "wb")))
+    except OSError as error:
+        raise TcdeployError(
+            f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
+            "set TMPDIR to a writable folder, or choose another --cache-dir",
+        ) from error
+
+
+def _register(staging: StagingFolder) -> StagingFolder:
+    if not _own:
+        atexit.register(remove_own_staging_folders)
+    _own[os.path.realpath(staging.source)] = staging
+    return staging
+
+
+def remove_own_staging_folders() -> None:
+    """Remove the staging folders of this process. For a process that ends without Python's exit handlers."""
+    for staging in _own.values():
+        staging.remove()
+
+
+def abandoned_folders(root: str | Path) -> list[Path]:
+    """Staging folders whose process has ended. The caller holds the folder's lock."""
+    return [path for path in sorted(Path(root).glob(f"{STAGING_PREFIX}*")) if not _is_locked(path)]
+
+
+def take_over_finished_buckets(staging: StagingFolder) -> int:
+    """Copy the files in the journals of abandoned staging folders, delete those folders, and return how many there
+    were. A copy that does not match its record in the journal is left out."""
+    if staging.is_private_copy:
+        return 0
+    with folder_lock(staging.target):
+        abandoned = abandoned_folders(staging.target)
+        for folder in abandoned:
+            staging.fill(_read_journal(folder), folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    return len(abandoned)
+
+
+def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> list[Path]:
+    """Delete abandoned staging folders, without those that have a journal if `keep_journals`. The caller holds the
+    folder's lock."""
+    folders = [path for path in abandoned_folders(root) if not (keep_journals and (path / JOURNAL).exists())]
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+    return folders
+
+
+def _is_locked(folder: Path) -> bool:
+    try:
+        with open(folder / LOCK, "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it was killed before it made the lock file
+        return False
+    return False
+
+
+def _read_journal(folder: Path) -> list[FileRecord]:
+    """The records in a journal. Its last line may be incomplete."""
+    records: list[FileRecord] = []
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines():
+            records += [FileRecord(**record) for record in json.loads(line)]
+    return records
+
+
+def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
+    path = target / file.path
+    temporary = path.with_name(f".{path.name}.copy")
+    with open(temporary, "wb") as copy:
+        damage = read_checked(folder, file, copy.write)
+    if damage is None:
+        os.replace(temporary, path)
+    else:
+        temporary.unlink()
+        path.unlink(missing_ok=True)
+    return damage
+
+
+def _copy_durably(source: Path, target: Path) -> None:
+    """Through a temporary name, so that the target is complete or absent at any moment."""
+    target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    try:
+        with open(source, "rb") as read, open(temporary, "wb") as written:
+            shutil.copyfileobj(read, written)
+            written.flush()
+            os.fsync(written.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _link_headers(source: Path, target: Path) -> None:
+    """Link precompiled headers, each with its source, unless `target` has them. Only complete ones lie in a cache
+    folder, because they are linked there after a start."""
+    if not (source / HEADERS_DIR).is_dir():
+        return
+    with contextlib.suppress(OSError):  # a file system without hard links: the next start precompiles again
+        (target / HEADERS_DIR).mkdir(mode=FOLDER_MODE, exist_ok=True)
+        for compiled in (source / HEADERS_DIR).glob("*.gch"):
+            if (target / HEADERS_DIR / compiled.name).exists():
+                continue
+            for path in (compiled.with_suffix(""), compiled):
+                _sync(path)
+                with contextlib.suppress(FileExistsError):
+                    os.link(path, target / HEADERS_DIR / path.name)
+
+
+def sync_files(folder: Path, paths: Iterable[str]) -> None:
+    """Flush files to disk, several at once: an fsync mostly waits. Raises OSError."""
+    with ThreadPoolExecutor(COPY_THREADS) as pool:
+        list(pool.map(lambda path: _sync(folder / path), paths))
+
+
+def sync_folders(root: Path, paths: Iterable[str]) -> None:
+    """Flush the entries of all folders between `root` and these files to disk. Raises OSError."""
+    folders = {parent for path in paths for parent in Path(path).parents}
+    sync_files(root, (folder.as_posix() for folder in folders))
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

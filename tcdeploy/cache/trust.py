@@ -1,0 +1,106 @@
+"""Refuses a cache folder that another user could change: torch unpickles and executes what lies in it.
+
+The folder and each folder above it, up to a sticky one such as /tmp, must belong to this user or to root, and only
+their owner may write to them. A group may write if it is the owner's private group, as on most Linux distributions.
+`--trust-cache-dir` skips the check of owners and modes. Symbolic links inside the folder are always refused, because
+tcdeploy would write through them. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+
+from tcdeploy.errors import TrustError
+
+FOLDER_MODE = 0o700  # of the cache folder and the folders above it that tcdeploy creates
+
+
+def make_private_folder(path: str | Path) -> None:
+    """Create the folder and its missing parents with mode 0700. Raises OSError."""
+    folder = Path(path)
+    if not folder.is_dir():
+        if not folder.parent.exists():
+            make_private_folder(folder.parent)
+        folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
+
+
+def check_ownership(path: str | Path) -> None:
+    """Raise TrustError if another user than root could add or replace files in the folder.
+
+    Folders that do not exist yet are skipped. Where the path leads through a symbolic link, the target is checked.
+    """
+    target = Path(os.path.realpath(path))
+    for folder in (target, *target.parents):
+        try:
+            status = folder.stat()
+        except FileNotFoundError:
+            continue
+        is_sticky = bool(status.st_mode & stat.S_ISVTX)
+        if reason := _ownership_problem(status, may_be_shared=is_sticky and folder != target):
+            raise _trust_error(target, folder, reason)
+        if is_sticky and folder != target:
+            return  # in a sticky folder, only the owner of an entry may rename or remove it
+
+
+def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
+    """Raise TrustError if one of these files, or a folder on the way to it, is a symbolic link.
+
+    `paths` are relative to `folder`; those that do not exist are skipped.
+    """
+    parts_below = {Path(path) for path in paths}
+    parts_below |= {parent for path in list(parts_below) for parent in path.parents} - {Path(".")}
+    for part in sorted(parts_below):
+        if Path(folder, part).is_symlink():
+            raise TrustError(
+                f"{Path(folder, part)} is a symbolic link, and files of the cache folder would be used outside of it",
+                "replace it with a folder or file of its own, or choose another folder: --cache-dir DIR",
+            )
+
+
+def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
+    """Why another user could change what lies here; empty if none could."""
+    if status.st_uid not in (0, os.geteuid()):
+        return f"belongs to the user {_user_name(status.st_uid)}"
+    if status.st_mode & stat.S_IWOTH and not may_be_shared:
+        return "can be changed by every user"
+    if status.st_mode & stat.S_IWGRP and not may_be_shared and not _is_private_group(status):
+        return f"can be changed by the group {_group_name(status.st_gid)}"
+    return ""
+
+
+def _is_private_group(status: os.stat_result) -> bool:
+    """Whether the group is the owner's own: of the owner's name, without other members."""
+    try:
+        owner, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
+    except KeyError:
+        return False
+    return group.gr_name == owner and not set(group.gr_mem) - {owner}
+
+
+def _trust_error(target: Path, folder: Path, reason: str) -> TrustError:
+    subject = f"the cache folder {target}" if folder == target else f"the cache folder {target} is in {folder}, which"
+    owner = _user_name(os.geteuid())
+    return TrustError(
+        f"{subject} {reason}, and a start executes the files of a cache folder",
+        f"choose a folder that only {owner} can change: --cache-dir DIR; or give this one to {owner}: "
+        f"chown -R {owner} {folder} && chmod go-w {folder}; to use it as it is: --trust-cache-dir",
+    )
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
+
+
+def _group_name(gid: int) -> str:
+    try:
+        return grp.getgrgid(gid).gr_name
+    except KeyError:
+        return str(gid)
