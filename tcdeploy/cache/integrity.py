@@ -43,8 +43,8 @@ def restore_plan(staging: StagingFolder, plan_key: str, rebuild: bool) -> Manife
         manifest = None
         _start_over(staging, plan_key)
     if manifest is None:
-        if killed := take_over_finished_buckets(staging):
-            log.warning("%d earlier starts were killed; the buckets that they finished are used", killed)
+        if buckets := take_over_finished_buckets(staging):
+            log.warning("an earlier start was killed; the %d buckets that it had finished are used", buckets)
     elif not staging.is_private_copy:
         with folder_lock(folder):
             remove_abandoned_folders(folder, keep_journals=True)

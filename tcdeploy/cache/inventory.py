@@ -1,9 +1,10 @@
 """Inventory and garbage collection of a cache folder. Does not import torch.
 
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
-a live lease or an imported bundle are kept regardless of age and size. Starts work in staging folders, so a file of the
-cache folder that no manifest lists is used by nobody: it is a leftover of a process that was killed. Precompiled
-headers are deleted too; the next start that compiles on a CPU makes them again, in about 10 s.
+a live lease or an imported bundle are kept regardless of age and size. No start uses a file that no manifest lists. Such
+a file was left by a killed process, or belongs to another program that uses the folder as its TORCHINDUCTOR_CACHE_DIR;
+it is deleted after 24 hours. Precompiled headers and the staging folders of killed starts are always deleted; the next
+start that compiles on a CPU makes new headers, in about 10 s.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifests
 from tcdeploy.cache.staging import HEADERS_DIR, abandoned_folders, remove_abandoned_folders
 from tcdeploy.planning.environment import STAGING_PREFIX
 
+LEFTOVER_AGE_SECONDS = 24 * 3600.0
 UNLISTED = "listed by no plan"
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
@@ -176,7 +178,10 @@ def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
         for file in manifest.files
         if key not in removed_keys
     }
-    paths = [path for path in list_cache_files(folder) if path not in listed]
+    freed = {stored_path(folder, file) for key in removed_keys for file in manifests[key].files} - listed
+    paths = [
+        path for path in list_cache_files(folder) if path in freed or (path not in listed and _is_old(folder / path))
+    ]
     others = [folder / HEADERS_DIR, *abandoned_folders(folder)]
     return paths + [
         path.relative_to(folder).as_posix()
@@ -184,6 +189,10 @@ def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
         for path in sorted(other.rglob("*"))
         if not path.is_dir() or path.is_symlink()
     ]
+
+
+def _is_old(path: Path) -> bool:
+    return time.time() - path.lstat().st_mtime > LEFTOVER_AGE_SECONDS
 
 
 def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> None:

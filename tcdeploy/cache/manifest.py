@@ -295,6 +295,5 @@ def _read_greedy_tokens(document: dict[str, Any]) -> GreedyTokens:
 def _corruption_error(path: Path, reason: str) -> IntegrityError:
     return IntegrityError(
         f"the manifest {path} is corrupt: {reason}",
-        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild; to trust the other files "
-        f"of the folder: rm {path}",
+        "nothing was loaded; to discard the plan and compile again: --on-bad-cache rebuild",
     )

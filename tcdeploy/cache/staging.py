@@ -155,12 +155,13 @@ class StagingFolder:
             shutil.rmtree(self.path, ignore_errors=True)
 
 
-def own_staging_folder(root: str) -> StagingFolder | None:
-    """The staging folder that this process has for a cache folder, emptied; None if it has none."""
+def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
+    """The staging folder that this process has for a cache folder, emptied with `clear`; None if it has none."""
     staging = _own.get(os.path.realpath(root))
     if staging is None or not staging.is_usable:
         return None
-    staging.clear()
+    if clear:
+        staging.clear()
     return staging
 
 
@@ -205,16 +206,18 @@ def abandoned_folders(root: str | Path) -> list[Path]:
 
 
 def take_over_finished_buckets(staging: StagingFolder) -> int:
-    """Copy the files in the journals of abandoned staging folders, delete those folders, and return how many there
-    were. A copy that does not match its record in the journal is left out."""
+    """Copy the files in the journals of abandoned staging folders, delete those folders, and return the number of
+    buckets. A copy that does not match its record in the journal is left out."""
     if staging.is_private_copy:
         return 0
+    buckets = 0
     with folder_lock(staging.target):
-        abandoned = abandoned_folders(staging.target)
-        for folder in abandoned:
-            staging.fill(_read_journal(folder), folder)
+        for folder in abandoned_folders(staging.target):
+            for files in _read_journal(folder):
+                staging.fill(files, folder)
+                buckets += 1
             shutil.rmtree(folder, ignore_errors=True)
-    return len(abandoned)
+    return buckets
 
 
 def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> list[Path]:
@@ -237,13 +240,13 @@ def _is_locked(folder: Path) -> bool:
     return False
 
 
-def _read_journal(folder: Path) -> list[FileRecord]:
-    """The records in a journal. Its last line may be incomplete."""
-    records: list[FileRecord] = []
+def _read_journal(folder: Path) -> list[list[FileRecord]]:
+    """The records in a journal, by bucket. Its last line may be incomplete."""
+    buckets: list[list[FileRecord]] = []
     with contextlib.suppress(OSError, ValueError, TypeError):
         for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines():
-            records += [FileRecord(**record) for record in json.loads(line)]
-    return records
+            buckets.append([FileRecord(**record) for record in json.loads(line)])
+    return buckets
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

@@ -23,6 +23,7 @@ from tcdeploy.cache import integrity
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
+from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, flipped, flipped_on_disk, key_of, make_small, path_of
@@ -200,17 +201,15 @@ def test_a_start_that_rewrites_the_manifest_keeps_the_signature_valid(
     assert verified.signer is not None
 
 
-def test_an_unlisted_file_that_torch_would_unpickle_is_an_integrity_error(
-    unpacked: Path, small: Packed, keys: Keys
-) -> None:
-    """torch loads any file beside a listed one under the same key, but not files in other folders."""
-    entry = next(name for name in KINDS if name.startswith("aotautograd/"))
-    (unpacked / "6n" / "unnamed.py").write_bytes(b"left over")
-    assert len(verify_folder(unpacked, keys.trusted)) == 1
-    unlisted = (unpacked / entry).with_name("unknown")
-    unlisted.write_bytes(b"cos\nsystem\n")
-    with pytest.raises(IntegrityError, match=f"{unlisted} is not listed in any manifest"):
+@pytest.mark.parametrize("name", ["6n/unnamed.py", "fxgraph/new/entry", "triton/NEW/kernel.cubin"])
+def test_an_unlisted_file_is_an_integrity_error(unpacked: Path, keys: Keys, name: str) -> None:
+    path = unpacked / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"cos\nsystem\n")
+    with pytest.raises(IntegrityError, match=f"{path} is not listed in any manifest"):
         verify_folder(unpacked, keys.trusted)
+    path.unlink()
+    assert len(verify_folder(unpacked, keys.trusted)) == 1
 
 
 def test_files_compiled_here_are_counted_beside_the_signed_ones(unpacked: Path, small: Packed, keys: Keys) -> None:
@@ -235,12 +234,12 @@ def test_manifests_of_another_schema_version_are_ignored(unpacked: Path, small: 
     (unpacked / "manifests" / ("0" * 16 + ".json")).write_text('{"schema": 3, "plan": {}}')
     assert [plan.plan_key for plan in verify_folder(unpacked, keys.trusted)] == [small.key]
     assert [entry.plan_key for entry in list_plans(unpacked)] == [small.key]
-    assert integrity.verify_and_clean(str(unpacked), "f" * 16, rebuild=False) is None
+    assert integrity.restore_plan(create_staging_folder(str(unpacked)), "f" * 16, rebuild=False) is None
 
 
 def test_a_rebuild_deletes_the_stored_header(unpacked: Path, small: Packed, keys: Keys) -> None:
     (unpacked / KINDS[2]).write_bytes(b"damaged")
-    assert integrity.verify_and_clean(str(unpacked), small.key, rebuild=True) is None
+    assert integrity.discard_if_damaged(str(unpacked), small.key)
     make_small(unpacked, seed=7)
     [verified] = verify_folder(unpacked, keys.trusted)
     assert not verified.is_from_bundle

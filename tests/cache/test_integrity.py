@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache import contents, integrity
-from tcdeploy.cache.manifest import read_manifest, write_manifest
+from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
+from tcdeploy.cache.staging import create_staging_folder, own_staging_folder
 from tcdeploy.errors import IntegrityError
 from tests.conftest import RunCLI
 from tests.model_families import save_config
@@ -107,6 +108,18 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
 # Detection
 
 
+def restore(cache: Path, plan_key: str, rebuild: bool = False) -> Manifest | None:
+    """What a start does with the cache folder before it compiles."""
+    return integrity.restore_plan(
+        own_staging_folder(str(cache)) or create_staging_folder(str(cache)), plan_key, rebuild
+    )
+
+
+def files_of(cache: Path) -> dict[Path, bytes]:
+    """The content of all files except leases."""
+    return {item: item.read_bytes() for item in cache.rglob("*") if item.is_file() and item.parent.name != "leases"}
+
+
 @pytest.mark.parametrize("how", DAMAGES)
 def test_every_listed_file_is_checked(cache: Path, how: str) -> None:
     """Damages and restores one file after the other. Without a start, by the function that every start calls."""
@@ -118,12 +131,15 @@ def test_every_listed_file_is_checked(cache: Path, how: str) -> None:
         content = path.read_bytes()
         flip(path, number) if how == "one bit" else damage(path)
         with pytest.raises(IntegrityError) as caught:
-            integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False)
+            restore(cache, manifest.stem)
         assert str(path) in caught.value.message and reason in caught.value.message
         path.unlink(missing_ok=True)
         path.write_bytes(content)
         (path.parent / "twin").unlink(missing_ok=True)
-    assert integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False) == read_manifest(manifest)
+    assert restore(cache, manifest.stem) == read_manifest(manifest)
+    staging = own_staging_folder(str(cache), clear=False)
+    assert staging is not None
+    assert contents.hash_files(staging.path, names) == contents.hash_files(cache, names)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "manifest"])
@@ -132,7 +148,7 @@ def test_a_start_refuses_a_single_flipped_bit_and_names_the_file(
 ) -> None:
     path = {**file_of_each_kind(cache), "manifest": manifest_of_cache(cache)}[kind]
     flip(path)
-    damaged = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file()}
+    damaged = files_of(cache)
     result = run_cli(*warm(model, cache))
     assert result.returncode == 5
     [error] = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -140,8 +156,7 @@ def test_a_start_refuses_a_single_flipped_bit_and_names_the_file(
     [hint] = [line for line in result.stderr.splitlines() if line.startswith("hint: ")]
     assert "nothing was loaded" in hint and "--on-bad-cache rebuild" in hint
     assert "compile ..." not in result.stderr.splitlines() and "Traceback" not in result.stderr
-    after = {item: item.read_bytes() for item in cache.rglob("*") if item.is_file() and item.parent.name != "leases"}
-    assert after == {item: content for item, content in damaged.items() if item.parent.name != "leases"}
+    assert files_of(cache) == damaged
 
 
 def test_damaged_files_are_counted(run_cli: Any, model: str, cache: Path) -> None:
@@ -219,57 +234,52 @@ def manifest_of(manifest: Any, *names: str) -> Any:
 
 def test_a_new_plan_is_refused_in_a_folder_with_damaged_files_of_other_plans(cache: Path) -> None:
     """Plans share programs, so the new plan might load the damaged file."""
-    assert integrity.verify_and_clean(str(cache), "new", rebuild=False) is None
+    assert restore(cache, "new") is None
     path = file_of_each_kind(cache)["library"]
     flip(path)
     with pytest.raises(IntegrityError, match="does not match its recorded sha256"):
-        integrity.verify_and_clean(str(cache), "new", rebuild=False)
-    assert integrity.verify_and_clean(str(cache), "new", rebuild=True) is None
+        restore(cache, "new")
+    assert restore(cache, "new", rebuild=True) is None
     assert not path.exists() and manifest_of_cache(cache).exists()
 
 
-def test_a_folder_without_manifests_is_not_checked(tmp_path: Path) -> None:
-    assert integrity.verify_and_clean(str(tmp_path), "any", rebuild=False) is None
-
-
-def test_unlisted_files_that_torch_would_unpickle_are_removed(run_cli: Any, model: str, cache: Path) -> None:
+def test_files_that_no_manifest_lists_are_not_used(run_cli: Any, model: str, cache: Path) -> None:
     """torch unpickles every file of a key's folder until one matches, so an unlisted file could run code first."""
     manifest = read_manifest(manifest_of_cache(cache))
     assert manifest is not None
     entries = [cache / file.path for file in manifest.files if file.path.startswith(("fxgraph/", "aotautograd/"))]
     unlisted = [entry.with_name(name) for entry in entries for name in ("0", "zz")]
     poison = b"cos\nsystem\n(S'touch " + os.fsencode(cache / "poisoned") + b"'\ntR."
-    unfinished = entries[0].with_name(".1.2.tmp")
-    for path in (*unlisted, unfinished):
+    for path in unlisted:
         path.write_bytes(poison)
-    other_key = cache / "fxgraph" / "another" / "key"
-    other_key.mkdir(parents=True)
-    (other_key / "entry").write_bytes(b"of a start in progress")
     result = run_cli(*warm(model, cache, "--require-hit"))
     assert result.returncode == 0, result.stderr
     assert not (cache / "poisoned").exists()
-    assert not any(path.exists() for path in unlisted) and all(entry.exists() for entry in entries)
-    assert unfinished.exists(), "torch skips files that are being written"
-    assert (other_key / "entry").exists(), "another key may belong to another start"
+    assert integrity.unlisted_files(cache) == sorted(path.relative_to(cache).as_posix() for path in unlisted)
 
 
-def test_an_entry_that_another_plan_lists_stays(cache: Path) -> None:
+@pytest.mark.parametrize("change", [None, cut, Path.unlink], ids=["whole", "cut", "missing"])
+def test_without_a_manifest_nothing_is_used(cache: Path, change: Callable[[Path], None] | None) -> None:
+    """A library of any content: what a start that was killed, or an unpacking, left behind."""
+    manifest, library = manifest_of_cache(cache), file_of_each_kind(cache)["library"]
+    key = manifest.stem
+    manifest.unlink()
+    if change:
+        change(library)
+    for rebuild in (False, True):
+        assert restore(cache, key, rebuild) is None
+        staging = own_staging_folder(str(cache), clear=False)
+        assert staging is not None and contents.list_cache_files(staging.path) == []
+
+
+def test_a_plan_whose_process_found_programs_in_memory_also_gets_the_files_of_other_plans(cache: Path) -> None:
     manifest = manifest_of_cache(cache)
     known = read_manifest(manifest)
     assert known is not None
-    mine, theirs = (file for file in known.files if file.path.startswith("fxgraph/"))
-    shared = Path(mine.path).with_name("theirs").as_posix()
-    (cache / shared).write_bytes((cache / theirs.path).read_bytes())
-    others = of_plan("other", replace(known, files=(replace(theirs, path=shared),)))
-    write_manifest(manifest.with_name("other.json"), others)
-    assert integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False) == known
-    assert (cache / shared).exists()
-    manifest.with_name("other.json").unlink()
-    integrity.verify_and_clean(str(cache), manifest.stem, rebuild=False)
-    assert not (cache / shared).exists()
-
-
-def test_damage_in_a_private_copy_is_reported_with_the_original_folder(cache: Path) -> None:
-    flip(file_of_each_kind(cache)["library"])
-    with pytest.raises(IntegrityError, match="the cache is damaged: /baked/in/"):
-        integrity.verify_and_clean(str(cache), manifest_of_cache(cache).stem, rebuild=False, display_path="/baked/in")
+    names = listed_files(manifest)
+    write_manifest(manifest.with_name("other.json"), of_plan("other", known))
+    for is_first_start, expected in ((True, names[:1]), (False, names)):
+        write_manifest(manifest, replace(known, files=known.files[:1], is_first_start=is_first_start))
+        assert restore(cache, manifest.stem) is not None
+        staging = own_staging_folder(str(cache), clear=False)
+        assert staging is not None and contents.list_cache_files(staging.path) == expected

@@ -19,6 +19,7 @@ from tcdeploy.cache.integrity import discard_plan
 from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
 from tcdeploy.cache.leases import acquire_lease, folder_lock, is_leased
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
+from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
@@ -270,29 +271,28 @@ def test_old_leftovers_are_removed(three: tuple[Path, list[str]], hours: float) 
     assert (folder / "fxgraph/leftover").exists() == (hours < 24) and keys_in(folder) == keys
 
 
-@pytest.mark.parametrize("has_manifest", [True, False])
-def test_old_leftovers_stay_while_any_plan_is_leased(three: tuple[Path, list[str]], has_manifest: bool) -> None:
-    """A start has no manifest while it warms, and may use files that an earlier start left."""
+def test_old_leftovers_are_removed_during_a_start(three: tuple[Path, list[str]]) -> None:
+    """The start works in its staging folder, which stays, with copies of what it uses."""
     folder, keys = three
     fill(folder, {"fxgraph/leftover": 40})
-    age(folder / "fxgraph/leftover", 10)
-    with Child(HOLD_LEASE, folder, keys[0] if has_manifest else "0123456789abcdef") as child:
-        child.line()
-        assert collect_garbage(folder, None, None).files == 0
-        assert (folder / "fxgraph/leftover").exists()
-    assert collect_garbage(folder, None, None).files == 1
+    age(folder / "fxgraph/leftover", 2)
+    staging = create_staging_folder(str(folder))
+    staged = fill(Path(staging.path), {"fxgraph/in-use": 10})
+    removed = collect_garbage(folder, 3 * DAY, None)
+    assert set(removed.plan_keys) == set(keys[1:])
+    assert not (folder / "6n/own-64.so").exists() and not (folder / "fxgraph/leftover").exists()
+    assert Path(staging.path, *staged).exists()
 
 
-def test_during_a_start_a_plan_is_removed_without_its_files(three: tuple[Path, list[str]]) -> None:
-    """The start may use them, and its manifest is not written yet."""
+def test_headers_and_staging_folders_of_killed_starts_are_removed(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
-    with Child(HOLD_LEASE, folder, "0123456789abcdef") as child:
-        child.line()
-        removed = collect_garbage(folder, 3 * DAY, None)
-        assert (set(removed.plan_keys), removed.files) == (set(keys[1:]), 0)
-        assert (folder / "6n/own-64.so").exists()
-    age(folder / "6n/own-64.so", 2)
-    assert collect_garbage(folder, None, None).files == 1 and not (folder / "6n/own-64.so").exists()
+    fill(folder, {"precompiled_headers/x.h": 5, "precompiled_headers/x.h.gch": 1000, ".start-killed/fxgraph/y": 50})
+    usage = usage_by_kind(folder)
+    assert usage["precompiled headers"] == (2, 1005) and usage["staging folders of starts"] == (1, 50)
+    removed = collect_garbage(folder, None, None)
+    assert (removed.plan_keys, removed.files, removed.bytes) == ((), 3, 1055)
+    assert not (folder / ".start-killed").exists() and not list(folder.glob("precompiled_headers/*"))
+    assert keys_in(folder) == keys
 
 
 def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
