@@ -1,9 +1,9 @@
 """Inventory and garbage collection of a cache folder. Does not import torch.
 
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
-a live lease or an imported bundle are kept regardless of age and size. No start uses a file that no manifest lists. Such
-a file was left by a killed process, or belongs to another program that uses the folder as its TORCHINDUCTOR_CACHE_DIR;
-it is deleted after 24 hours. Precompiled headers and the staging folders of killed starts are always deleted; the next
+a live lease or an imported bundle are kept regardless of age and size. A file that no manifest lists is used by no
+start: it was left by a killed process, or belongs to another program that uses the folder. It is deleted after 24
+hours. Precompiled headers and the staging folders of killed starts are always deleted; the next
 start that compiles on a CPU makes new headers, in about 10 s.
 """
 

@@ -52,7 +52,8 @@ class StagingFolder:
     def __init__(self, path: str, source: str, target: str, lock: IO[bytes]) -> None:
         self.path, self.source, self.target = os.path.realpath(path), source, target
         self._lock, self._pid = lock, os.getpid()
-        self._copied: set[FileRecord] = set()
+        self._copied: set[FileRecord] = set()  # from the cache folder
+        self._in_journal: set[FileRecord] = set()
 
     @property
     def is_private_copy(self) -> bool:
@@ -111,7 +112,7 @@ class StagingFolder:
 
     def add_to_journal(self, files: Iterable[FileRecord]) -> None:
         """Record the files of a finished bucket: if this start is killed, the next one uses them. Raises OSError."""
-        new = [file for file in files if file not in self._copied]
+        new = [file for file in files if file not in self._copied | self._in_journal]
         if not new or self.is_private_copy:
             return
         sync_files(Path(self.path), [file.path for file in new])
@@ -119,6 +120,7 @@ class StagingFolder:
             journal.write(json.dumps([asdict(file) for file in new]) + "\n")
             journal.flush()
             os.fsync(journal.fileno())
+        self._in_journal.update(new)
 
     def publish(self, files: Iterable[FileRecord], others: Iterable[FileRecord]) -> None:
         """Copy the files that the cache folder lacks into it, durably; the caller holds its lock.
@@ -149,6 +151,7 @@ class StagingFolder:
             if entry.name not in (LOCK, HEADERS_DIR):
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
         self._copied.clear()
+        self._in_journal.clear()
 
     def remove(self) -> None:
         if self.is_usable:
