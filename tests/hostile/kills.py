@@ -38,8 +38,8 @@ COUNTING = "import os; os.environ.update(KILL_PID=str(os.getpid()), {})"
 
 @dataclass(frozen=True)
 class Command:
-    """A command to kill. `prepare` makes the folders in which it runs; `check` runs what a user would run next, and
-    returns what is wrong."""
+    """A command to kill. `prepare` makes its folders; `check` runs what a user would run next and returns what is
+    wrong."""
 
     name: str
     share: float  # of all kills
@@ -50,7 +50,8 @@ class Command:
 
 
 class Campaign:
-    """One work folder: `filled` and `other` are caches of one plan each, `folder` and `out` are what commands change."""
+    """The folders of a campaign: `filled` and `other` are caches of one plan each; commands change `folder`, `out` and
+    `remote`."""
 
     def __init__(
         self, work_dir: Path, start: tuple[str, ...] = START, other_start: tuple[str, ...] = OTHER_START
@@ -78,12 +79,19 @@ class Campaign:
 
     def _make_inputs(self) -> None:
         for start, folder in ((self.start, self.filled), (self.other_start, self.other)):
-            for _ in range(2):  # the second start compiles nothing, so that the plan can be packed
+            for _ in range(1 if folder.exists() else 2):  # the last start compiles nothing, so it can be packed
                 self.succeed(*start, "--cache-dir", str(folder))
+        for path in (self.other / "manifests").glob(f"{self.filled_key}.json"):
+            path.unlink()
         self.succeed("cache", "pack", str(self.filled), "-o", str(self.bundle))
         pushed = self.succeed("cache", "push", str(self.bundle), str(self.work_dir / "pushed"))
         [self.url] = [str(path) for path in (self.work_dir / "pushed").rglob("*.tcb")]
         assert pushed.returncode == 0
+
+    @property
+    def filled_key(self) -> str:
+        [key] = read_manifests(self.filled)
+        return key
 
     def run(self, *arguments: str, kill_at: int | None = None) -> subprocess.CompletedProcess[str]:
         script = ""

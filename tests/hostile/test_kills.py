@@ -22,9 +22,6 @@ def kills(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Itera
     for name in ("filled", "other"):
         shutil.copytree(filled_cache, work_dir / name)
     with campaign(work_dir, start=START, other_start=(*START, "--context", "200")) as made:
-        for path in (made.other / "manifests").glob("*.json"):
-            if path.stem == made.filled_key:
-                path.unlink()
         yield made
 
 
