@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.bundle.signing import generate_key
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 from tests.github_actions import ActionRunner
@@ -20,7 +21,7 @@ WARM = " ".join((TINY, *SMALL, "--load-format", "dummy"))
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("keys")
-    subprocess.run(cli_command("cache", "keygen", str(folder / "ci")), check=True, env=cli_environment(folder))
+    generate_key(folder / "ci")
     return {"key": (folder / "ci.key").read_text(), "public-key": (folder / "ci.pub").read_text()}
 
 
@@ -51,14 +52,13 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     assert [step.done.returncode for step in steps] == [0, 0], steps[-1].done.stderr
     assert "was already stored" in steps[-1].done.stdout and second.output("bundle") == ""
 
-    (tmp_path / "ci.pub").write_text(keys["public-key"])
+    (tmp_path / "trusted").mkdir()
+    (tmp_path / "trusted/ci.pub").write_text(keys["public-key"])
     trusted = ("--trusted-keys", str(tmp_path / "trusted"))
-    home = cli_environment(tmp_path)
-    subprocess.run(cli_command("cache", "trust", "ci", str(tmp_path / "ci.pub"), *trusted), check=True, env=home)
     cache = ("--cache-dir", str(tmp_path / "real"), "--cache-from", str(store), *trusted)
     served = subprocess.run(
         cli_command("warm", str(resolve_model_path(TINY)), *SMALL, *cache, "--require-hit"),
-        capture_output=True, text=True, env=home,
+        capture_output=True, text=True, env=cli_environment(tmp_path),
     )  # fmt: skip
     assert served.returncode == 0, f"a cache warmed without weights must serve them: {served.stderr}"
 

@@ -90,7 +90,7 @@ def test_bundles_are_signed_only_on_main_after_the_warm_job() -> None:
     assert publish["needs"] == "warm" and publish["environment"] == "compile-caches"
     assert "github.ref == 'refs/heads/main' && github.event_name != 'pull_request'" in publish["if"]
     assert "github.event.pull_request.head.repo.full_name == github.repository" in warm["if"]
-    assert "github.ref == 'refs/heads/main' && 'main' || 'unreviewed'" in warm["runs-on"][-1]
+    assert "github.ref == 'refs/heads/main' && 'gpu-main' || 'gpu-unreviewed'" in warm["runs-on"]["group"]
     signing = [step for step in publish["steps"] if "sign-and-push" in step["uses"]]
     assert [step["with"]["key"] for step in signing] == ["${{ secrets.TCDEPLOY_SIGNING_KEY }}"]
     assert (ROOT / "recipes/llama-3.1-8b.yaml").exists()
