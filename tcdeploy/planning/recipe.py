@@ -25,6 +25,7 @@ from typing import Any, Literal
 import yaml
 
 from tcdeploy.errors import RecipeError
+from tcdeploy.planning.kubernetes import is_service_variable
 
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
@@ -161,11 +162,16 @@ class _Loader(yaml.SafeLoader):
 
 
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """`TCDEPLOY_BATCH_SIZES=1,4` sets the key batch_sizes. Variables that only the CLI reads are skipped."""
+    """`TCDEPLOY_BATCH_SIZES=1,4` sets the key batch_sizes.
+
+    Variables that only the CLI reads are skipped, and those that Kubernetes sets for a Service named tcdeploy.
+    """
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
         for name, value in environ.items()
-        if name.startswith(ENVIRONMENT_PREFIX) and name not in NON_RECIPE_VARIABLES
+        if name.startswith(ENVIRONMENT_PREFIX)
+        and name not in NON_RECIPE_VARIABLES
+        and not is_service_variable(name, value)
     }
 
 
