@@ -36,6 +36,8 @@ def generate(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
+    if prompt == "-" and sys.stdin is None:
+        raise UsageError("the prompt is read from stdin, which is closed", 'tcdeploy generate MODEL "Once upon a time"')
     text = sys.stdin.read() if prompt == "-" else prompt
     with display.show_progress() as progress:
         from tcdeploy import pipeline

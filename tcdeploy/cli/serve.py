@@ -11,6 +11,7 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, require_cache_from
+from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import ServerSettings
@@ -75,6 +76,7 @@ def serve(
             example = f"curl {address}/v1/completions -H 'content-type: application/json' -d '{body}'"
             display.show_server_is_ready(deployment, address, example)
 
+        drop_unread_messages()
         code = run_server(settings, deploy, on_ready)
     sys.stdout.flush()
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
