@@ -18,12 +18,14 @@ from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.deprecated import replace_renamed_flags
+from tcdeploy.cli.docstrings import restore_docstrings
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
 from tcdeploy.errors import BrokenPipe, TcdeployError
+from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
 
 app = typer.Typer(
     name="tcdeploy",
@@ -67,6 +69,8 @@ def root(
 def main() -> None:
     """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
     configure_process()
+    if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
+        restore_docstrings(app)
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         try:
