@@ -12,9 +12,12 @@ import typer
 
 def restore_docstrings(app: typer.Typer) -> None:
     """Read docstrings that the interpreter has removed from the source files. Does nothing if there are any."""
-    for registered in (*app.registered_commands, *([app.registered_callback] if app.registered_callback else [])):
-        if registered.callback is not None and registered.callback.__doc__ is None:
-            registered.callback.__doc__ = _docstring_in_source(registered.callback)
+    functions = [command.callback for command in app.registered_commands]
+    if app.registered_callback is not None:
+        functions.append(app.registered_callback.callback)
+    for function in functions:
+        if function is not None and function.__doc__ is None:
+            function.__doc__ = _docstring_in_source(function)
     for group in app.registered_groups:
         if group.typer_instance is not None:
             restore_docstrings(group.typer_instance)
