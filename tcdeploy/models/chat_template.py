@@ -44,7 +44,7 @@ def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_k
             raise ModelError(f"the chat template failed: {error}") from error
     try:
         request = _make_request(tokenizer, conversation, template_kwargs)
-    except (TypeError, ValueError) as error:  # no template of that name, or a value that is not JSON
+    except (TypeError, ValueError, RecursionError) as error:  # no template of that name, or not JSON, or too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
     if "text" in reply:
