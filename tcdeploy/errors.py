@@ -16,6 +16,8 @@ operating system are translated at the call that raises them. The CLI catches th
     |- ThresholdError             6   a required limit, such as a time budget, is exceeded
     |- SpaceError                 7   not enough disk space, host memory or GPU memory
     |- NetworkError               8   a remote cannot be reached
+    |- OutputError                1   stdout is closed or cannot be written
+    |   `- BrokenPipe             141   the reader of stdout has ended; reported by the exit code alone
     `- Interrupted              130   the user pressed Ctrl-C
 """
 
@@ -79,6 +81,14 @@ class SpaceError(TcdeployError):
 
 class NetworkError(TcdeployError):
     exit_code = 8
+
+
+class OutputError(TcdeployError):
+    pass
+
+
+class BrokenPipe(OutputError):
+    exit_code = 141  # as shells report a process that SIGPIPE ended
 
 
 class Interrupted(TcdeployError):

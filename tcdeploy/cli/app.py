@@ -5,6 +5,7 @@ Does not import torch, so that `--help` returns at once. Each command imports wh
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -17,12 +18,14 @@ from tcdeploy.cli.bench import app as bench
 from tcdeploy.cli.cache import app as cache
 from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.deprecated import replace_renamed_flags
+from tcdeploy.cli.docstrings import restore_docstrings
 from tcdeploy.cli.generate import generate
 from tcdeploy.cli.process import configure_process
 from tcdeploy.cli.recipes import recipes
 from tcdeploy.cli.serve import serve
 from tcdeploy.cli.warm import warm
-from tcdeploy.errors import TcdeployError
+from tcdeploy.errors import BrokenPipe, TcdeployError
+from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
 
 app = typer.Typer(
     name="tcdeploy",
@@ -58,18 +61,28 @@ def root(
     Reports are written to stdout, progress and messages to stderr.
 
     Exit codes: 0 success, 1 failure, 2 usage error, 3 no matching cache, 4 untrusted signature, 5 integrity
-    error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted.
+    error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted, 141 the reader of stdout
+    has ended.
     """
 
 
 def main() -> None:
     """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
     configure_process()
+    if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
+        restore_docstrings(app)
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
-        app()
+        try:
+            app()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
     except TcdeployError as error:
-        _print_error(error.message, error.hint)
+        if not isinstance(error, BrokenPipe):
+            _print_error(error.message, error.hint)
+        with contextlib.suppress(TcdeployError):  # the interpreter would print a traceback
+            sys.stdout.flush()
         sys.exit(error.exit_code)
 
 

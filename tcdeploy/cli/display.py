@@ -20,6 +20,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from tcdeploy.cli.deprecated import add_old_json_keys
+from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
@@ -168,10 +169,14 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
 
 
 def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
-    _console().print(_warm_table(deployment))
-    _print_totals(deployment)
-    print(f"ready: {address}")
-    print(f"  {example}", flush=True)
+    """Unlike a report, this is not the result of the command: if stdout cannot be written, the server keeps serving."""
+    try:
+        _console().print(_warm_table(deployment))
+        _print_totals(deployment)
+        print(f"ready: {address}")
+        print(f"  {example}", flush=True)
+    except (OutputError, SpaceError) as error:
+        print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
 
 
 def show_bench(tables: list[BenchTable], remarks: list[str], document: str) -> None:

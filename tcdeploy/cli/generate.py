@@ -11,6 +11,7 @@ import typer
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.errors import UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
+from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
 
 
@@ -36,7 +37,11 @@ def generate(
     params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
+    if prompt == "-" and sys.stdin is None:
+        raise UsageError("the prompt is read from stdin, which is closed", 'tcdeploy generate MODEL "Once upon a time"')
     text = sys.stdin.read() if prompt == "-" else prompt
+    if chat:
+        start_renderer()
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 

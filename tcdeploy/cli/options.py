@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from tcdeploy.errors import Interrupted
+from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX, Recipe, build_recipe, field_type
 
 MODEL_HELP = "Hub id, local folder or builtin:tiny; optional if the recipe names a model"
@@ -30,7 +31,8 @@ class RecipeOptions:
     recipe: str | None
 
     def build(self, bundle_recipe: Mapping[str, Any] | None = None) -> Recipe:
-        """Merge flags, environment, recipe file and `bundle_recipe`; the first has precedence. Raises RecipeError."""
+        """Merge flags, environment, recipe file and `bundle_recipe`; the first has precedence. Raises UsageError."""
+        check_docstrings_exist()
         return build_recipe(self.flags, self.recipe, bundle_recipe=bundle_recipe)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 
+from tcdeploy.cli.standard_streams import replace_standard_streams
 from tcdeploy.gc_policy import relax_gc_for_startup
 
 LOGGER_NAME = "tcdeploy"
@@ -21,11 +22,12 @@ class _StderrFormatter(logging.Formatter):
 
 
 def configure_process() -> None:
-    """Defer garbage collection until startup is over, and send log records of this package to stderr.
+    """Defer garbage collection until startup is over, guard stdout and stderr, and send log records to stderr.
 
     The command line calls it once, before it imports anything large.
     """
     relax_gc_for_startup()
+    replace_standard_streams()
     logger = logging.getLogger(LOGGER_NAME)
     if not logger.handlers:
         handler = logging.StreamHandler()

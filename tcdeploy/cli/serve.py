@@ -11,7 +11,9 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, require_cache_from
+from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
+from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import ServerSettings
 
@@ -75,6 +77,8 @@ def serve(
             example = f"curl {address}/v1/completions -H 'content-type: application/json' -d '{body}'"
             display.show_server_is_ready(deployment, address, example)
 
+        start_renderer()
+        drop_unread_messages()
         code = run_server(settings, deploy, on_ready)
     sys.stdout.flush()
     from tcdeploy.cache.staging import remove_own_staging_folders

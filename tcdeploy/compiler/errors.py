@@ -12,9 +12,16 @@ import torch
 from tcdeploy.cache.toolchain import NO_COMPILER_MESSAGE
 from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.planning.plan import Plan
-from tcdeploy.torch_compat.compile_errors import is_compile_error, is_graph_break
+from tcdeploy.torch_compat.compile_errors import (
+    CompilerFailure,
+    find_compiler_failure,
+    is_compile_error,
+    is_graph_break,
+)
 
 NEARLY_FULL_BYTES = 1 << 20
+MAX_MESSAGE_CHARS = 400  # of a message of torch or of the compiler
+OUT_OF_MEMORY = ("Killed signal terminated program", "out of memory allocating", "virtual memory exhausted")  # of GCC
 
 
 @contextlib.contextmanager
@@ -51,9 +58,26 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
             f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",
             "install g++, or start from a cache that was warmed with these flags: tcdeploy cache why MODEL",
         )
+    if failure := find_compiler_failure(error):
+        return _translate_compiler_failure(failure)
     return CompileError(
-        f"torch.compile failed on {plan.model}: {_first_sentence(text)[:400]}", "TCDEPLOY_DEBUG=1 shows the traceback"
+        f"torch.compile failed on {plan.model}: {_first_sentence(text)[:MAX_MESSAGE_CHARS]}",
+        "TCDEPLOY_DEBUG=1 shows the traceback",
     )
+
+
+def _translate_compiler_failure(failure: CompilerFailure) -> Exception:
+    message = f"the C++ compiler failed on {failure.source}: {_first_compiler_error(failure.output)}"
+    if any(words in failure.output for words in OUT_OF_MEMORY):
+        return SpaceError(message, "free some host memory, and run again: finished programs are in the cache")
+    return CompileError(message, "run again; if it fails again, TCDEPLOY_DEBUG=1 shows the command and all its output")
+
+
+def _first_compiler_error(output: str) -> str:
+    """The first line that g++, clang++ or the linker mark as an error; warnings may precede it."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line for line in lines if "error:" in line]
+    return next(iter(errors or lines), "it wrote no message")[:MAX_MESSAGE_CHARS]
 
 
 def _first_sentence(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 
 from tcdeploy.errors import ModelError
+from tcdeploy.models.chat_template import render_chat
 
 
 class IncrementalDetokenizer:
@@ -43,8 +44,9 @@ def stop_token_ids(generation_config: Any) -> tuple[int, ...]:
 
 
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
-    """Token ids of one user message, rendered by the model's chat template with a generation prompt."""
-    encoded = tokenizer.apply_chat_template(
-        [{"role": "user", "content": message}], add_generation_prompt=True, tokenize=True, return_dict=True
-    )
-    return list(encoded["input_ids"])
+    """Token ids of one user message, rendered by the model's chat template with a generation prompt.
+
+    Raises ModelError if the template fails.
+    """
+    text = render_chat(tokenizer, [{"role": "user", "content": message}], add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False).input_ids)

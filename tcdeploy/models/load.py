@@ -18,12 +18,16 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError
+from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
+# Planning builds every layer on fake tensors, in 20 ms each. Llama 3.1 405B has 126 layers.
+MAX_LAYERS = 512
+LAYER_COUNT_NAMES = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
 
 
 def resolve_model_path(model: str) -> str:
@@ -43,10 +47,29 @@ def resolve_model_path(model: str) -> str:
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
+    """Raises ModelError, or UsageError under `python -OO`."""
+    check_docstrings_exist()
+    path = resolve_model_path(recipe.model)
     with _translate_errors(recipe.model):
-        return AutoConfig.from_pretrained(
-            resolve_model_path(recipe.model), revision=recipe.revision, trust_remote_code=recipe.trust_remote_code
-        )
+        local_config = Path(path, "config.json")
+        if local_config.is_file():  # before transformers makes a list with one entry per layer
+            _check_layer_count(recipe.model, json.loads(local_config.read_bytes()))
+        config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+    _check_layer_count(recipe.model, config.to_dict())
+    return config
+
+
+def _check_layer_count(model: str, config: Any) -> None:
+    """Raise UnsupportedModelError for more than MAX_LAYERS layers, in a config or in one that it contains."""
+    if not isinstance(config, dict):
+        return
+    for name, value in config.items():
+        if name in LAYER_COUNT_NAMES and isinstance(value, int) and value > MAX_LAYERS:
+            raise UnsupportedModelError(
+                f"{model} has {value} layers; at most {MAX_LAYERS} are supported",
+                f"check {name} in the model's config.json",
+            )
+        _check_layer_count(model, value)
 
 
 def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from tcdeploy.errors import ModelError
+from tcdeploy.models.chat_template import render_chat, render_pool
 from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -108,13 +110,11 @@ class PromptTokenizer:
         self.tools.check(tools)
         template_kwargs = {**template_kwargs, "tools": tools} if tools else template_kwargs
 
-        def encode() -> Prompt:
-            conversation = [message.for_template() for message in messages]
-            try:
-                text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs)
-            except Exception as error:  # templates raise Jinja's exceptions
-                raise bad_request(f"the chat template rejected the messages: {error}", "messages") from None
-            return Prompt(list(self.tokenizer(text, add_special_tokens=False, verbose=False).input_ids), text)
+        def render() -> str:
+            return render_chat(self.tokenizer, [message.for_template() for message in messages], **template_kwargs)
 
-        size = sum(len(str(message.content)) for message in messages) + len(str(tools))
-        return encode() if size < OFFLOAD_THRESHOLD else await asyncio.to_thread(encode)
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(render_pool, render)
+        except ModelError as error:
+            raise bad_request(error.message, "messages") from None
+        return Prompt(await self._encode(text, add_special_tokens=False), text)

@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+from tcdeploy.errors import ModelError
+from tcdeploy.models.chat_template import render_chat
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.structured_output import with_bounded_whitespace
 
@@ -252,8 +254,8 @@ def _template_renders_tools(tokenizer: Any) -> bool:
     }
     message = {"role": "user", "content": "?"}
     try:
-        return PROBE_TOOL_NAME in tokenizer.apply_chat_template([message], tools=[tool], tokenize=False)
-    except Exception:  # no template, or one that raises Jinja's exceptions
+        return PROBE_TOOL_NAME in render_chat(tokenizer, [message], tools=[tool])
+    except ModelError:  # no template, or one that fails
         return False
 
 

@@ -7,22 +7,37 @@ hint.
 
 from __future__ import annotations
 
-from tcdeploy.torch_compat.internal import Internal, find
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
+CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
+SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
+
+
+class CompilerFailure(NamedTuple):
+    """A call of the C++ compiler that failed."""
+
+    source: str  # the file that it compiled, or the whole command if there is none
+    output: str  # of the compiler, stdout and stderr
 
 
 def supported() -> bool:
     base, unsupported = find("torch._dynamo.exc:TorchDynamoException"), find(f"torch._dynamo.exc:{UNSUPPORTED}")
-    return all(isinstance(error, type) and issubclass(error, RuntimeError) for error in (base, unsupported))
+    cpp_compile_error = find(f"torch._inductor.exc:{CPP_COMPILE_ERROR}")
+    errors = (base, unsupported, cpp_compile_error)
+    are_errors = all(isinstance(error, type) and issubclass(error, RuntimeError) for error in errors)
+    return are_errors and has_parameters(cpp_compile_error, "cmd", "output")
 
 
 INTERNAL = Internal(
     "compile errors",
     "torch",
     "torch._dynamo.exc.TorchDynamoException",
-    "errors of torch.compile may be shown as tracebacks without a hint",
+    "errors of torch.compile may be shown as tracebacks without a hint, and those of g++ without its message",
     supported,
 )
 
@@ -35,3 +50,22 @@ def is_compile_error(error: BaseException) -> bool:
 def is_graph_break(error: BaseException) -> bool:
     """Whether it reports code that Dynamo cannot trace."""
     return is_compile_error(error) and any(cls.__name__ == UNSUPPORTED for cls in type(error).__mro__)
+
+
+def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
+    """The failed call of the C++ compiler that caused an error of torch.compile."""
+    for link in _causes(error):
+        command, output = getattr(link, "cmd", None), getattr(link, "output", None)
+        if type(link).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
+            sources = [word for word in command[1:] if word.endswith(SOURCE_SUFFIXES)]
+            return CompilerFailure(sources[0] if sources else " ".join(command), output)
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and those that it replaces: torch keeps the one of a backend in an attribute of its own."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__

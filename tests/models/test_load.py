@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.models.load import MAX_LAYERS, load_config
+from tcdeploy.planning.recipe import Recipe
 from tests.conftest import cli_environment
 from tests.fork_server import ForkServer
 from tests.model_families import save_config
@@ -179,3 +182,25 @@ def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) ->
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "layers", "values"),
+    [
+        ("llama", 513, {"num_hidden_layers": 513}),
+        ("qwen3", 10**9, {"num_hidden_layers": 10**9}),  # transformers makes a list with an entry per layer
+        ("gpt2", 10**7, {"n_layer": 10**7}),
+        ("gemma3", 10**7, {"text_config": {"model_type": "gemma3_text", "num_hidden_layers": 10**7}}),
+    ],
+)
+def test_a_config_with_more_layers_than_can_be_planned_is_refused_by_their_number(
+    model_type: str, layers: int, values: dict[str, Any], tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **values}))
+    with pytest.raises(UnsupportedModelError, match=f"has {layers} layers; at most {MAX_LAYERS} are supported"):
+        load_config(Recipe(model=str(tmp_path)))
+
+
+def test_the_deepest_published_models_can_be_planned(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "num_hidden_layers": 126}))
+    assert load_config(Recipe(model=str(tmp_path))).num_hidden_layers == 126

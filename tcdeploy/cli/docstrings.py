@@ -1,0 +1,36 @@
+"""Restores docstrings of commands, which are their help texts, under `python -OO`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import typer
+
+
+def restore_docstrings(app: typer.Typer) -> None:
+    """Read docstrings that the interpreter has removed from the source files. Does nothing if there are any."""
+    functions = [command.callback for command in app.registered_commands]
+    if app.registered_callback is not None:
+        functions.append(app.registered_callback.callback)
+    for function in functions:
+        if function is not None and function.__doc__ is None:
+            function.__doc__ = _docstring_in_source(function)
+    for group in app.registered_groups:
+        if group.typer_instance is not None:
+            restore_docstrings(group.typer_instance)
+
+
+def _docstring_in_source(function: Callable[..., Any]) -> str | None:
+    """By module and name: options.py wraps commands in functions of another module."""
+    module = inspect.getmodule(function)
+    try:
+        tree = ast.parse(inspect.getsource(module)) if module else ast.Module([], [])
+    except (OSError, SyntaxError):  # installed without sources
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == function.__name__:
+            return ast.get_docstring(node)
+    return None

@@ -1,0 +1,131 @@
+"""Writes to stdout and stderr that fail: a report that is lost is an error, a lost message is not.
+
+Python sets a stream whose descriptor is closed to None, raises OSError from any print, and prints a traceback when the
+last flush fails. These streams replace both. Stdout carries the result of a command, so a failed write raises
+OutputError, or BrokenPipe if the reader has gone. Stderr carries progress and warnings, so failed writes are dropped:
+a server keeps serving after the reader of its log has ended. After `drop_unread_messages`, the same holds for a reader
+that does not read.
+
+A closed descriptor is opened as /dev/null, because the next file that the process opens would get its number, and
+everything that is written to that number.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import Any
+
+from tcdeploy.errors import BrokenPipe, OutputError, SpaceError
+
+PIPE_WRITE_BYTES = 4096  # PIPE_BUF of Linux: a pipe that poll() calls writable takes this many bytes without blocking
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
+
+
+class _Descriptor(io.FileIO):
+    """An unbuffered stream on descriptor 1 or 2. After a failed write it is connected to /dev/null."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number, "w", closefd=False)
+
+    def _connect_to_null(self) -> None:
+        """The text that remains in buffers, and the messages of libraries and child processes, need a destination."""
+        _open_null(self.fileno())
+
+
+class _Stdout(_Descriptor):
+    def __init__(self, number: int, is_closed: bool) -> None:
+        super().__init__(number)
+        self._is_closed = is_closed
+
+    def write(self, data: Any) -> int:
+        try:
+            if self._is_closed:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+            return super().write(data) or 0
+        except OSError as error:
+            self._is_closed = False  # reported once
+            self._connect_to_null()
+            raise _translate_error(error) from error
+
+
+class _Stderr(_Descriptor):
+    may_block = True
+
+    def write(self, data: Any) -> int:
+        size = len(data)
+        try:
+            if self.may_block:
+                return super().write(data) or size
+            self._write_without_blocking(memoryview(data).cast("B"))
+        except OSError:
+            self._connect_to_null()
+        return size
+
+    def _write_without_blocking(self, data: memoryview) -> None:
+        """Drop what the reader has no room for. The descriptor stays in blocking mode: other processes share it."""
+        poll = select.poll()
+        poll.register(self.fileno(), select.POLLOUT)
+        while data and poll.poll(0):
+            data = data[super().write(data[:PIPE_WRITE_BYTES]) or 0 :]
+
+
+def replace_standard_streams() -> None:
+    """Replace `sys.stdout` and `sys.stderr`, unless that has been done or the caller has redirected them."""
+    is_closed = [_is_closed(number) for number in (0, 1, 2)]
+    for number in (0, 1, 2):
+        if is_closed[number]:
+            _open_null(number)
+    if sys.stdout is sys.__stdout__:
+        sys.stdout = _text_stream(_Stdout(1, is_closed[1]), sys.__stdout__, line_buffering=False)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = _text_stream(_Stderr(2), sys.__stderr__, line_buffering=True)
+
+
+def drop_unread_messages() -> None:
+    """From now on, writing to stderr does not wait for a reader: a full pipe would stop the event loop."""
+    raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
+    if isinstance(raw, _Stderr):
+        raw.may_block = False
+
+
+def _is_closed(number: int) -> bool:
+    try:
+        os.fstat(number)
+    except OSError as error:
+        return error.errno == errno.EBADF
+    return False
+
+
+def _open_null(number: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    os.set_inheritable(number, True)
+
+
+def _text_stream(raw: _Descriptor, original: Any, line_buffering: bool) -> io.TextIOWrapper:
+    """A text stream with the settings of Python's own, which is None if the descriptor was closed."""
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=getattr(original, "encoding", "utf-8"),
+        errors=getattr(original, "errors", "backslashreplace"),
+        line_buffering=getattr(original, "line_buffering", line_buffering),
+        write_through=getattr(original, "write_through", False),
+    )
+
+
+def _translate_error(error: OSError) -> OutputError | SpaceError:
+    if error.errno == errno.EPIPE:
+        return BrokenPipe("the reader of stdout has gone")
+    if error.errno in FULL_DISK:
+        return SpaceError(
+            f"the output cannot be written to stdout: {error.strerror}", "free some space, or redirect it elsewhere"
+        )
+    if error.errno == errno.EBADF:
+        return OutputError("the output cannot be written: stdout is closed", "redirect it to a file, or to /dev/null")
+    return OutputError(f"the output cannot be written to stdout: {error.strerror}", "redirect it to another file")

@@ -1,0 +1,158 @@
+"""Renders chat templates with a limit on their time, memory and output.
+
+Templates run in another process (chat_template_process.py), which is replaced when a template exceeds its limits. The
+text is that of transformers' `apply_chat_template`, which does the rendering there. The process starts in 1 s and holds
+60 MB; a short conversation takes 0.3 ms.
+
+Rejected: a limit inside this process. Counting loops and checking operators in Jinja's sandbox leaves gaps (`~`, `*`,
+filters and methods of strings each build values of any size), and what runs in C holds the GIL until it returns.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.errors import ModelError
+
+RENDER_SECONDS = 5.0
+START_SECONDS = 120.0  # for imports on a machine that is busy with the start of a model
+SCRIPT = Path(__file__).with_name("chat_template_process.py")
+# Variables that the process inherits: what Python and the template's `strftime_now` need, and no keys.
+INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
+PROCESS_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_kwargs: Any) -> str:
+    """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` makes it.
+
+    Blocks until the text is there, so the event loop calls it in `render_pool`. Raises ModelError if the template
+    fails or exceeds a limit.
+    """
+    if not _uses_jinja(tokenizer):
+        try:
+            return str(tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs))
+        except Exception as error:  # modelling code
+            raise ModelError(f"the chat template failed: {error}") from error
+    try:
+        request = _make_request(tokenizer, conversation, template_kwargs)
+    except (TypeError, ValueError, RecursionError) as error:  # no template of that name, or not JSON, or too deep
+        raise ModelError(f"the chat template cannot be used: {error}") from error
+    reply = _process.exchange(request)
+    if "text" in reply:
+        return str(reply["text"])
+    place = "" if reply["line"] is None else f" in line {reply['line']}"
+    raise ModelError(f"the chat template failed{place}: {reply['error']}", "check the messages and the template")
+
+
+def start_renderer() -> None:
+    """Start the process, without waiting for it, so that the first render does not wait for its imports."""
+    _process.start()
+
+
+def _uses_jinja(tokenizer: Any) -> bool:
+    """Whether the tokenizer has transformers' own method; some families render messages in Python."""
+    from transformers import PreTrainedTokenizerBase
+
+    return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+
+def _make_request(tokenizer: Any, conversation: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> bytes:
+    """The arguments that `apply_chat_template` passes to `render_jinja_template`. It drops values of None too."""
+    messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
+    arguments = {
+        "conversations": [messages],
+        "chat_template": tokenizer.get_chat_template(None, template_kwargs.get("tools")),
+        **tokenizer.special_tokens_map,
+        **template_kwargs,
+    }
+    return json.dumps(arguments).encode()
+
+
+class _RenderProcess:
+    """Owns the process and its connection. Requests are rendered one after another."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._is_ready = False
+
+    def start(self) -> None:
+        with self._lock:
+            self._start()
+
+    def exchange(self, request: bytes) -> dict[str, Any]:
+        """Raises ModelError if no reply comes in time, or the process ends."""
+        with self._lock:
+            connection = self._start()
+            try:
+                if not self._is_ready:
+                    self._receive(connection, START_SECONDS, "did not start")
+                    self._is_ready = True
+                connection.send_bytes(request)
+                reply: dict[str, Any] = json.loads(
+                    self._receive(connection, RENDER_SECONDS, "is too slow: it did not finish")
+                )
+            except (EOFError, OSError) as error:
+                self._stop()
+                raise ModelError("the chat template failed: the process that renders it has ended") from error
+            return reply
+
+    def _receive(self, connection: Connection, timeout_s: float, failure: str) -> bytes:
+        if connection.poll(timeout_s):
+            return connection.recv_bytes()
+        self._stop()
+        self._start()  # ready for the next request
+        raise ModelError(f"the chat template {failure} within {timeout_s:g} s", "check the messages and the template")
+
+    def _start(self) -> Connection:
+        if self._connection is None or self._process is None or self._process.poll() is not None:
+            self._stop()
+            self._connection, far_end = Pipe()
+            self._process = subprocess.Popen(
+                # -P: no modules from the folder of the script
+                [sys.executable, "-P", str(SCRIPT), str(far_end.fileno())],
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                env=_process_environment(), pass_fds=[far_end.fileno()],
+            )  # fmt: skip
+            far_end.close()
+        return self._connection
+
+    def _stop(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._connection, self._process, self._is_ready = None, None, False
+
+    def stop(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def forget(self) -> None:
+        """In a fork: the process belongs to the parent."""
+        if self._connection is not None:
+            self._connection.close()
+        self.__init__()  # type: ignore[misc]
+
+
+def _process_environment() -> dict[str, str]:
+    """The import path is that of this process, which need not come from its own environment."""
+    inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
+    return {**inherited, **PROCESS_VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+_process = _RenderProcess()
+render_pool = ThreadPoolExecutor(1, "chat-template")  # threads of others must not wait for a slow template
+atexit.register(_process.stop)
+os.register_at_fork(after_in_child=_process.forget)

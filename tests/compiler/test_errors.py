@@ -1,0 +1,95 @@
+"""Errors of the C++ compiler carry its own first error line and the file that it compiled."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor.exc import CppCompileError, InductorError
+
+from tcdeploy.compiler.errors import translate_compile_errors
+from tcdeploy.errors import CompileError, SpaceError, TcdeployError
+from tcdeploy.planning.plan import Plan
+from tests.conftest import TINY
+
+SOURCE = "/cache/kz/ckz.main.cpp"
+COMMAND = ["g++", SOURCE, "-D", "X", "-shared", "-include", "/cache/headers/c.h", "-o", "/cache/kz/ckz.main.so"]
+OUTPUT = """\
+In file included from /torch/include/vec.h:5:
+/torch/include/vec512.h:12:7: warning: overflow in conversion
+<command-line>: fatal error: cannot read PCH file: No such file or directory
+compilation terminated.
+"""
+
+
+def translate(error: Exception, plan: Any, folder: Path) -> TcdeployError:
+    with pytest.raises(TcdeployError) as translated, translate_compile_errors(plan, str(folder)):
+        raise error
+    return translated.value
+
+
+@pytest.fixture
+def plan() -> Any:
+    return Plan.__new__(Plan)  # no field is read
+
+
+def chained(error: Exception) -> Exception:
+    try:
+        raise RuntimeError("in a worker") from error
+    except RuntimeError as outer:
+        return InductorError(outer, None)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda error: InductorError(error, None), lambda error: BackendCompilerFailed("x", error, None), chained]
+)
+def test_the_first_error_line_and_the_file_are_in_the_message(wrap: Any, plan: Any, tmp_path: Path) -> None:
+    error = translate(wrap(CppCompileError(COMMAND, OUTPUT)), plan, tmp_path)
+    assert type(error) is CompileError
+    assert error.message == (
+        f"the C++ compiler failed on {SOURCE}: "
+        "<command-line>: fatal error: cannot read PCH file: No such file or directory"
+    )
+    assert error.hint.startswith("run again")
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ("", "it wrote no message"),
+        ("\ncp: cannot stat 'a'\nb", "cp: cannot stat 'a'"),
+        ("x.cpp:3:1: internal compiler error: Segmentation fault", "internal compiler error: Segmentation fault"),
+    ],
+)
+def test_a_compiler_may_fail_in_other_words(output: str, message: str, plan: Any, tmp_path: Path) -> None:
+    error = translate(InductorError(CppCompileError(COMMAND, output), None), plan, tmp_path)
+    assert error.message.startswith(f"the C++ compiler failed on {SOURCE}: ") and error.message.endswith(message)
+
+
+def test_a_compiler_without_memory_exits_with_code_7(plan: Any, tmp_path: Path) -> None:
+    output = "g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"
+    error = translate(InductorError(CppCompileError(COMMAND, output), None), plan, tmp_path)
+    assert isinstance(error, SpaceError) and "Killed signal" in error.message and "memory" in error.hint
+
+
+def test_a_cold_start_names_the_error_of_its_compiler(run_cli: Any, tmp_path: Path) -> None:
+    """A g++ that fails on every program, and answers the questions that precede it."""
+    compiler = tmp_path / "bin" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text(
+        f'#!/bin/sh\ncase "$*" in *" -shared "*) echo "kernel.cpp:1:2: error: no such thing" >&2; exit 1;; esac\n'
+        f'PATH="{os.environ["PATH"]}"; exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    result = run_cli(
+        "warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", str(tmp_path / "cache"),
+        PATH=f"{compiler.parent}{os.pathsep}{os.environ['PATH']}",
+    )  # fmt: skip
+    [message, hint] = result.stderr.splitlines()[-2:]
+    assert result.returncode == 1
+    assert message.startswith(f"error: the C++ compiler failed on {tmp_path / 'cache'}") and ".cpp: " in message
+    assert message.endswith("kernel.cpp:1:2: error: no such thing")
+    assert hint.startswith("hint: run again")

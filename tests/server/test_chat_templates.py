@@ -1,0 +1,73 @@
+"""Chat requests to a model whose template fails or never ends: 400, and the event loop is not blocked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.models import chat_template
+from tcdeploy.server.protocol import ApiError, ChatRequest, TokenizeRequest, parse
+from tcdeploy.server.tokenization import PromptTokenizer
+from tcdeploy.server.tools import ToolSupport
+from tests.server.test_tools import LLAMA, load, make_model
+
+MESSAGES = [{"role": "user", "content": "Hi"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.fixture
+def prompts(tmp_path: Path) -> PromptTokenizer:
+    tokenizer = load(make_model(tmp_path / "model"))
+    return PromptTokenizer(tokenizer, 2048, "tiny", ToolSupport(tokenizer, LLAMA))
+
+
+def chat(**fields: Any) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def test_a_failing_template_is_a_400_with_its_message(prompts: PromptTokenizer) -> None:
+    prompts.tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
+    for request in (
+        prompts.prompts(chat()),
+        prompts.tokenize(parse(TokenizeRequest, json.dumps({"messages": MESSAGES}).encode())),
+    ):
+        with pytest.raises(ApiError) as rejection:
+            asyncio.run(request)
+        assert (rejection.value.status, rejection.value.param) == (400, "messages")
+        assert rejection.value.message == "the chat template failed in line 1: roles must alternate"
+
+
+def test_an_endless_template_is_a_400_and_does_not_block_the_event_loop(
+    prompts: PromptTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts.tokenizer.chat_template = ENDLESS
+
+    async def longest_block_s() -> float:
+        request, longest = asyncio.ensure_future(prompts.prompts(chat())), 0.0
+        while not request.done():
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest = max(longest, time.monotonic() - before)
+        with pytest.raises(ApiError, match="it did not finish within 1 s") as rejection:
+            await request
+        assert rejection.value.status == 400
+        return longest
+
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+    assert asyncio.run(longest_block_s()) < 0.9, "a render on the event loop blocks it until the time limit"
+
+
+def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) -> None:
+    nested: Any = []
+    for _ in range(5000):
+        nested = [nested]
+    request = chat()
+    request.chat_template_kwargs = {"nested": nested}
+    with pytest.raises(ApiError) as rejection:
+        asyncio.run(prompts.prompts(request))
+    assert rejection.value.status == 400
