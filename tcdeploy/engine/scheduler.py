@@ -163,7 +163,7 @@ class Scheduler:
         return self._unregistered_chunks
 
     def _admit(self) -> Sequence | None:
-        """Admit the next sequence and allocate its blocks. None if it has to wait; no later sequence takes its blocks."""
+        """Admit the next sequence and allocate its blocks. None if it has to wait: none passes it."""
         if not self.waiting or not self._has_free_row():
             return None
         sequence = self._next_waiting()
@@ -186,7 +186,7 @@ class Scheduler:
         return sequence
 
     def _next_waiting(self) -> Sequence:
-        """The first sequence of the waiting group with the fewest rows. A sequence without a group is one of its own."""
+        """The first sequence of the waiting group with the fewest rows. One without a group is its own."""
         head, num_rows = self.waiting[0], self._rows_by_group()
         return min(self.waiting, key=lambda sequence: num_rows[sequence.group]) if num_rows[head.group] else head
 
