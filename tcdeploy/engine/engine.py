@@ -55,9 +55,13 @@ class Engine:
         self._next_id = 0
         self._in_flight: InFlightStep | None = None
 
-    def submit(self, prompt: Iterable[int], params: SamplingParams) -> int:
-        """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served."""
+    def submit(self, prompt: Iterable[int], params: SamplingParams, group: int | None = None) -> int:
+        """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served.
+
+        Requests of the same `group` wait for each other if requests of other groups wait for a decode row.
+        """
         sequence = self._validated_sequence(list(prompt), params)
+        sequence.group = group
         self._requests[sequence.request_id] = sequence
         self.scheduler.submit(sequence)
         return sequence.request_id

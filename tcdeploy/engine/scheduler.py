@@ -5,6 +5,11 @@ length are not reserved: most answers end early, and the reservation would leave
 run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
 its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
 
+Rows are shared fairly between groups, which are the choices of one client request. A free row goes to the waiting group
+with the fewest rows; of several, to the one that waits longest. If no row is free and a group waits without having one,
+a group with two or more rows loses the row it got last. So a request with 128 choices uses all rows while it is alone,
+delays others by one step, and always keeps one row.
+
 `schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
 `finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
 Steps run in stream order, so freed blocks can be given to the next step at once. For the same reason the blocks of a
@@ -19,7 +24,7 @@ their streams. Prefill and decode are separate steps because they are separate c
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 from tcdeploy.engine.blocks import BlockAllocator
@@ -139,6 +144,7 @@ class Scheduler:
 
     def _schedule_prefill(self) -> tuple[Chunk, ...]:
         """Fill one step with prompts in order of arrival. The last prompt is split when the step is full."""
+        self._make_room_for_new_group()
         chunks: list[Chunk] = []
         token_budget = self.config.prefill_tokens
         while token_budget and len(chunks) < self.config.max_prefill_sequences:
@@ -157,10 +163,10 @@ class Scheduler:
         return self._unregistered_chunks
 
     def _admit(self) -> Sequence | None:
-        """Admit the head of the queue and allocate its blocks. None if it has to wait; no sequence overtakes it."""
+        """Admit the next sequence and allocate its blocks. None if it has to wait: none passes it."""
         if not self.waiting or not self._has_free_row():
             return None
-        sequence = self.waiting[0]
+        sequence = self._next_waiting()
         if sequence.in_flight:  # preempted with unread tokens, which the host cannot feed yet
             return None
         wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
@@ -174,9 +180,27 @@ class Scheduler:
         sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
         sequence.prefix_hit_tokens += sequence.num_computed_tokens
         sequence.admitted_at = sequence.admitted_at or time.perf_counter()
-        self.prefilling.append(self.waiting.popleft())
+        self.waiting.remove(sequence)
+        self.prefilling.append(sequence)
         self._admitted[sequence] = None
         return sequence
+
+    def _next_waiting(self) -> Sequence:
+        """The first sequence of the waiting group with the fewest rows. One without a group is its own."""
+        head, num_rows = self.waiting[0], self._rows_by_group()
+        return min(self.waiting, key=lambda sequence: num_rows[sequence.group]) if num_rows[head.group] else head
+
+    def _rows_by_group(self) -> Counter[int | None]:
+        return Counter(sequence.group for sequence in self._admitted if sequence.group is not None)
+
+    def _make_room_for_new_group(self) -> None:
+        """If no row is free and a group waits without a row, preempt the last sequence of the group with most rows."""
+        if not self.waiting or self._has_free_row():
+            return
+        num_rows, sequence = self._rows_by_group(), self._next_waiting()
+        [(largest, count)] = num_rows.most_common(1) or [(None, 0)]
+        if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
+            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest))
 
     def _account_for_chunk(self, chunk: Chunk) -> None:
         """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""

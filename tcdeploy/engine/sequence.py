@@ -170,6 +170,7 @@ class Sequence:
     token_ids: list[int]
     prompt_length: int
     params: SamplingParams
+    group: int | None = None  # sequences of one client request share decode rows with others as a group
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     in_flight: int = 0  # tokens of launched steps that the host has not read

@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from tcdeploy.engine.constraint import Constraint
-from tcdeploy.engine.sequence import NewToken
+from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server.choice import Choice, Usage, total_usage
 from tcdeploy.server.metrics import Stopwatch
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest, bad_request
@@ -21,6 +21,7 @@ from tcdeploy.server.tokenization import Prompt
 from tcdeploy.server.validation import to_sampling_params
 from tcdeploy.server.worker import PendingRequest
 
+CHOICES_PER_SLICE = 8  # choices that are set up at once; a choice with 512 logit biases takes 0.5 ms
 GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema: the grammar exceeded its size limit during generation"
 
 
@@ -39,16 +40,36 @@ class ActiveRequest:
         service: Service,
         request: CompletionRequest | ChatRequest,
         prompts: list[Prompt],
-        constraint: Constraint | None = None,
+        params: list[SamplingParams],  # one per choice
     ) -> None:
         self.service, self.request, self.prompts = service, request, prompts
+        self.stopwatches = [Stopwatch(service.metrics) for _ in params]
         prompts_and_params = [
-            (prompt.token_ids, to_sampling_params(request, len(prompt.token_ids), service.limits, number, constraint))
-            for prompt in prompts
-            for number in range(request.num_choices)
+            (prompts[index // request.num_choices].token_ids, choice_params)
+            for index, choice_params in enumerate(params)
         ]
-        self.stopwatches = [Stopwatch(service.metrics) for _ in prompts_and_params]
         self.group = RequestGroup(service.worker, prompts_and_params)
+
+    @classmethod
+    async def create(
+        cls,
+        service: Service,
+        request: CompletionRequest | ChatRequest,
+        prompts: list[Prompt],
+        constraint: Constraint | None = None,
+    ) -> ActiveRequest:
+        """Raises ApiError 400 if a value is invalid for the model. Choices share parameters unless they have a seed."""
+        params: list[SamplingParams] = []
+        for prompt in prompts:
+            length = len(prompt.token_ids)
+            for number in range(request.num_choices):
+                if number and request.seed is None:
+                    params.append(params[-1])
+                    continue
+                params.append(to_sampling_params(request, length, service.limits, number, constraint))
+                if len(params) % CHOICES_PER_SLICE == 0:
+                    await asyncio.sleep(0)
+        return cls(service, request, prompts, params)
 
     async def submit(self) -> None:
         """Submit to the engine, then create the response builder and count the prompt.
@@ -61,10 +82,11 @@ class ActiveRequest:
             self.builder = ChatResponseBuilder(request, service.settings.model, service.vocabulary)
         else:
             self.builder = CompletionResponseBuilder(request, service.settings.model, service.vocabulary)
-        self.choices = [
-            self._new_choice(index, self.prompts[index // request.num_choices])
-            for index in range(len(self.stopwatches))
-        ]
+        self.choices = []
+        for index in range(len(self.stopwatches)):
+            self.choices.append(self._new_choice(index, self.prompts[index // request.num_choices]))
+            if len(self.choices) % CHOICES_PER_SLICE == 0:
+                await asyncio.sleep(0)
         prompt_lengths = [len(prompt.token_ids) for prompt in self.prompts]
         for length in prompt_lengths:
             service.missed_shapes.observe_shape("prefill", length)

@@ -8,10 +8,11 @@ requests; FastAPI is not used, because bodies are read and validated here and op
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
@@ -27,6 +28,7 @@ from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
 from tcdeploy.server.active_request import ActiveRequest, full_json
+from tcdeploy.server.admission import BodyReservation
 from tcdeploy.server.hot_path import direct_route, read_body
 from tcdeploy.server.openapi import openapi_document
 from tcdeploy.server.protocol import (
@@ -34,12 +36,12 @@ from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
-    RequestT,
     TokenizeRequest,
     bad_request,
-    parse,
 )
+from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import Service
 from tcdeploy.server.sse import EventStream
 from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
@@ -58,11 +60,11 @@ log = logging.getLogger("tcdeploy.server")
 def make_app(state: ServerState) -> ASGIApp:
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        return await _complete(state, request, await _parse_body(state, request, CompletionRequest))
+        return await _complete(state, request, CompletionRequest)
 
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await _complete(state, request, await _parse_body(state, request, ChatRequest))
+        return await _complete(state, request, ChatRequest)
 
     routes = [
         *_operations_routes(state),
@@ -141,15 +143,16 @@ def _model_routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of chat messages."""
-        body = await _parse_body(state, request, TokenizeRequest)
-        service = state.require_service()
-        ids = await service.tokenizer.tokenize(body)
-        return JSONResponse({"tokens": ids, "count": len(ids), "max_model_len": service.limits.context})
+        with _admitted_body(state) as (service, reservation):
+            body = await _parse_body(state, request, TokenizeRequest, reservation)
+            ids = await service.tokenizer.tokenize(body)
+            return Response(await service.tokenizer.tokens_json(ids), media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        body = await _parse_body(state, request, DetokenizeRequest)
-        return JSONResponse({"prompt": await state.require_service().tokenizer.detokenize(body.tokens)})
+        with _admitted_body(state) as (service, reservation):
+            body = await _parse_body(state, request, DetokenizeRequest, reservation)
+            return JSONResponse({"prompt": await service.tokenizer.detokenize(body.tokens)})
 
     return [
         Route("/v1/models", models, methods=["GET"]),
@@ -160,42 +163,66 @@ def _model_routes(state: ServerState) -> list[Route]:
     ]
 
 
-async def _complete(state: ServerState, raw_request: Request, request: CompletionRequest | ChatRequest) -> Response:
-    check(request)
-    state.admission.check_open()
+@contextlib.contextmanager
+def _admitted_body(state: ServerState) -> Iterator[tuple[Service, BodyReservation]]:
+    """Admits a request that needs the tokenizer only. It counts as one choice until it is answered."""
     service = state.require_service()
-    service.count_unknown_fields(request)
-    service.check_model(request.model)
-    num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-    if not num_choices:
-        raise bad_request("prompt is an empty list", "prompt")
-    service.admission.acquire(num_choices)
-    active, stream = None, None
+    service.admission.acquire(1)
     try:
-        prompts = await service.tokenizer.prompts(request)
-        active = ActiveRequest(service, request, prompts, await service.constraint(request, prompts))
-        await active.submit()
-        if request.stream:
-            stream = EventStream(active, service.settings.stall_timeout)
-            return stream
-        return JSONResponse(await _run_until_disconnect(raw_request, full_json(active)))
-    except EngineDeadError as error:
-        raise ApiError(503, str(error), code=error.code) from None
-    except TcdeployError as error:
-        raise bad_request(error.message, None) from None
+        with BodyReservation(state.admission) as reservation:
+            yield service, reservation
     finally:
-        if active is None:
-            service.admission.release(num_choices)
-        elif stream is None:
-            active.close()  # a stream closes it at its end
+        service.admission.release(1)
 
 
-async def _parse_body(state: ServerState, request: Request, request_type: type[RequestT]) -> RequestT:
-    """The validated JSON body. Raises ApiError 408, 413, 415 or 400."""
+async def _complete(
+    state: ServerState, raw_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]
+) -> Response:
+    with BodyReservation(state.admission) as reservation:
+        request = await _parse_body(state, raw_request, request_type, reservation)
+        check(request)
+        state.admission.check_open()
+        service = state.require_service()
+        service.count_unknown_fields(request)
+        service.check_model(request.model)
+        num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if not num_choices:
+            raise bad_request("prompt is an empty list", "prompt")
+        service.admission.acquire(num_choices)
+        active, stream = None, None
+        try:
+            prompts = await service.tokenizer.prompts(request)
+            constraint = await service.constraint(request, prompts)
+            active = await ActiveRequest.create(service, request, prompts, constraint)
+            reservation.release()
+            await active.submit()
+            if request.stream:
+                stream = EventStream(active, service.settings.stall_timeout)
+                return stream
+            return JSONResponse(await _run_until_disconnect(raw_request, full_json(active)))
+        except EngineDeadError as error:
+            raise ApiError(503, str(error), code=error.code) from None
+        except TcdeployError as error:
+            raise bad_request(error.message, None) from None
+        finally:
+            if active is None:
+                service.admission.release(num_choices)
+            elif stream is None:
+                active.close()  # a stream closes it at its end
+
+
+async def _parse_body(
+    state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
+) -> RequestT:
+    """The validated JSON body. Raises ApiError 408, 413, 415, 400, or 503 if too many bytes wait."""
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
-    return parse(request_type, await read_body(request, state.settings.max_body_bytes, state.settings.hot_path))
+    body = await read_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
+    if len(body) <= SMALL_BODY_BYTES:
+        return parse(request_type, body)
+    state.admission.check_open()  # the limits of large bodies depend on the model
+    return await state.parser.parse(request_type, body, state.require_service().json_limits)
 
 
 async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:

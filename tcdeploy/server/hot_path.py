@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.errors import UsageError
+from tcdeploy.server.admission import BodyReservation
 from tcdeploy.server.http import is_body_received
 from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.settings import HotPath
@@ -61,43 +62,60 @@ def direct_route(
     return app
 
 
-async def read_body(request: Request, max_bytes: int, hot_path: HotPath) -> bytes:
+async def read_body(request: Request, max_bytes: int, hot_path: HotPath, reservation: BodyReservation) -> bytearray:
     """`own_body_reader`: the request's body, read without an async generator, and without a timer if it has arrived.
 
     Saves the generator of `Request.stream()`, and `asyncio.timeout` for a body that came in the same packets as its
     headers, as most do. If the switch is off, every body is read from `Request.stream()` under a timer.
-    Raises ApiError 413 above `max_bytes` and 408 after BODY_TIMEOUT_S, ClientDisconnect if the client leaves.
-    Its effect on one client is within the noise.
+    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S, ClientDisconnect if
+    the client leaves. Its effect on one client is within the noise.
     """
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > max_bytes:  # refused before it arrives
+        raise _body_too_large(max_bytes)
+    body = _Body(max_bytes, reservation)
     if hot_path.own_body_reader and is_body_received(request.scope):
-        return await _receive_body(request, max_bytes)
+        return await _receive_body(request, body)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             if hot_path.own_body_reader:
-                return await _receive_body(request, max_bytes)
-            body = bytearray()
+                return await _receive_body(request, body)
             async for chunk in request.stream():
-                _append_chunk(body, chunk, max_bytes)
-            return bytes(body)
+                body.append(chunk)
+            return body.content
     except TimeoutError:
         raise ApiError(408, f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
 
 
-async def _receive_body(request: Request, max_bytes: int) -> bytes:
-    body, has_more = bytearray(), True
+async def _receive_body(request: Request, body: _Body) -> bytearray:
+    has_more = True
     while has_more:
         message = await request.receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        _append_chunk(body, message.get("body", b""), max_bytes)
+        body.append(message.get("body", b""))
         has_more = message.get("more_body", False)
-    return bytes(body)
+    return body.content
 
 
-def _append_chunk(body: bytearray, chunk: bytes, max_bytes: int) -> None:
-    body += chunk
-    if len(body) > max_bytes:
-        raise ApiError(413, f"the body is larger than {max_bytes} bytes")
+class _Body:
+    """A body while it arrives."""
+
+    def __init__(self, max_bytes: int, reservation: BodyReservation) -> None:
+        self.content = bytearray()
+        self._max_bytes, self._reservation = max_bytes, reservation
+
+    def append(self, chunk: bytes) -> None:
+        """Raises ApiError 413 or 503."""
+        size = len(self.content) + len(chunk)
+        if size > self._max_bytes:
+            raise _body_too_large(self._max_bytes)
+        self._reservation.grow(size)
+        self.content += chunk
+
+
+def _body_too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {max_bytes} bytes")
 
 
 def sleep_after_first_token(tokens: Iterable[NewToken]) -> None:

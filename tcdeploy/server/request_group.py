@@ -7,12 +7,15 @@ future, instead of a queue and a task.
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import AsyncGenerator
 from typing import Any
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server.hot_path import wait_for_launch
 from tcdeploy.server.worker import PendingRequest, Worker
+
+_group_ids = itertools.count()
 
 
 class RequestGroup:
@@ -22,8 +25,9 @@ class RequestGroup:
         self._failure: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
         self._is_starting = False
+        group = next(_group_ids)
         self.pending_requests = [
-            PendingRequest(index, prompt, params, self._receive)
+            PendingRequest(index, prompt, params, self._receive, group)
             for index, (prompt, params) in enumerate(prompts_and_params)
         ]
 

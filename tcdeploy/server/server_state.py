@@ -10,6 +10,7 @@ from tcdeploy.server.admission import RETRY_AFTER_S, Admission
 from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.request_parsing import RequestParser
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.worker import Worker
@@ -25,6 +26,7 @@ class ServerState:
     metrics: Metrics = field(default_factory=Metrics)
     start_time: float = field(default_factory=time.time)
     service: Service | None = None
+    parser: RequestParser = field(default_factory=RequestParser)
 
     def __post_init__(self) -> None:
         self.metrics.register_figures(self.figures)

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.detokenizer import stop_token_ids
 from tcdeploy.server.admission import Admission
+from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
 from tcdeploy.server.validation import ModelLimits
@@ -29,6 +31,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.pipeline import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
+MAX_FIELD_NAME_CHARS = 200  # of such a name
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -60,6 +63,12 @@ class Service:
 
         return read_counts().compiles - self.compiles_at_load
 
+    @property
+    def json_limits(self) -> JsonLimits:
+        """No text and no list of token ids beyond these can be valid in any field."""
+        max_tokens, max_chars = self.limits.tokenize_tokens, self.tokenizer.encoder.max_chars_per_token
+        return JsonLimits(self.settings.max_body_bytes if max_chars is None else max_tokens * max_chars, max_tokens)
+
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 if `name` is another model."""
         if name is not None and name != self.settings.model:
@@ -78,7 +87,8 @@ class Service:
 
     def count_unknown_fields(self, request: GenerationRequest) -> None:
         """Log and count each unknown field once. The request is served."""
-        for name in set(request.model_extra or {}) - self.unknown_fields:
+        names = {name[:MAX_FIELD_NAME_CHARS] for name in request.model_extra or {}}
+        for name in names - self.unknown_fields:
             if len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
                 self.unknown_fields.add(name)
                 self.metrics.unknown_fields.inc()
@@ -106,6 +116,7 @@ def build_service(
 
     engine, tokenizer = deployment.engine, deployment.tokenizer
     stop_ids = stop_token_ids(engine.runner.model.generation_config)
+    limits = ModelLimits(deployment.plan.context, engine.vocab_size, stop_ids)
     tools = ToolSupport(tokenizer, engine.runner.model)
     return Service(
         settings=settings,
@@ -113,9 +124,9 @@ def build_service(
         worker=worker,
         admission=admission,
         metrics=metrics,
-        tokenizer=PromptTokenizer(tokenizer, engine.vocab_size, settings.model, tools),
+        tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
         vocabulary=Vocabulary(tokenizer),
-        limits=ModelLimits(deployment.plan.context, engine.vocab_size, stop_ids),
+        limits=limits,
         structured_output=StructuredOutputBackend(tokenizer, stop_ids),
         tools=tools,
         missed_shapes=MissedShapes(deployment.plan),

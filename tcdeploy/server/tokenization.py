@@ -1,12 +1,14 @@
 """Prompts to token ids and back: chat templates, tokenizer calls, and checks of token ids.
 
-Long texts are tokenized in a thread, so that the event loop is not blocked.
+Lengths are checked before the work that depends on them. Long texts are tokenized in threads (text_encoder.py).
 """
 
 from __future__ import annotations
 
 import asyncio
 import inspect
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,9 +22,11 @@ from tcdeploy.server.protocol import (
     bad_request,
     dump_tools,
 )
+from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.validation import ModelLimits
 
-OFFLOAD_THRESHOLD = 20_000  # characters, or tokens to decode; more run in a thread
+SLICE_TOKENS = 8192  # token ids that are checked or written as JSON at once: the GIL is free between slices
 INFO_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 
 
@@ -36,7 +40,8 @@ class PromptTokenizer:
     """`tokenizer` is transformers' tokenizer of the model; `model_name` is used in error messages."""
 
     tokenizer: Any
-    vocab_size: int  # rows of the model's embedding, which may differ from the tokenizer's size
+    encoder: TextEncoder
+    limits: ModelLimits
     model_name: str
     tools: ToolSupport
 
@@ -45,16 +50,21 @@ class PromptTokenizer:
         if isinstance(request, ChatRequest):
             template_kwargs = {"add_generation_prompt": request.add_generation_prompt is not False}
             template_kwargs |= self._checked_template_kwargs(request)
-            return [await self._render_chat(request.messages, template_kwargs, request.usable_tools)]
+            return [
+                await self._render_chat(request.messages, template_kwargs, request.usable_tools, self.limits.context)
+            ]
+        self._check_lengths(request.prompts)
         prompts = []
         for content in request.prompts:
             if isinstance(content, str):
-                prompts.append(Prompt(await self._encode(content), content))
+                token_ids = await self.encoder.encode(content, self.limits.context, "prompt")
+                prompts.append(Prompt(token_ids, content))
             else:
-                self._check_token_ids(content)
+                await self._check_token_ids(content)
                 prompts.append(Prompt(content, await self.detokenize(content, "prompt") if request.echo else None))
             if not prompts[-1].token_ids:
                 raise bad_request("the prompt has 0 tokens; it must have at least 1", "prompt")
+            await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds
         return prompts
 
     def _checked_template_kwargs(self, request: ChatRequest) -> dict[str, Any]:
@@ -65,22 +75,51 @@ class PromptTokenizer:
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
         return template_kwargs
 
+    def _check_lengths(self, contents: list[str] | list[list[int]]) -> None:
+        """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
+        for content in contents:
+            if isinstance(content, str):
+                self.encoder.check_length(content, self.limits.context, "prompt")
+            elif len(content) >= self.limits.context:
+                raise bad_request(
+                    f"the prompt has {len(content)} tokens; the model's context is {self.limits.context}",
+                    "prompt", "context_length_exceeded",
+                )  # fmt: skip
+
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("exactly one of prompt and messages is required", "prompt")
         if request.messages is not None:
             template_kwargs = {"add_generation_prompt": request.add_generation_prompt is not False}
-            return (await self._render_chat(request.messages, template_kwargs, dump_tools(request.tools))).token_ids
-        return await self._encode(request.prompt or "", request.add_special_tokens)
+            tools, max_tokens = dump_tools(request.tools), self.limits.tokenize_tokens
+            return (await self._render_chat(request.messages, template_kwargs, tools, max_tokens)).token_ids
+        add_special_tokens = request.add_special_tokens
+        return await self.encoder.encode(
+            request.prompt or "", self.limits.tokenize_tokens, "prompt", add_special_tokens
+        )
 
     async def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
         """The text of token ids, special tokens included. Raises ApiError 400 that names `field`."""
+        if len(token_ids) > self.limits.tokenize_tokens:
+            raise bad_request(
+                f"{field} has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}", field
+            )
+        await self._check_token_ids(token_ids, field)
 
         def decode() -> str:
-            self._check_token_ids(token_ids, field)
             return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
 
-        return decode() if len(token_ids) < OFFLOAD_THRESHOLD else await asyncio.to_thread(decode)
+        return await self.encoder.run(len(token_ids), decode)
+
+    async def tokens_json(self, token_ids: list[int]) -> bytes:
+        """The response of /tokenize."""
+
+        def write() -> bytes:
+            slices = (json.dumps(part)[1:-1] for part in _slices(token_ids))
+            others = json.dumps({"count": len(token_ids), "max_model_len": self.limits.context})
+            return f'{{"tokens": [{", ".join(slices)}], {others[1:]}'.encode()
+
+        return await self.encoder.run(len(token_ids), write)
 
     def info(self) -> dict[str, Any]:
         """vLLM's /tokenizer_info, without paths of this machine."""
@@ -89,19 +128,17 @@ class PromptTokenizer:
             **{name: getattr(self.tokenizer, name) for name in INFO_FIELDS},
         }
 
-    def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
-        last = self.vocab_size - 1
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= last:
+    async def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
+        last = self.limits.vocab_size - 1
+
+        def are_valid() -> bool:
+            return all(0 <= min(part) <= max(part) <= last for part in _slices(token_ids))
+
+        if not await self.encoder.run(len(token_ids), are_valid):
             raise bad_request(f"{field} contains token ids outside 0..{last}", field)
 
-    async def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        def encode() -> list[int]:
-            return list(self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False).input_ids)
-
-        return encode() if len(text) < OFFLOAD_THRESHOLD else await asyncio.to_thread(encode)
-
     async def _render_chat(
-        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]]
+        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]], max_tokens: int
     ) -> Prompt:
         if not messages:
             raise bad_request("messages is empty", "messages")
@@ -117,4 +154,8 @@ class PromptTokenizer:
             text = await asyncio.get_running_loop().run_in_executor(render_pool, render)
         except ModelError as error:
             raise bad_request(error.message, "messages") from None
-        return Prompt(await self._encode(text, add_special_tokens=False), text)
+        return Prompt(await self.encoder.encode(text, max_tokens, "messages", add_special_tokens=False), text)
+
+
+def _slices(token_ids: list[int]) -> Iterator[list[int]]:
+    return (token_ids[start : start + SLICE_TOKENS] for start in range(0, len(token_ids), SLICE_TOKENS))

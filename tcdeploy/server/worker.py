@@ -42,8 +42,10 @@ class PendingRequest:
     after accepting the request.
     """
 
-    def __init__(self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback) -> None:
-        self.index, self.prompt, self.params = index, prompt, params
+    def __init__(
+        self, index: int, prompt: list[int], params: SamplingParams, receive: ReceiveCallback, group: int | None = None
+    ) -> None:
+        self.index, self.prompt, self.params, self.group = index, prompt, params, group
         self.request_id: int | None = None  # the engine's id; used by the engine thread only
         self.is_open = True
         self._receive = receive
@@ -154,7 +156,7 @@ class Worker(Generic[LoadedT]):
         if not pending.is_open:  # cancelled meanwhile
             return
         try:
-            pending.request_id = engine.submit(pending.prompt, pending.params)
+            pending.request_id = engine.submit(pending.prompt, pending.params, pending.group)
         except TcdeployError as error:
             self._loop.call_soon_threadsafe(pending.deliver, error)
             return

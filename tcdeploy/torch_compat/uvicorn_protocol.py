@@ -1,11 +1,14 @@
-"""uvicorn's HTTP/1.1 protocol with two limits: the size of a request's head, and the time until it is complete.
+"""uvicorn's HTTP/1.1 protocol with limits, and with the server's error format.
 
-uvicorn's own class reads a head of any size and waits for the rest of a request without limit. The subclass relies on
-the parser callbacks `on_message_begin`, `on_headers_complete` and `on_message_complete`, and on the attributes `scope`,
-`flow`, `cycle`, `transport` and `loop`. It also puts three functions into the ASGI scope's extensions.
+uvicorn's own class reads a head of any size and waits for the rest of a request without limit. It parses a packet of
+256 KiB at once, in which thousands of pipelined requests, headers or chunks fit, and answers bytes that are not HTTP
+with plain text. The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`,
+`on_headers_complete`, `on_body` and `on_message_complete`, on httptools' `on_chunk_header`, on `send_400_response`, and
+on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. An exception in a callback ends the
+parsing of a packet. The subclass also puts three functions into the ASGI scope's extensions.
 
-Without those names, the server runs uvicorn's own protocol without limits, and says so. tests/server/test_abuse.py
-fails when the class changes. server/http.py reads the extensions.
+Without those names, the server runs uvicorn's own protocol without limits, and says so. tests/server/test_http.py and
+test_abuse.py fail when the class changes. server/http.py reads the extensions.
 """
 
 from __future__ import annotations
@@ -13,14 +16,18 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
-CALLBACKS = ("on_message_begin", "on_headers_complete", "on_message_complete")
-METHODS = ("connection_made", "connection_lost", "data_received", *CALLBACKS)
-MAX_HEADER_BYTES = 64 << 10  # plus the rest of the packet that ends the head
+CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
+METHODS = ("connection_made", "connection_lost", "data_received", "send_400_response", *CALLBACKS)
+MAX_HEADER_BYTES = 64 << 10  # of the head, and of the trailers
+MAX_HEADER_LINES = 1000  # of head and trailers together
+MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
+MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
+CHUNK_FRAME_BYTES = 16  # a chunk's size and line breaks; its extensions count as trailers
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
 ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
 
@@ -37,7 +44,7 @@ def supported() -> bool:
     protocol = find(PROTOCOL)
     return (
         all(callable(getattr(protocol, name, None)) for name in METHODS)
-        and mentions(protocol, "scope", "flow", "cycle", "transport", "loop", "response_complete")
+        and mentions(protocol, "scope", "flow", "cycle", "transport", "loop", "pipeline", "response_complete")
         and hasattr(find("uvicorn.protocols.http.flow_control:FlowControl"), "pause_writing")
     )
 
@@ -62,15 +69,19 @@ def bounded_protocol(error_body: Callable[[int, str], bytes]) -> Any:
 
 
 class _Bounds(_Base):
-    """Closes a connection whose request head is too large, or whose request is not complete in time."""
+    """Closes a connection whose request exceeds a limit, or is not complete in time, with an error response."""
 
     error_body: Any  # (status, message) -> JSON
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._header_bytes = 0
         self._in_headers = True
+        self._head_bytes = self._trailer_bytes = self._header_lines = 0  # of complete lines
+        self._body_bytes = self._num_chunks = 0  # of the current request
+        self._parsed_bytes = 0  # of the connection: lines, bodies, and frames of chunks
+        self._unparsed_bytes = 0  # of the current request: received, but part of no complete line, body or frame
         self._has_partial_request = False  # a part of a request has arrived, and not its end
+        self._rejection: tuple[int, str, str] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -82,33 +93,79 @@ class _Bounds(_Base):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_headers:
-            self._header_bytes += len(data)
+        if self.transport.is_closing():
+            return
         self._has_partial_request = True
+        parsed_before = self._parsed_bytes
         super().data_received(data)
         if self._has_partial_request:  # most requests arrive whole and need no timer
             self._set_deadline()
-        if self._in_headers and self._header_bytes > MAX_HEADER_BYTES:
-            self._send_error_and_close(
-                431, "Request Header Fields Too Large", f"the head is larger than {MAX_HEADER_BYTES} bytes"
-            )
+        self._unparsed_bytes += len(data) - (self._parsed_bytes - parsed_before)
+        if self._has_partial_request and self._unparsed_bytes > MAX_HEADER_BYTES:
+            self._send_error_and_close(*_too_large("head" if self._in_headers else "trailers"))
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn calls it for bytes that are not HTTP, and after an exception in a callback."""
+        self._send_error_and_close(*(self._rejection or (400, "Bad Request", "the request is not valid HTTP/1.1")))
+
+    # Parser callbacks
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= MAX_PIPELINED:
+            self._reject(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined")
         super().on_message_begin()
         self._has_partial_request = True  # the last request may have ended in the same packet
+        self._in_headers = True
+        self._head_bytes = self._trailer_bytes = self._header_lines = 0
+        self._body_bytes = self._num_chunks = self._unparsed_bytes = 0
         extensions = self.scope.setdefault("extensions", {})
         extensions[ABORT] = self.transport.abort  # type: ignore[typeddict-item,assignment]
         extensions[IS_WRITE_PAUSED] = lambda: self.flow.write_paused  # type: ignore[typeddict-item,assignment]
         extensions[IS_BODY_RECEIVED] = lambda: self._in_headers  # type: ignore[typeddict-item,assignment]
 
+    def on_url(self, url: bytes) -> None:
+        self._count_line(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Trailers are counted and ignored: uvicorn would add them to the headers of a request that has started."""
+        self._count_line(len(name) + len(value) + 4)
+        if self._in_headers:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
-        self._in_headers, self._header_bytes = False, 0
+        self._in_headers = False
         super().on_headers_complete()
+
+    def on_chunk_header(self) -> None:
+        self._num_chunks += 1
+        self._parsed_bytes += CHUNK_FRAME_BYTES
+        if self._num_chunks > MAX_TINY_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+            self._reject(
+                400, "Bad Request", f"the body has {self._num_chunks} chunks of less than {MIN_CHUNK_BYTES} bytes"
+            )
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        self._parsed_bytes += len(body)
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._in_headers, self._has_partial_request = True, False
         self._cancel_deadline()
         super().on_message_complete()
+
+    def _count_line(self, size: int) -> None:
+        self._parsed_bytes += size
+        self._header_lines += 1
+        if self._in_headers:
+            self._head_bytes += size
+        else:
+            self._trailer_bytes += size
+        if max(self._head_bytes, self._trailer_bytes) > MAX_HEADER_BYTES or self._header_lines > MAX_HEADER_LINES:
+            self._reject(*_too_large("head" if self._in_headers else "trailers"))
+
+    # Time limit and errors
 
     def _set_deadline(self) -> None:
         if self._deadline is None:
@@ -128,10 +185,30 @@ class _Bounds(_Base):
                 408, "Request Timeout", f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"
             )
 
+    def _reject(self, status: int, reason: str, message: str) -> NoReturn:
+        self._rejection = (status, reason, message)
+        raise ValueError(message)
+
     def _send_error_and_close(self, status: int, reason: str, message: str) -> None:
-        """Reject with an error response. If a response is being sent, only close the connection."""
-        if self.cycle is None or self.cycle.response_complete:
+        """Reject the current request with an error response; if one cannot be sent, only close the connection."""
+        self._cancel_deadline()
+        if self.transport.is_closing():
+            return
+        if self._can_respond():
             body = self.error_body(status, message)
             head = f"HTTP/1.1 {status} {reason}\r\ncontent-type: application/json\r\nconnection: close"
             self.transport.write(f"{head}\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body)
         self.transport.close()
+
+    def _can_respond(self) -> bool:
+        """Whether no earlier response is missing, and the current request has none. Its cycle exists after its head."""
+        if self.cycle is None:
+            return True
+        if self._in_headers:
+            return self.cycle.response_complete
+        return not self.pipeline and not self.cycle.response_started
+
+
+def _too_large(part: str) -> tuple[int, str, str]:
+    message = f"the {part} is larger than {MAX_HEADER_BYTES} bytes or {MAX_HEADER_LINES} lines"
+    return 431, "Request Header Fields Too Large", message

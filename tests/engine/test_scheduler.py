@@ -197,6 +197,54 @@ def test_a_sequence_that_cannot_be_admitted_is_not_overtaken() -> None:
     assert list(scheduler.waiting) == [large, small]
 
 
+def with_group(sequence: Sequence, group: int) -> Sequence:
+    sequence.group = group
+    return sequence
+
+
+def drain(scheduler: Scheduler, steps: int) -> None:
+    """Run steps and read their tokens. Finished sequences leave."""
+    for _ in range(steps):
+        step = scheduler.schedule()
+        assert step is not None
+        read(*(chunk.sequence for chunk in step.chunks), *step.decode)
+
+
+def test_a_request_with_many_choices_gives_a_row_to_each_later_request_and_keeps_one() -> None:
+    scheduler = make_scheduler()
+    choices = [with_group(request(3, first=first), 1) for first in range(20)]
+    for sequence in choices:
+        scheduler.submit(sequence)
+    drain(scheduler, 4)
+    assert scheduler.running == choices[:4], "alone, it has all rows"
+    others = [with_group(request(3, first=100 + number), 100 + number) for number in range(5)]
+    for number, sequence in enumerate(others[:3]):
+        scheduler.submit(sequence)
+        drain(scheduler, 3)
+        assert sequence in scheduler.running and scheduler.preemptions == number + 1
+    assert set(scheduler.running) == {choices[0], *others[:3]}
+    for sequence in others[3:]:
+        scheduler.submit(sequence)
+    drain(scheduler, 5)
+    assert set(scheduler.running) == {choices[0], *others[:3]}, "each group has one row, and the fourth has to wait"
+
+
+def test_a_free_row_goes_to_the_group_with_the_fewest_rows_and_no_group_starves() -> None:
+    scheduler = make_scheduler(max_rows=2)
+    choices = [with_group(request(3, new=3, first=first), 1) for first in range(6)]
+    for sequence in choices:
+        scheduler.submit(sequence)
+    finished: list[int | None] = []
+    for number in range(60):
+        scheduler.submit(with_group(request(3, new=3, first=100 + number), 100 + number))
+        for _ in range(3):
+            before = list(scheduler.running)
+            drain(scheduler, 1)
+            finished += [sequence.group for sequence in before if sequence.finish_reason]
+    assert finished.count(1) >= 6, "all six choices ended among later requests"
+    assert max(len(choice.token_ids) for choice in choices) == 6
+
+
 def test_a_sequence_is_released_when_its_last_token_is_sampled_but_not_read() -> None:
     scheduler = make_scheduler()
     first, second = submitted(scheduler, 5, 5, new=2)
@@ -653,6 +701,7 @@ class Arrival:
     prompt: list[int]
     params: SamplingParams
     aborted_at: int | None
+    group: int | None = None
 
 
 def run(
@@ -662,7 +711,7 @@ def run(
 
     The host reads everything at the steps in `drains`, and resets the prefix cache at the steps in `resets`.
     """
-    sequences = [Sequence(i, list(a.prompt), len(a.prompt), a.params) for i, a in enumerate(arrivals)]
+    sequences = [Sequence(i, list(a.prompt), len(a.prompt), a.params, a.group) for i, a in enumerate(arrivals)]
     for number in range(10_000):
         for sequence, arrival in zip(sequences, arrivals, strict=True):
             if arrival.step == number:
@@ -705,7 +754,8 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
         stops = draw(st.sampled_from([(), (), (3,)]))
         params = SamplingParams(max_new_tokens=draw(st.integers(1, 25)), stop_token_ids=stops)
         step = draw(st.integers(0, 15))
-        arrivals.append(Arrival(step, prompt, params, draw(st.none() | st.integers(step, step + 30))))
+        group = draw(st.sampled_from([None, 1, 2]))
+        arrivals.append(Arrival(step, prompt, params, draw(st.none() | st.integers(step, step + 30)), group))
     return arrivals
 
 

@@ -17,7 +17,8 @@ from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.protocol import ApiError, CompletionRequest, parse
+from tcdeploy.server.protocol import ApiError, CompletionRequest
+from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import HotPath, ServerSettings

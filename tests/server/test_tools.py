@@ -17,7 +17,8 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
-from tcdeploy.server.protocol import ApiError, ChatRequest, parse
+from tcdeploy.server.protocol import ApiError, ChatRequest
+from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.structured_output import StructuredOutputBackend

@@ -33,7 +33,7 @@ class FakeEngine:
     def has_work(self) -> bool:
         return bool(self._num_steps)
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> int:
+    def submit(self, prompt: list[int], params: SamplingParams, group: int | None) -> int:
         self._num_steps[len(self._num_steps)] = -1
         return len(self._num_steps) - 1
 

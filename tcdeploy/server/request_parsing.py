@@ -1,0 +1,114 @@
+"""Parses and validates JSON bodies without blocking the event loop.
+
+A small body is parsed at once, which takes at most 5 ms whatever it contains. A large one is parsed in steps
+(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run in between.
+Does not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic_core import from_json
+
+from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
+from tcdeploy.server.protocol import MAX_MESSAGES, ApiError, Messages, bad_request
+
+SMALL_BODY_BYTES = 16 << 10
+SLICE_WEIGHT = 256  # messages and parts that are validated at once, about 1 ms
+MAX_FIELDS = 256  # of the body's object
+MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of an error: the field's path and the reason
+RequestT = TypeVar("RequestT", bound=BaseModel)
+_messages_adapter: TypeAdapter[Any] = TypeAdapter(Messages)
+
+
+def parse(request_type: type[RequestT], body: bytes | bytearray) -> RequestT:
+    """Parse and validate a small body. Raises ApiError 400."""
+    try:
+        return _validate(request_type, from_json(body))
+    except ValueError as error:
+        raise _json_error(str(error)) from None
+
+
+class RequestParser:
+    """Parses large bodies one at a time, so that many of them cannot keep the event loop busy together."""
+
+    def __init__(self) -> None:
+        self._lock = asyncio.Lock()
+
+    async def parse(self, request_type: type[RequestT], body: bytes | bytearray, limits: JsonLimits) -> RequestT:
+        """The validated body. Raises ApiError 400."""
+        async with self._lock:
+            fields = await _parse_in_steps(body, limits)
+            if isinstance(fields, dict) and "messages" in request_type.model_fields:
+                await _validate_messages(fields)
+        return _validate(request_type, fields)
+
+
+async def _parse_in_steps(body: bytes | bytearray, limits: JsonLimits) -> Any:
+    steps = JsonSteps(body, limits)
+    try:
+        while not steps.step():
+            await asyncio.sleep(0)
+    except JsonLimitError as error:
+        raise bad_request(error.message, error.field and error.field[:MAX_PATH_CHARS]) from None
+    except ValueError as error:
+        raise _json_error(str(error)) from None
+    return steps.value
+
+
+async def _validate_messages(fields: dict[str, Any]) -> None:
+    """Replace the messages of a body by validated ones, which pydantic does not validate again."""
+    messages = fields.get("messages")
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
+        return  # rejected with the other fields
+    validated: list[Any] = []
+    for piece in _slices(messages):
+        try:
+            validated += _messages_adapter.validate_python(piece)
+        except ValidationError as error:
+            raise _validation_error(error, ("messages", len(validated))) from None
+        await asyncio.sleep(0)
+    fields["messages"] = validated
+
+
+def _slices(messages: list[Any]) -> Iterator[list[Any]]:
+    """Consecutive slices with at most SLICE_WEIGHT messages and parts, or with a single message."""
+    start = weight = 0
+    for index, message in enumerate(messages):
+        lists = message.values() if isinstance(message, dict) else ()
+        message_weight = 1 + sum(len(value) for value in lists if isinstance(value, list))
+        if weight + message_weight > SLICE_WEIGHT and index > start:
+            yield messages[start:index]
+            start, weight = index, 0
+        weight += message_weight
+    yield messages[start:]
+
+
+def _validate(request_type: type[RequestT], value: Any) -> RequestT:
+    if isinstance(value, dict) and len(value) > MAX_FIELDS:
+        raise bad_request(f"the body has {len(value)} fields; the limit is {MAX_FIELDS}", None)
+    try:
+        return request_type.model_validate(value)
+    except ValidationError as error:
+        raise _validation_error(error) from None
+
+
+def _validation_error(error: ValidationError, list_offset: tuple[str, int] | None = None) -> ApiError:
+    """The first error. `list_offset` is the field whose items were validated, and the index of the first of them."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    location: tuple[int | str, ...] = first["loc"]
+    if list_offset is not None:
+        index, *rest = location or (0,)
+        location = (list_offset[0], list_offset[1] + int(index), *rest)
+    path = ".".join(itertools.islice((str(part)[:MAX_PATH_CHARS] for part in location), 20))
+    param = str(location[0])[:MAX_PATH_CHARS] if location else None
+    return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param)
+
+
+def _json_error(reason: str) -> ApiError:
+    return bad_request(f"the body is not valid JSON: {reason}", None, "invalid_json")

@@ -1,0 +1,157 @@
+"""Text to token ids with bounded time and memory: refusal by length, a small thread pool, and counting in pieces.
+
+A text of N characters has at least N / L tokens, where L is the length of the longest token. Texts that must exceed the
+limit are refused without tokenizing them. Large vocabularies have tokens of 128 spaces, so text that is eight times too
+long passes that test. Text with more than MANY_CHARS_PER_TOKEN characters per token of the limit is therefore counted
+in pieces first, and refused as soon as the count is twice the limit; a cut adds a few tokens only.
+
+Long texts are tokenized by ENCODE_THREADS threads. tokenizers releases the GIL meanwhile. `encode_batch_fast` keeps no
+character offsets, which halves the time and the memory. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from tcdeploy.server.protocol import ApiError, bad_request
+
+ENCODE_THREADS = 2
+MAX_SHORT_COST = 8192  # about 3 ms on the event loop
+MANY_CHARS_PER_TOKEN = 8
+PIECE_CHARS = 32 << 10
+TRIM_COST = 1 << 20  # after a text of this size, free memory is returned to the system
+COMPOSED_CHARS = 4  # most characters that NFC and NFKC compose into one
+# Steps of a tokenizer that neither drop nor merge characters, apart from Unicode composition.
+LENGTH_PRESERVING_STEPS = ("ByteLevel", "Digits", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase")
+ResultT = TypeVar("ResultT")
+
+
+class TextEncoder:
+    """Encodes texts with transformers' fast `tokenizer`."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.no_truncation()  # tokenizer.json may contain a limit, which would shorten prompts silently
+        self._backend.no_padding()
+        self.max_chars_per_token = max_chars_per_token(tokenizer)
+        self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer")
+
+    async def encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids. Raises ApiError 400 that names `field` if there are more than `max_tokens`."""
+        self.check_length(text, max_tokens, field)
+        return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens)
+
+    def check_length(self, text: str, max_tokens: int, field: str) -> None:
+        """Raises ApiError 400 if every tokenization of `text` has more than `max_tokens` tokens."""
+        if self.max_chars_per_token is not None and len(text) > max_tokens * self.max_chars_per_token:
+            raise _too_long(
+                f"the text has {len(text)} characters, at least {-(-len(text) // self.max_chars_per_token)} tokens",
+                max_tokens, field,
+            )  # fmt: skip
+
+    async def run(self, cost: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
+        """Call `function` at once if `cost` (characters or tokens) is small, else in the thread pool."""
+        if cost <= MAX_SHORT_COST:
+            return function(*arguments)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._pool, function, *arguments)
+        finally:
+            if cost > TRIM_COST:
+                loop.run_in_executor(self._pool, trim_memory)
+
+    def _encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool) -> list[int]:
+        if len(text) > max(PIECE_CHARS, MANY_CHARS_PER_TOKEN * max_tokens):
+            self._check_count_in_pieces(text, max_tokens, field)
+        encoding = self._encode_fast(text, add_special_tokens)
+        if len(encoding) > max_tokens:
+            raise _too_long(f"the text has {len(encoding)} tokens", max_tokens, field)
+        return list(encoding.ids)
+
+    def _check_count_in_pieces(self, text: str, max_tokens: int, field: str) -> None:
+        count = 0
+        for piece in _pieces(text):
+            count += len(self._encode_fast(piece, False))
+            if count > 2 * max_tokens:
+                raise _too_long(f"the text has more than {max_tokens} tokens", max_tokens, field)
+
+    def _encode_fast(self, text: str, add_special_tokens: bool) -> Any:
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def text_cost(text: str) -> int:
+    """ASCII characters that take about as long to tokenize."""
+    return len(text) if text.isascii() else 4 * len(text)
+
+
+def trim_memory() -> None:
+    """Return free memory of the C allocator to the system. No effect where the C library has no malloc_trim."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def max_chars_per_token(tokenizer: Any) -> int | None:
+    """Most characters of a text that become one token; None if a token may stand for any number of them.
+
+    Bounded are byte-level BPE and BPE with byte fallback, if no step drops or merges characters.
+    """
+    backend = tokenizer.backend_tokenizer
+    vocab = backend.get_vocab(with_added_tokens=True)
+    steps = [*_steps(backend.normalizer), *_steps(backend.pre_tokenizer)]
+    kinds = [step["type"] for step in steps]
+    has_all_bytes = ("ByteLevel" in kinds and all(map(vocab.__contains__, _byte_alphabet()))) or (
+        getattr(backend.model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocab for byte in range(256))
+    )
+    strips = any(token.lstrip or token.rstrip for token in tokenizer.added_tokens_decoder.values())
+    if type(backend.model).__name__ != "BPE" or not has_all_bytes or strips or not all(map(_keeps_length, steps)):
+        return None
+    longest = max(map(len, vocab))
+    return longest * COMPOSED_CHARS if {"NFC", "NFKC"} & set(kinds) else longest
+
+
+def _keeps_length(step: dict[str, Any]) -> bool:
+    if step["type"] == "Split":
+        return step.get("behavior") != "Removed"
+    if step["type"] == "Replace":
+        return "String" in step["pattern"] and len(step["content"]) >= len(step["pattern"]["String"])
+    return step["type"] in LENGTH_PRESERVING_STEPS
+
+
+def _steps(component: Any) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json. A custom one has the type ""."""
+    if component is None:
+        return
+    try:
+        state = json.loads(component.__getstate__())
+    except Exception:  # tokenizers raises Exception for components written in Python
+        state = {"type": ""}
+    nested = state.get("normalizers") or state.get("pretokenizers") or []
+    yield from nested if state["type"] == "Sequence" else [state]
+
+
+def _byte_alphabet() -> list[str]:
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return list(ByteLevel.alphabet())
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """Consecutive pieces of PIECE_CHARS characters or less, cut before a space if there is one."""
+    start = 0
+    while start < len(text):
+        end = start + PIECE_CHARS
+        if end < len(text):
+            space = text.rfind(" ", start + PIECE_CHARS // 2, end)
+            end = space if space > 0 else end
+        yield text[start:end]
+        start = end
+
+
+def _too_long(what: str, max_tokens: int, field: str) -> ApiError:
+    return bad_request(f"{what}; the limit is {max_tokens}", field, "context_length_exceeded")
