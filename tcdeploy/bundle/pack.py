@@ -3,6 +3,10 @@
 A bundle holds the files that the plan's last start used, and that start must have compiled nothing: then the list of
 files is complete, and it excludes the variants that lost in tuning. If the last start compiled something,
 `warm_start_and_pack` starts the plan once more in a subprocess.
+
+The header is dated with the time at which the newest of the files was made, not with the time of packing: packing a
+folder twice gives the same bytes, a plan that was compiled again is newer, and `unpack` can refuse an older bundle.
+Files that came in a bundle keep the date of that bundle. SOURCE_DATE_EPOCH overrides the date.
 """
 
 from __future__ import annotations
@@ -10,24 +14,27 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from tcdeploy.bundle.container import Payload, read_signed_header, replace_signatures, signed_header_bytes, write_bundle
-from tcdeploy.bundle.header import Header, header_bytes, make_portable
-from tcdeploy.bundle.signing import sign
-from tcdeploy.cache.contents import find_damage
+from tcdeploy.bundle.container import replace_signatures, write_bundle
+from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
+from tcdeploy.cache.contents import find_damage, stored_path
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
+from tcdeploy.cache.provenance import StoredBundle, check_manifest, read_stored_bundle
+from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
+from tcdeploy.cache.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.temporary_files import temporary_folder
 
 
 class WarmStartRequiredError(TcdeployError):
@@ -44,10 +51,13 @@ class PackResult:
     header_bytes: int
 
 
-def pack(folder: Path, plan_key: str, target: Path, secret_key: Path | None = None) -> PackResult:
+def pack(
+    folder: Path, plan_key: str, target: Path, secret_key: Path | None = None, trusted_keys: Path | None = None
+) -> PackResult:
     """Write the bundle of a plan atomically, signed if `secret_key` is given.
 
-    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files) and SpaceError.
+    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files, or files that
+    differ from the bundle that the plan came in), TrustError (that bundle's signature is invalid) and SpaceError.
     """
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
@@ -55,13 +65,19 @@ def pack(folder: Path, plan_key: str, target: Path, secret_key: Path | None = No
             f"plan {plan_key} has not finished warming in {folder}, so it cannot be packed",
             f"warm it: tcdeploy warm MODEL --cache-dir {folder}; list the plans: tcdeploy cache ls {folder}",
         )
+    bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
+    check_manifest(folder, plan_key, manifest, bundle)
     _check_packable(folder, manifest)
+    created = _creation_time(folder, manifest, bundle)
     with _translate_os_errors(target):
         _check_free_space(target, manifest)
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
-                target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, secret_key)
+                target,
+                folder,
+                manifest.files,
+                lambda payload: _make_signed_header(manifest, payload, created, secret_key),
             )
     unpacked_bytes, packed_bytes = sum(file.bytes for file in manifest.files), target.stat().st_size
     return PackResult(target, plan_key, len(manifest.files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes)
@@ -84,7 +100,8 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None
     settings = {name: value for name, value in manifest.origin.recipe.items() if value is not None}
-    with tempfile.TemporaryDirectory() as work_dir:
+    settings.pop("require_signed", None)  # the plan may have been made here since
+    with temporary_folder("pack") as work_dir:
         recipe = Path(work_dir, "recipe.yaml")
         recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -97,8 +114,25 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
         )
 
 
-def _make_signed_header(manifest: Manifest, payload: Payload, secret_key: Path | None) -> bytes:
-    header = header_bytes(Header(make_portable(manifest), payload))
+def _creation_time(folder: Path, manifest: Manifest, bundle: StoredBundle | None) -> int | None:
+    """The date of the header, in seconds. None if all files came in a bundle without a date. Raises UsageError."""
+    if text := os.environ.get("SOURCE_DATE_EPOCH"):
+        if not re.fullmatch("[0-9]{1,18}", text):
+            raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}, expected seconds since 1970", "unset it")
+        return int(text)
+    bundled = set(bundle.files) if bundle is not None else set()
+    dates = [
+        max(0, int((folder / stored_path(folder, file)).stat().st_mtime))
+        for file in manifest.files
+        if file not in bundled
+    ]
+    if bundle is not None and bundle.header.created is not None:
+        dates.append(bundle.header.created)
+    return max(dates, default=None)
+
+
+def _make_signed_header(manifest: Manifest, payload: Payload, created: int | None, secret_key: Path | None) -> bytes:
+    header = header_bytes(Header(make_portable(manifest), payload, created))
     return signed_header_bytes(header, (sign(header, secret_key),) if secret_key is not None else ())
 
 

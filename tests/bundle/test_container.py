@@ -15,16 +15,10 @@ import pytest
 import zstandard
 
 from tcdeploy.bundle import container
-from tcdeploy.bundle.container import (
-    Signature,
-    SignedHeader,
-    check_files,
-    read_files,
-    read_signed_header,
-    signed_header_bytes,
-)
-from tcdeploy.bundle.header import make_portable, parse_header
+from tcdeploy.bundle.container import read_files
+from tcdeploy.cache.bundle_header import check_files, make_portable, parse_header
 from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.signed_header import Signature, SignedHeader, read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
 from tests.bundle.fake_caches import KINDS

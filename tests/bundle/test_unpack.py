@@ -24,17 +24,17 @@ from typing import Any
 import pytest
 import zstandard
 
-from tcdeploy.bundle import signing
 from tcdeploy.bundle import unpack as unpack_module
-from tcdeploy.bundle.container import Signature, read_signed_header, signed_header_bytes
-from tcdeploy.bundle.header import REQUIRED_PLAN_FIELDS
 from tcdeploy.bundle.pack import pack
-from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.bundle.why import version_differences
+from tcdeploy.cache import signing
+from tcdeploy.cache.bundle_header import REQUIRED_PLAN_FIELDS
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import SCHEMA_VERSION, write_manifest
+from tcdeploy.cache.signed_header import Signature, read_signed_header, signed_header_bytes
+from tcdeploy.cache.signing import generate_key
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 from tcdeploy.planning.environment import installed_versions
 from tests.bundle.conftest import Keys, Packed

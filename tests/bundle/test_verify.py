@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.container import read_signed_header
 from tcdeploy.bundle.pack import add_signature, pack
-from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.cache import integrity
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
+from tcdeploy.cache.signed_header import read_signed_header
+from tcdeploy.cache.signing import generate_key, trust
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed

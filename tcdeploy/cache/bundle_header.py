@@ -1,0 +1,170 @@
+"""The bundle header: the manifest of one plan, made portable, and the size and sha256 of the payload.
+
+The manifest is the one of the cache folder, so a folder that a bundle was unpacked into equals one that was warmed.
+Paths of the packing machine and timings of single warm starts are removed, so a cache in any folder packs to the same
+bytes. (Compiled files still contain paths of their sources.) Does not import torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from tcdeploy.cache.contents import FileRecord, is_cache_file
+from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
+from tcdeploy.cache.signed_header import SignedHeader, damaged_error
+from tcdeploy.errors import IntegrityError
+from tcdeploy.planning.environment import parse_environment
+
+PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
+CACHE_FOLDER_DECISION = "cache folder"
+MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
+REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
+
+
+@dataclass(frozen=True)
+class Payload:
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Header:
+    """`created`: when the newest of the files was made, in seconds since 1970 (UTC); None in bundles of version 0.2."""
+
+    manifest: Manifest
+    payload: Payload
+    created: int | None = None
+
+    @property
+    def plan_key(self) -> str:
+        return str(self.manifest.plan["key"])
+
+
+def make_portable(manifest: Manifest) -> Manifest:
+    """The manifest without paths of this machine and timings of this run."""
+    decisions = [decision for decision in manifest.plan["decisions"] if decision["name"] != CACHE_FOLDER_DECISION]
+    plan = {**_blank_paths(manifest.plan), "decisions": decisions}
+    origin = dataclasses.replace(manifest.origin, recipe=_blank_paths(manifest.origin.recipe))
+    return dataclasses.replace(
+        manifest,
+        plan=plan,
+        origin=origin,
+        environment=_blank_paths(manifest.environment),
+        stage_seconds={},
+        buckets=tuple(map(_without_run_timings, manifest.buckets)),
+        workspace_bytes=None,
+    )
+
+
+def _without_run_timings(record: BucketRecord) -> BucketRecord:
+    """Clears what differs between two warm starts; `cold_seconds` stays."""
+    return dataclasses.replace(
+        record,
+        compile_seconds=0.0,
+        capture_seconds=0.0,
+        check_seconds=0.0,
+        peak_memory_bytes=0,
+        graph_memory_bytes=None,
+        eager_ms=None,
+        compiled_ms=None,
+    )
+
+
+def _blank_paths(document: dict[str, Any]) -> dict[str, Any]:
+    return {key: "" if key in PATH_FIELDS else value for key, value in document.items()}
+
+
+def _check_required_fields(manifest: Manifest) -> None:
+    """Check the fields that compatibility depends on. Raises KeyError, TypeError or AttributeError."""
+    if not all(isinstance(manifest.plan[name], str) for name in REQUIRED_PLAN_FIELDS):
+        raise TypeError("a field of its plan is not a string")
+    parse_environment(manifest.environment).cache_factors()
+
+
+def header_bytes(header: Header) -> bytes:
+    date = {} if header.created is None else {"created": header.created}
+    document = {"payload": asdict(header.payload), "manifest": manifest_text(header.manifest), **date}
+    return json.dumps(document).encode()
+
+
+def parse_header(signed_header: SignedHeader, name: str) -> Header:
+    """Parse a header whose signature has been verified. Raises IntegrityError for an invalid one."""
+    try:
+        document = json.loads(signed_header.header)
+        payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
+        header = Header(parse_manifest(document["manifest"], Path(name)), payload, _read_date(document))
+        key = header.plan_key
+        _check_required_fields(header.manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise IntegrityError(f"the bundle {name} has an invalid header: {error}", "fetch it again") from error
+    if len(key) != 16 or not set(key) <= set("0123456789abcdef"):
+        raise IntegrityError(f"the bundle {name} has an invalid plan key: {key!r:.50}", "fetch it again")
+    check_files(header.manifest.files, name)
+    return header
+
+
+def rollback_reason(new: Header, existing: Header) -> str:
+    """Why the new bundle is older than an existing one of the same plan; empty if it is not.
+
+    A bundle without a date is older than any with one.
+    """
+    if existing.created is None or (new.created is not None and new.created >= existing.created):
+        return ""
+    return f"its files were made {_format_date(new.created)}, and the other's {_format_date(existing.created)}"
+
+
+def _format_date(seconds: int | None) -> str:
+    if seconds is None:
+        return "at an unknown time"
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    return f"{seconds} s after 1970"
+
+
+def _read_date(document: dict[str, Any]) -> int | None:
+    date = document.get("created")
+    if date is not None and (not isinstance(date, int) or isinstance(date, bool) or not 0 <= date < 1 << 62):
+        raise ValueError(f"its date is {date!r:.50}")
+    return date
+
+
+def check_files(files: tuple[FileRecord, ...], name: str) -> None:
+    """Check that the paths are plain, relative and unique, and the sizes within limits. Raises IntegrityError."""
+    if len(files) > MAX_FILES:
+        raise damaged_error(name, f"it lists {len(files)} files; the limit is {MAX_FILES}")
+    seen: set[str] = set()
+    for file in files:
+        if not _is_safe_file(file) or file.path in seen:
+            raise damaged_error(name, f"it lists an invalid or duplicate file: {file.path!r:.200}")
+        seen.add(file.path)
+    folders = {str(parent) for path in seen for parent in PurePosixPath(path).parents}
+    if folders & seen:
+        raise damaged_error(name, "it lists the same path as a file and as a folder")
+    total_bytes = sum(file.bytes for file in files)
+    if total_bytes > MAX_TOTAL_FILE_BYTES:
+        raise damaged_error(name, f"its files have {total_bytes} bytes; the limit is {MAX_TOTAL_FILE_BYTES}")
+
+
+def _is_safe_file(file: FileRecord) -> bool:
+    return is_plain_record(file) and file.bytes > 0 and not file.path.startswith(".") and is_cache_file(file.path)
+
+
+def is_plain_record(file: FileRecord) -> bool:
+    """Whether the path is relative and stays inside its folder, and size and sha256 have their types."""
+    path = file.path
+    if not isinstance(path, str) or not isinstance(file.bytes, int) or isinstance(file.bytes, bool):
+        return False
+    parts = path.split("/")
+    is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
+    is_printable = not any(
+        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
+    )
+    is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
+    return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256
