@@ -38,7 +38,7 @@ from tcdeploy.cache.staging import (
     create_staging_folder,
     own_staging_folder,
 )
-from tcdeploy.cache.trust import check_no_links, check_ownership, make_private_folder
+from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
@@ -54,7 +54,7 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
     check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
     """
     check_folder(root, is_trusted)
-    staging = own_staging_folder(root) or _create_staging_folder(root, plan_key, num_buckets)
+    staging = own_staging_folder(root) or _create_staging_folder(root, plan_key, num_buckets, is_trusted)
     Path(staging.path, TRITON_DIR).mkdir(exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = staging.path
     os.environ["TRITON_CACHE_DIR"] = os.path.join(staging.path, TRITON_DIR)
@@ -67,20 +67,23 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
 
 def check_folder(root: str | Path, is_trusted: bool = False) -> None:
     """Raise TrustError if another user could change the folder, or if it leads elsewhere by a symbolic link."""
+    check_no_links(root, OWN_NAMES)
     if not is_trusted:
         check_ownership(root)
-    check_no_links(root, OWN_NAMES)
+        if Path(root).is_dir():
+            manifests = (path.relative_to(root).as_posix() for path in Path(root, MANIFESTS_DIR).glob("*.json"))
+            check_contents(root, [MANIFESTS_DIR, *manifests])
 
 
-def _create_staging_folder(root: str, plan_key: str, num_buckets: int) -> StagingFolder:
+def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_trusted: bool) -> StagingFolder:
     try:
         _ensure_writable(root)
         _check_free_space(root, num_buckets)
-        return create_staging_folder(root)
+        return create_staging_folder(root, is_trusted)
     except TcdeployError:
         if not manifest_path(root, plan_key).is_file():
             raise
-        return create_private_copy(root)
+        return create_private_copy(root, is_trusted)
     except OSError as error:
         raise folder_error(root, error) from error
 

@@ -34,7 +34,7 @@ def acquire_lease(folder: str, plan_key: str) -> None:
         return
     with folder_lock(folder):
         try:
-            path.parent.mkdir(exist_ok=True)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
             descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o644)  # read-only: works on another user's file too
         except OSError as error:
             raise folder_error(folder, error) from error

@@ -174,12 +174,13 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     """Replace the file atomically. Raises SpaceError if the disk is full; the previous manifest then stays."""
     staging = path.with_name(f".{path.stem}-{os.getpid()}-{threading.get_ident()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(staging, "w", encoding="utf-8") as file:
             file.write(manifest_text(manifest))
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
+        _sync_folder(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
@@ -189,6 +190,14 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             staging.unlink()
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def manifest_text(manifest: Manifest) -> str:

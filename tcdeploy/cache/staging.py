@@ -41,7 +41,7 @@ from tcdeploy.cache.contents import (
     read_checked,
 )
 from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.trust import FOLDER_MODE, check_no_links
+from tcdeploy.cache.trust import FOLDER_MODE, check_contents, check_no_links, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 from tcdeploy.planning.environment import STAGING_PREFIX
 
@@ -57,10 +57,11 @@ _own: dict[str, StagingFolder] = {}  # of this process, by cache folder
 
 class StagingFolder:
     """`path` is the folder that torch uses. `source` is the user's cache folder; `target` receives what is new: the
-    cache folder, or `path` itself if that is read-only."""
+    cache folder, or `path` itself if that is read-only. `is_trusted`: even if other users can change the cache folder.
+    """
 
-    def __init__(self, path: str, source: str, target: str, lock: IO[bytes]) -> None:
-        self.path, self.source, self.target = os.path.realpath(path), source, target
+    def __init__(self, path: str, source: str, target: str, lock: IO[bytes], is_trusted: bool = False) -> None:
+        self.path, self.source, self.target, self.is_trusted = os.path.realpath(path), source, target, is_trusted
         self._lock, self._pid = lock, os.getpid()
         self._copied: set[FileRecord] = set()  # from the cache folder
         self._in_journal: set[FileRecord] = set()
@@ -86,7 +87,10 @@ class StagingFolder:
         TcdeployError.
         """
         folder, files = abandoned or Path(self.source), list(files)
-        check_no_links(folder, (Path(file.path).parent.as_posix() for file in files))
+        parents = {Path(file.path).parent.as_posix() for file in files} - {"."}
+        check_no_links(folder, parents)
+        if not self.is_trusted:
+            check_contents(folder, parents)
         try:
             for parent in {Path(file.path).parent for file in files}:
                 Path(self.path, parent).mkdir(parents=True, exist_ok=True)
@@ -179,21 +183,21 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
     return staging
 
 
-def create_staging_folder(root: str) -> StagingFolder:
+def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
     """Create the staging folder of this process in the cache folder. Raises TcdeployError and OSError."""
     with folder_lock(root):  # so that no other process takes it for an abandoned one before it is locked
         path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root)
         lock = open(Path(path, LOCK), "wb")  # noqa: SIM115 - open as long as the process runs
         fcntl.flock(lock, fcntl.LOCK_EX)
     _link_headers(Path(root), Path(path))
-    return _register(StagingFolder(path, root, root, lock))
+    return _register(StagingFolder(path, root, root, lock, is_trusted))
 
 
-def create_private_copy(root: str) -> StagingFolder:
+def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
     """Create a staging folder for a cache folder that cannot be written. Raises TcdeployError."""
     try:
         path = os.path.realpath(tempfile.mkdtemp(prefix="tcdeploy-cache-"))
-        return _register(StagingFolder(path, root, path, open(Path(path, LOCK), "wb")))
+        return _register(StagingFolder(path, root, path, open(Path(path, LOCK), "wb"), is_trusted))
     except OSError as error:
         raise TcdeployError(
             f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
@@ -278,7 +282,7 @@ def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile |
 
 def _copy_durably(source: Path, target: Path) -> None:
     """Through a temporary name, so that the target is complete or absent at any moment."""
-    target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+    make_private_folder(target.parent)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
         with open(source, "rb") as read, open(temporary, "wb") as written:

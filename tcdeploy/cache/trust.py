@@ -8,6 +8,7 @@ tcdeploy would write through them. Does not import torch.
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import os
 import pwd
@@ -52,14 +53,32 @@ def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
 
     `paths` are relative to `folder`; those that do not exist are skipped.
     """
-    parts_below = {Path(path) for path in paths}
-    parts_below |= {parent for path in list(parts_below) for parent in path.parents} - {Path(".")}
-    for part in sorted(parts_below):
-        if Path(folder, part).is_symlink():
+    for path in _with_parents(folder, paths):
+        if path.is_symlink():
             raise TrustError(
-                f"{Path(folder, part)} is a symbolic link, and files of the cache folder would be used outside of it",
+                f"{path} is a symbolic link, and files of the cache folder would be used outside of it",
                 "replace it with a folder or file of its own, or choose another folder: --cache-dir DIR",
             )
+
+
+def check_contents(folder: str | Path, paths: Iterable[str]) -> None:
+    """Raise TrustError if another user could change one of these files, or a folder on the way to it.
+
+    Nobody else reaches the files in a folder of mode 0700, whatever their own modes are.
+    """
+    if not Path(folder).stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
+        return
+    for path in _with_parents(folder, paths):
+        with contextlib.suppress(FileNotFoundError):
+            if reason := _ownership_problem(path.lstat(), may_be_shared=False):
+                raise _trust_error(Path(folder), path, reason)
+
+
+def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
+    """The paths and all folders between them and `folder`, outermost first."""
+    names = {Path(path) for path in paths}
+    names |= {parent for path in names for parent in path.parents} - {Path(".")}
+    return [Path(folder, name) for name in sorted(names)]
 
 
 def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
@@ -83,7 +102,12 @@ def _is_private_group(status: os.stat_result) -> bool:
 
 
 def _trust_error(target: Path, folder: Path, reason: str) -> TrustError:
-    subject = f"the cache folder {target}" if folder == target else f"the cache folder {target} is in {folder}, which"
+    if folder == target:
+        subject = f"the cache folder {target}"
+    elif folder in target.parents:
+        subject = f"the cache folder {target} is in {folder}, which"
+    else:
+        subject = f"{folder} in the cache folder"
     owner = _user_name(os.geteuid())
     return TrustError(
         f"{subject} {reason}, and a start executes the files of a cache folder",

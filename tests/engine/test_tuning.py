@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tcdeploy.attention import backends
-from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest
+from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest, write_manifest
 from tcdeploy.compiler import jit
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, measure_compiles
 from tcdeploy.engine import parity_check, tuning
@@ -46,11 +46,15 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Any, Path]
 def prepare_auto(tuned: tuple[Any, Path], tmp_path: Path) -> Any:
     """Prepares the tiny model with mode auto, always in the same cache folder of this test.
 
-    The folder contains the compiled programs of all variants but no manifest: every program hits, and no variant has
-    a recorded time.
+    The folder contains the compiled programs of all variants as those of another plan: every program hits, and no
+    variant has a recorded time.
     """
     folder = Path(shutil.copytree(tuned[1], tmp_path / "cache"))
-    shutil.rmtree(folder / "manifests")
+    [path] = (folder / "manifests").glob("*.json")
+    manifest = read_manifest(path)
+    assert manifest is not None
+    write_manifest(path.with_name("other.json"), replace(manifest, plan={**manifest.plan, "key": "other"}))
+    path.unlink()
     reset_programs()
     yield functools.partial(prepare_in, folder)
     reset_programs()

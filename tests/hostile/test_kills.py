@@ -1,0 +1,37 @@
+"""A kill at a system call of pack, unpack, push, pull or a start loses nothing, and the next run succeeds."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import TINY, TINY_FLAGS
+from tests.hostile.kills import Campaign, campaign, choose
+
+START = ("warm", TINY, *TINY_FLAGS)
+
+
+@pytest.fixture(scope="module")
+def kills(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Iterator[Campaign]:
+    """The plans are those of the shared cache and one of another context, which needs the same programs."""
+    work_dir = tmp_path_factory.mktemp("kills")
+    for name in ("filled", "other"):
+        shutil.copytree(filled_cache, work_dir / name)
+    with campaign(work_dir, start=START, other_start=(*START, "--context", "200")) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("name", "count"),
+    [("warm, cached", 2), ("pack", 4), ("unpack", 6), ("unpack over a damaged plan", 3), ("push", 3), ("pull", 3)],
+)
+def test_nothing_is_lost_and_the_next_run_succeeds(kills: Campaign, name: str, count: int) -> None:
+    [command] = [command for command in kills.commands() if command.name == name]
+    calls = kills.count_calls(command)
+    numbers = choose(random.Random(name), calls, count)
+    assert len(numbers) == count
+    assert [(number, problem) for number in numbers if (problem := kills.kill(command, number))] == []
