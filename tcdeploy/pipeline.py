@@ -151,7 +151,15 @@ def prepare(
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = planned.environment, origin_of(planned)
     manifest = make_manifest(
-        plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_prepare()
+        plan,
+        environment,
+        origin,
+        stages.seconds,
+        records,
+        files,
+        workspace_bytes,
+        _is_first_prepare(),
+        _compiled_at(records, earlier),
     )
     _publish(staging, manifest)
     return Deployment(
@@ -178,6 +186,13 @@ def _publish(staging: StagingFolder, manifest: Manifest) -> None:
         others = read_manifests(staging.target, skip_damaged=True)
         staging.publish(manifest.files, [file for name in others if name != key for file in others[name].files])
         write_manifest(manifest_path(staging.target, key), manifest)
+
+
+def _compiled_at(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
+    """The date of the plan's programs: now, unless this start only loaded them."""
+    if earlier is None or any(record.outcome == "miss" for record in records):
+        return int(time.time())
+    return earlier.compiled_at
 
 
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:

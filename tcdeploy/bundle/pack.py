@@ -4,14 +4,15 @@ A bundle holds the files that the plan's last start used, and that start must ha
 files is complete, and it excludes the variants that lost in tuning. If the last start compiled something,
 `warm_start_and_pack` starts the plan once more in a subprocess.
 
-The header is dated with the time at which the newest of the files was made, not with the time of packing: packing a
-folder twice gives the same bytes, a plan that was compiled again is newer, and `unpack` can refuse an older bundle.
-Files that came in a bundle keep the date of that bundle. SOURCE_DATE_EPOCH overrides the date.
+The header has the manifest's date, the time at which the plan was last compiled, so that `unpack` can refuse a bundle
+that is older than the one it has. The time of packing would not do: packing a folder twice must give the same bytes,
+and repacking an old cache does not make it newer. SOURCE_DATE_EPOCH replaces the date, as in other reproducible builds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
 import re
@@ -26,10 +27,10 @@ import yaml
 
 from tcdeploy.bundle.container import replace_signatures, write_bundle
 from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
-from tcdeploy.cache.contents import find_damage, stored_path
+from tcdeploy.cache.contents import find_damage
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
-from tcdeploy.cache.provenance import StoredBundle, check_manifest, read_stored_bundle
+from tcdeploy.cache.provenance import check_manifest, read_stored_bundle
 from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
 from tcdeploy.cache.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
@@ -68,7 +69,7 @@ def pack(
     bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
     check_manifest(folder, plan_key, manifest, bundle)
     _check_packable(folder, manifest)
-    created = _creation_time(folder, manifest, bundle)
+    manifest = _with_source_date(manifest)
     with _translate_os_errors(target):
         _check_free_space(target, manifest)
         # A folder that cannot be written needs no lock: nothing removes files from it.
@@ -77,7 +78,7 @@ def pack(
                 target,
                 folder,
                 manifest.files,
-                lambda payload: _make_signed_header(manifest, payload, created, secret_key),
+                lambda payload: _make_signed_header(manifest, payload, secret_key),
             )
     unpacked_bytes, packed_bytes = sum(file.bytes for file in manifest.files), target.stat().st_size
     return PackResult(target, plan_key, len(manifest.files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes)
@@ -114,25 +115,16 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
         )
 
 
-def _creation_time(folder: Path, manifest: Manifest, bundle: StoredBundle | None) -> int | None:
-    """The date of the header, in seconds. None if all files came in a bundle without a date. Raises UsageError."""
-    if text := os.environ.get("SOURCE_DATE_EPOCH"):
-        if not re.fullmatch("[0-9]{1,18}", text):
-            raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}, expected seconds since 1970", "unset it")
-        return int(text)
-    bundled = set(bundle.files) if bundle is not None else set()
-    dates = [
-        max(0, int((folder / stored_path(folder, file)).stat().st_mtime))
-        for file in manifest.files
-        if file not in bundled
-    ]
-    if bundle is not None and bundle.header.created is not None:
-        dates.append(bundle.header.created)
-    return max(dates, default=None)
+def _with_source_date(manifest: Manifest) -> Manifest:
+    """Raises UsageError for an invalid SOURCE_DATE_EPOCH."""
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if text and not re.fullmatch("[0-9]{1,18}", text):
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}, expected seconds since 1970", "unset it")
+    return dataclasses.replace(manifest, compiled_at=int(text)) if text else manifest
 
 
-def _make_signed_header(manifest: Manifest, payload: Payload, created: int | None, secret_key: Path | None) -> bytes:
-    header = header_bytes(Header(make_portable(manifest), payload, created))
+def _make_signed_header(manifest: Manifest, payload: Payload, secret_key: Path | None) -> bytes:
+    header = header_bytes(Header(make_portable(manifest), payload))
     return signed_header_bytes(header, (sign(header, secret_key),) if secret_key is not None else ())
 
 

@@ -8,9 +8,9 @@ replaced: if it has the path of a bundled file with other bytes, the bundled fil
 (cache/contents.py). A process killed at any point therefore leaves all plans intact, this one included. It may leave a
 staging folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
-A bundle whose files are older than those of the bundle that the plan came from is refused (`created` of the header). An
-earlier release that was signed in good faith, and withdrawn since, would otherwise still be accepted. Concurrent
-unpacks run one after another; all but the first find the plan present.
+A bundle that was compiled before the one that the plan came from (`compiled_at` of the manifest) is refused: a release
+that was signed in good faith and withdrawn since must not come back. Concurrent unpacks run one after another; all but
+the first find the plan present.
 """
 
 from __future__ import annotations

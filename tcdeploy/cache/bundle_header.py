@@ -36,11 +36,8 @@ class Payload:
 
 @dataclass(frozen=True)
 class Header:
-    """`created`: when the newest of the files was made, in seconds since 1970 (UTC); None in bundles of version 0.2."""
-
     manifest: Manifest
     payload: Payload
-    created: int | None = None
 
     @property
     def plan_key(self) -> str:
@@ -89,9 +86,7 @@ def _check_required_fields(manifest: Manifest) -> None:
 
 
 def header_bytes(header: Header) -> bytes:
-    date = {} if header.created is None else {"created": header.created}
-    document = {"payload": asdict(header.payload), "manifest": manifest_text(header.manifest), **date}
-    return json.dumps(document).encode()
+    return json.dumps({"payload": asdict(header.payload), "manifest": manifest_text(header.manifest)}).encode()
 
 
 def parse_header(signed_header: SignedHeader, name: str) -> Header:
@@ -99,7 +94,7 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
     try:
         document = json.loads(signed_header.header)
         payload = Payload(int(document["payload"]["bytes"]), str(document["payload"]["sha256"]))
-        header = Header(parse_manifest(document["manifest"], Path(name)), payload, _read_date(document))
+        header = Header(parse_manifest(document["manifest"], Path(name)), payload)
         key = header.plan_key
         _check_required_fields(header.manifest)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
@@ -115,9 +110,10 @@ def rollback_reason(new: Header, existing: Header) -> str:
 
     A bundle without a date is older than any with one.
     """
-    if existing.created is None or (new.created is not None and new.created >= existing.created):
+    date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
+    if existing_date is None or (date is not None and date >= existing_date):
         return ""
-    return f"its files were made {_format_date(new.created)}, and the other's {_format_date(existing.created)}"
+    return f"it was compiled {_format_date(date)}, and the other one {_format_date(existing_date)}"
 
 
 def _format_date(seconds: int | None) -> str:
@@ -126,13 +122,6 @@ def _format_date(seconds: int | None) -> str:
     with contextlib.suppress(ValueError, OverflowError, OSError):
         return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
     return f"{seconds} s after 1970"
-
-
-def _read_date(document: dict[str, Any]) -> int | None:
-    date = document.get("created")
-    if date is not None and (not isinstance(date, int) or isinstance(date, bool) or not 0 <= date < 1 << 62):
-        raise ValueError(f"its date is {date!r:.50}")
-    return date
 
 
 def check_files(files: tuple[FileRecord, ...], name: str) -> None:

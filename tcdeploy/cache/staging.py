@@ -24,6 +24,7 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable
@@ -269,7 +270,7 @@ def _read_journal(folder: Path) -> list[list[FileRecord]]:
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
-    temporary = path.with_name(f".{path.name}.copy")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # a name may have the most bytes allowed
     with open(temporary, "wb") as copy:
         damage = read_checked(folder, file, copy.write)
     if damage is None:
@@ -283,7 +284,7 @@ def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile |
 def _copy_durably(source: Path, target: Path) -> None:
     """Through a temporary name, so that the target is complete or absent at any moment."""
     make_private_folder(target.parent)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(source, "rb") as read, open(temporary, "wb") as written:
             shutil.copyfileobj(read, written)
