@@ -240,6 +240,8 @@ def test_a_killed_pack_leaves_no_bundle_or_a_complete_signed_one(
                 assert verify_bundle(target, keys.trusted).signer is not None
                 assert target.read_bytes() == packed.bundle.read_bytes()
     assert absent == 0 if target_exists else absent < 10
+    pack(packed.folder, packed.key, tmp_path / "next.tcb")
+    assert not [name for name in names_in(tmp_path) if name.endswith(".tmp")], "the next pack removes what they left"
     assert interrupted, "no process was killed while packing"
 
 

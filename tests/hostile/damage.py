@@ -132,7 +132,10 @@ def swap(folder: Path, target: Target, source: random.Random) -> None:
 
 
 def remove(folder: Path, target: Target, source: random.Random) -> None:
+    """A file or folder, but not a signed header: see `remove_only_header`."""
     path = any_file(folder, source)
+    while path.parent.name == "bundles":
+        path = any_file(folder, source)
     if path.parent.parent != folder and source.random() < 0.3:
         shutil.rmtree(path.parent)
     else:
@@ -228,6 +231,10 @@ def swap_headers(folder: Path, target: Target, source: random.Random) -> None:
 # Without the signed header, the plan looks as if it had been compiled here.
 
 
+def remove_only_header(folder: Path, target: Target, source: random.Random) -> None:
+    stored_header_path(folder, source.choice([target.key, target.other_key])).unlink()
+
+
 def remove_header(folder: Path, target: Target, source: random.Random) -> None:
     rewrite_manifest(folder, target, source)
     stored_header_path(folder, target.key).unlink()
@@ -268,7 +275,7 @@ PROTECTED: tuple[Attack, ...] = (
     list_outside, second_manifest, copy_manifest, forge_header, swap_headers,
 )  # fmt: skip
 NEED_REQUIRE_SIGNED: tuple[Attack, ...] = (
-    remove_header, sign_with_unknown_key, add_to_manifest, second_plan, leave_journal,
+    remove_only_header, remove_header, sign_with_unknown_key, add_to_manifest, second_plan, leave_journal,
 )  # fmt: skip
 
 
