@@ -13,15 +13,16 @@ from tests.conftest import TINY, TINY_FLAGS
 from tests.hostile.kills import Campaign, campaign, choose
 
 START = ("warm", TINY, *TINY_FLAGS)
+OTHER_START = ("warm", TINY, "--buckets", "32", "--batch-sizes", "1")
 
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Iterator[Campaign]:
-    """The plans are those of the shared cache and one of another context, which needs the same programs."""
+    """The plans are those of the shared cache and one of fewer buckets, which uses the same programs."""
     work_dir = tmp_path_factory.mktemp("kills")
     for name in ("filled", "other"):
         shutil.copytree(filled_cache, work_dir / name)
-    with campaign(work_dir, start=START, other_start=(*START, "--context", "200")) as made:
+    with campaign(work_dir, start=START, other_start=OTHER_START) as made:
         yield made
 
 
