@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ from tcdeploy.cache.manifest import (
     read_manifests,
     write_manifest,
 )
+from tcdeploy.cache.provenance import SigningPolicy, has_bundle_changed, require_bundled
+from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.jit import JitLoader
@@ -101,8 +104,12 @@ class Deployment:
         return load_tokenizer(self.plan)
 
 
-def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = False) -> Deployment:
+def prepare(
+    recipe: Recipe, progress: Progress | None = None, measure: bool = False, trusted_keys: Path | None = None
+) -> Deployment:
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
+
+    `trusted_keys`: the folder of keys whose signatures of bundles are trusted; default: as in `cache verify`.
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
     TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH, and puts a folder in front of PATH if it replays a recorded compiler;
@@ -124,7 +131,8 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
             patch_compile_workers()
             relocate_autotune_cache()
         acquire_lease(staging.target, plan.key)
-        earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild")
+        policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
+        earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
         use_precompiled_headers(earlier is None, staging.headers_folder)
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
@@ -137,11 +145,21 @@ def prepare(recipe: Recipe, progress: Progress | None = None, measure: bool = Fa
             keep = partial(_keep_finished_bucket, staging, tracker)
             records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, keep)
     with stages.stage("record"):
-        files = _hash_used_files(staging.path, tracker.paths(), earlier)
+        files = _hash_used_files(staging, tracker.paths(), earlier)
+        if recipe.require_signed and staging.bundle is not None:
+            require_bundled(plan.key, files, staging.bundle)
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = planned.environment, origin_of(planned)
     manifest = make_manifest(
-        plan, environment, origin, stages.seconds, records, files, workspace_bytes, _is_first_prepare()
+        plan,
+        environment,
+        origin,
+        stages.seconds,
+        records,
+        files,
+        workspace_bytes,
+        _is_first_prepare(),
+        _compiled_at(records, earlier),
     )
     _publish(staging, manifest)
     return Deployment(
@@ -157,12 +175,24 @@ def _keep_finished_bucket(staging: StagingFolder, tracker: FileAccessTracker, re
 
 
 def _publish(staging: StagingFolder, manifest: Manifest) -> None:
-    """Move the files of the start into the cache folder, then its manifest. Raises SpaceError and TcdeployError."""
+    """Move the files of the start into the cache folder, then its manifest. Raises SpaceError and TcdeployError.
+
+    If another process has unpacked or discarded the plan in the meantime, the folder keeps that result.
+    """
     key = str(manifest.plan["key"])
     with folder_lock(staging.target), translate_os_errors(staging.target):
+        if not staging.is_private_copy and has_bundle_changed(staging.target, key, staging.bundle):
+            return
         others = read_manifests(staging.target, skip_damaged=True)
         staging.publish(manifest.files, [file for name in others if name != key for file in others[name].files])
         write_manifest(manifest_path(staging.target, key), manifest)
+
+
+def _compiled_at(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
+    """The date of the plan's programs: now, unless this start only loaded them."""
+    if earlier is None or any(record.outcome == "miss" for record in records):
+        return int(time.time())
+    return earlier.compiled_at
 
 
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
@@ -179,17 +209,21 @@ def origin_of(planned: PlannedDeployment) -> Origin:
     return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
-def _hash_used_files(folder: str, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
+def _hash_used_files(staging: StagingFolder, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
     """Hash the cache files that this start used, and the record of the C++ toolchain.
 
     If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
-    included.
+    included. All files of the bundle that the plan came in are included, as the bundle lists them.
     """
+    folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []
     toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
-    toolchain_path = toolchain_paths[0] if toolchain_paths else toolchain.save_toolchain(folder)
+    if not toolchain_paths and not bundled and (toolchain_path := toolchain.save_toolchain(folder)):
+        toolchain_paths = [toolchain_path]
     reused_paths = [] if _is_first_prepare() else earlier_paths
-    return hash_files(folder, {*used_paths, *reused_paths, *([toolchain_path] if toolchain_path else [])})
+    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
+    by_path = {file.path: file for file in (*used, *bundled)}
+    return tuple(by_path[path] for path in sorted(by_path))
 
 
 def _is_first_prepare() -> bool:

@@ -245,7 +245,9 @@ def cli_environment(home: Path, **environ: str) -> dict[str, str]:
 def mounted_tmpfs(target: Path, *options: str) -> Iterator[Path]:
     """Mount a tmpfs at `target`. Skips the test if mounting is not allowed."""
     target.mkdir(exist_ok=True)
-    mount = subprocess.run(["mount", "-t", "tmpfs", *options, "tmpfs", str(target)], capture_output=True, text=True)
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "mode=700", *options, "tmpfs", str(target)], capture_output=True, text=True
+    )
     if mount.returncode:
         pytest.skip(f"cannot mount a tmpfs here: {mount.stderr.strip()}")
     try:

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"errors", "gc_policy"},
+    {"errors", "gc_policy", "temporary_files"},
     {"planning"},
     {"progress", "torch_compat"},
     {"models", "attention", "linear", "remote"},
@@ -43,7 +43,8 @@ TORCH_FREE = (
     "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.constraint", "server.protocol",
     "server.validation", "server.admission",
-    "remote.transfer", "bundle.container", "bundle.header", "bundle.signing", "bundle.pack", "bundle.unpack",
+    "remote.transfer", "cache.signed_header", "cache.bundle_header", "cache.signing", "cache.provenance",
+    "cache.integrity", "temporary_files", "bundle.container", "bundle.pack", "bundle.unpack",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")

@@ -1,13 +1,17 @@
-"""Compares two caches: what each was made from, and which of their files differ. Does not import torch."""
+"""Compares two caches: what each was made from, which of their files differ, and which is newer. Does not import
+torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from tcdeploy.bundle.header import PATH_FIELDS
+from tcdeploy.cache.bundle_header import PATH_FIELDS, Header, parse_header, rollback_reason
 from tcdeploy.cache.manifest import Manifest, diff_sources
+from tcdeploy.cache.signed_header import read_signed_header
+from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.planning.environment import Difference, diff_mappings
 
 
@@ -44,3 +48,25 @@ def compare_manifests(first: Manifest, second: Manifest) -> Comparison:
 
 def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in record.items() if name not in (*PATH_FIELDS, "decisions")}
+
+
+def check_not_older(new: Path, existing: Path) -> None:
+    """Raise TrustError if both files are bundles of one plan and the new one is older. Signatures are not verified.
+
+    Raises IntegrityError if the new file is not a bundle, but the existing one is.
+    """
+    try:
+        existing_header = _read_header(existing)
+    except (OSError, IntegrityError):
+        return
+    new_header = _read_header(new)
+    if new_header.plan_key == existing_header.plan_key and (reason := rollback_reason(new_header, existing_header)):
+        raise TrustError(
+            f"the bundle is older than {existing}, which it would replace: {reason}",
+            "pull it to another file, or add --allow-rollback",
+        )
+
+
+def _read_header(path: Path) -> Header:
+    with open(path, "rb") as file:
+        return parse_header(read_signed_header(file, str(path)), str(path))

@@ -8,25 +8,27 @@ is not fetched again.
 
 from __future__ import annotations
 
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy import pipeline
 from tcdeploy.bundle.pack import warm_start_and_pack
-from tcdeploy.bundle.signing import TrustedKey
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.why import forecast
+from tcdeploy.cache.folder import check_folder
 from tcdeploy.cache.integrity import discard_if_damaged
-from tcdeploy.cache.manifest import Manifest, manifest_path
-from tcdeploy.errors import MismatchError
+from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
+from tcdeploy.cache.provenance import SigningPolicy, check_manifests
+from tcdeploy.cache.signing import TrustedKey
+from tcdeploy.errors import MismatchError, TrustError
 from tcdeploy.pipeline import PlannedDeployment
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.remote.address import LOCAL_SCHEMES, Address, parse_bundle_name
 from tcdeploy.remote.transfer import PushResult, find, pull, push
+from tcdeploy.temporary_files import temporary_folder
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,9 @@ class EnvironmentMismatchError(MismatchError):
         self.differences = differences
 
 
-def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool = False) -> FetchResult:
+def fetch(
+    recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool = False, allow_rollback: bool = False
+) -> FetchResult:
     """Fetch the recipe's plan into its cache folder. `source` is a bundle (path or URL) or a folder of bundles.
 
     Raises MismatchError (no bundle of this plan), TrustError, IntegrityError, NetworkError, SpaceError and UsageError.
@@ -56,27 +60,41 @@ def fetch(recipe: Recipe, source: str, trusted_keys: Path, allow_unsigned: bool 
     start = time.perf_counter()
     planned = pipeline.decide(recipe)
     plan = planned.plan
-    if manifest_path(plan.cache_dir, plan.key).is_file() and not _needs_refetch(plan, recipe):
+    check_folder(plan.cache_dir, recipe.trust_cache_dir)
+    if manifest_path(plan.cache_dir, plan.key).is_file() and not _needs_refetch(plan, recipe, trusted_keys):
         return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
     address = Address.parse(_resolve_bundle_url(source, plan.key))
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-fetch-") as work_dir:
+    with temporary_folder("fetch") as work_dir:
         path = Path(address.host_and_path)
         if address.scheme not in LOCAL_SCHEMES or parse_bundle_name(path.name):
             path = pull(address.url, Path(work_dir, "bundle.tcb"))
         header = open_bundle(path, trusted_keys, allow_unsigned).header
         _check_compatible(planned, header.manifest, address.redacted)
-        unpacked = unpack(path, Path(plan.cache_dir), trusted_keys, allow_unsigned)
+        unpacked = unpack(
+            path, Path(plan.cache_dir), trusted_keys, allow_unsigned, allow_rollback, recipe.trust_cache_dir
+        )
     return FetchResult(header.plan_key, address.redacted, unpacked.bytes, unpacked.signer, time.perf_counter() - start)
 
 
-def _needs_refetch(plan: Plan, recipe: Recipe) -> bool:
-    """Whether the cached plan is damaged and would be rebuilt: fetching it is faster than compiling.
+def _needs_refetch(plan: Plan, recipe: Recipe, trusted_keys: Path) -> bool:
+    """Whether the cached plan is damaged and would be rebuilt, since fetching it is faster than compiling, or whether
+    it is not from a signed bundle as `require_signed` demands.
 
     Without `on_bad_cache: rebuild`, the start reports the damage.
     """
-    if recipe.on_bad_cache != "rebuild":
+    if recipe.on_bad_cache == "rebuild" and discard_if_damaged(plan.cache_dir, plan.key, trusted_keys):
+        return True
+    return recipe.require_signed and not _is_signed(plan, trusted_keys)
+
+
+def _is_signed(plan: Plan, trusted_keys: Path) -> bool:
+    manifest = read_manifest(manifest_path(plan.cache_dir, plan.key))
+    try:
+        manifests = {plan.key: manifest} if manifest is not None else {}
+        check_manifests(plan.cache_dir, plan.key, manifests, SigningPolicy(trusted_keys, require_signed=True))
+    except TrustError:
         return False
-    return discard_if_damaged(plan.cache_dir, plan.key)
+    return True
 
 
 def _resolve_bundle_url(source: str, plan_key: str) -> str:
@@ -112,6 +130,6 @@ def _check_compatible(planned: PlannedDeployment, cached: Manifest, name: str) -
 
 def pack_and_push(cache_dir: str, plan_key: str, destination: str, secret_key: Path | None = None) -> PushResult:
     """Pack a plan of a cache folder, sign it if `secret_key` is given, and push it."""
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-push-") as work_dir:
+    with temporary_folder("push") as work_dir:
         packed = warm_start_and_pack(Path(cache_dir), plan_key, Path(work_dir, "bundle.tcb"), secret_key)
         return push(packed.path, destination, plan_key)

@@ -3,31 +3,39 @@
 A bundle holds the files that the plan's last start used, and that start must have compiled nothing: then the list of
 files is complete, and it excludes the variants that lost in tuning. If the last start compiled something,
 `warm_start_and_pack` starts the plan once more in a subprocess.
+
+The header has the manifest's date, the time at which the plan was last compiled, so that `unpack` can refuse a bundle
+that is older than the one it has. The time of packing would not do: packing a folder twice must give the same bytes,
+and repacking an old cache does not make it newer. SOURCE_DATE_EPOCH replaces the date, as in other reproducible builds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import os
+import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from tcdeploy.bundle.container import Payload, read_signed_header, replace_signatures, signed_header_bytes, write_bundle
-from tcdeploy.bundle.header import Header, header_bytes, make_portable
-from tcdeploy.bundle.signing import sign
+from tcdeploy.bundle.container import replace_signatures, write_bundle
+from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.contents import find_damage
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest
+from tcdeploy.cache.provenance import check_manifest, read_stored_bundle
+from tcdeploy.cache.signed_header import read_signed_header, signed_header_bytes
+from tcdeploy.cache.signing import default_trusted_keys_folder, sign
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.recipe import ENVIRONMENT_PREFIX
+from tcdeploy.temporary_files import temporary_folder
 
 
 class WarmStartRequiredError(TcdeployError):
@@ -44,10 +52,13 @@ class PackResult:
     header_bytes: int
 
 
-def pack(folder: Path, plan_key: str, target: Path, secret_key: Path | None = None) -> PackResult:
+def pack(
+    folder: Path, plan_key: str, target: Path, secret_key: Path | None = None, trusted_keys: Path | None = None
+) -> PackResult:
     """Write the bundle of a plan atomically, signed if `secret_key` is given.
 
-    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files) and SpaceError.
+    Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files, or files that
+    differ from the bundle that the plan came in), TrustError (that bundle's signature is invalid) and SpaceError.
     """
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
@@ -55,13 +66,19 @@ def pack(folder: Path, plan_key: str, target: Path, secret_key: Path | None = No
             f"plan {plan_key} has not finished warming in {folder}, so it cannot be packed",
             f"warm it: tcdeploy warm MODEL --cache-dir {folder}; list the plans: tcdeploy cache ls {folder}",
         )
+    bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
+    check_manifest(folder, plan_key, manifest, bundle)
     _check_packable(folder, manifest)
+    manifest = _with_source_date(manifest)
     with _translate_os_errors(target):
         _check_free_space(target, manifest)
         # A folder that cannot be written needs no lock: nothing removes files from it.
         with folder_lock(folder) if os.access(folder, os.W_OK) else contextlib.nullcontext():
             payload = write_bundle(
-                target, folder, manifest.files, lambda payload: _make_signed_header(manifest, payload, secret_key)
+                target,
+                folder,
+                manifest.files,
+                lambda payload: _make_signed_header(manifest, payload, secret_key),
             )
     unpacked_bytes, packed_bytes = sum(file.bytes for file in manifest.files), target.stat().st_size
     return PackResult(target, plan_key, len(manifest.files), unpacked_bytes, packed_bytes, packed_bytes - payload.bytes)
@@ -84,7 +101,8 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None
     settings = {name: value for name, value in manifest.origin.recipe.items() if value is not None}
-    with tempfile.TemporaryDirectory() as work_dir:
+    settings.pop("require_signed", None)  # the plan may have been made here since
+    with temporary_folder("pack") as work_dir:
         recipe = Path(work_dir, "recipe.yaml")
         recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")
         environ = {name: value for name, value in os.environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
@@ -95,6 +113,14 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
             f"the warm start of plan {plan_key} before packing exited with code {completed.returncode}",
             f"run it with the plan's flags and read its report: tcdeploy warm MODEL --cache-dir {folder} --require-hit",
         )
+
+
+def _with_source_date(manifest: Manifest) -> Manifest:
+    """Raises UsageError for an invalid SOURCE_DATE_EPOCH."""
+    text = os.environ.get("SOURCE_DATE_EPOCH", "")
+    if text and not re.fullmatch("[0-9]{1,18}", text):
+        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}, expected seconds since 1970", "unset it")
+    return dataclasses.replace(manifest, compiled_at=int(text)) if text else manifest
 
 
 def _make_signed_header(manifest: Manifest, payload: Payload, secret_key: Path | None) -> bytes:

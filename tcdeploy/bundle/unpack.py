@@ -2,37 +2,43 @@
 
 The order matters. Nothing is written before the signature, the header, the payload's sha256 and the free space are
 checked. Each file is then written to a staging folder on the same disk and compared with the header on the way. Once
-all files are complete, they are renamed into the cache, and the plan's manifest last: a start uses only what a manifest
-lists. A process killed at any point leaves the other plans intact. It may leave a staging folder, which the next unpack
-deletes, and files that no manifest lists. One exception: if the folder had the same plan with other bytes, that plan is
-cold until a later unpack completes. Concurrent unpacks run one after another; all but the first find the plan present.
+all files are complete, they are renamed into the cache, then the plan's manifest, then the signed header, each flushed
+to disk before the next: a start uses only what a manifest lists. An undamaged file that a manifest lists is never
+replaced: if it has the path of a bundled file with other bytes, the bundled file goes to the folder for conflicts
+(cache/contents.py). A process killed at any point therefore leaves all plans intact, this one included. It may leave a
+staging folder, and files that no manifest lists; the next unpack of the bundle deletes both.
+
+A bundle that was compiled before the one that the plan came from (`compiled_at` of the manifest) is refused: a release
+that was signed in good faith and withdrawn since must not come back. Concurrent unpacks run one after another; all but
+the first find the plan present.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import os
 import shutil
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import SignedHeader, check_payload, read_files, read_signed_header, signed_header_bytes
-from tcdeploy.bundle.header import Header, parse_header
-from tcdeploy.bundle.signing import TrustedKey, verify_signature
-from tcdeploy.cache.contents import FileRecord, find_damage
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.bundle.container import check_payload, read_files
+from tcdeploy.cache.bundle_header import Header, is_plain_record, parse_header, rollback_reason
+from tcdeploy.cache.contents import find_damage, group_by_path, list_cache_files, path_to_publish, stored_path
+from tcdeploy.cache.folder import UNPACKING_PREFIX, check_folder
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
-from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError
+from tcdeploy.cache.provenance import read_stored_bundle, stored_header_path
+from tcdeploy.cache.signed_header import SignedHeader, read_signed_header, signed_header_bytes
+from tcdeploy.cache.signing import TrustedKey, verify_signature
+from tcdeploy.cache.staging import sync_files, sync_folders
+from tcdeploy.cache.trust import check_no_links, make_private_folder
+from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 
-STAGING_PREFIX = ".staging-"
 SPARE_BYTES = 16 << 20
-FSYNC_THREADS = 4
-STAGED_MANIFEST = ".manifest"  # in the staging folder; paths in a bundle never start with a dot
+FILE_MODE = 0o600
+STAGED_MANIFEST, STAGED_HEADER = ".manifest", ".header"  # paths in a bundle never start with a dot
 
 
 @dataclass(frozen=True)
@@ -72,19 +78,33 @@ def open_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) ->
     return OpenedBundle(path, signed_header, header, signer)
 
 
-def unpack(path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = False) -> UnpackResult:
-    """Unpack a bundle into a cache folder. Raises TrustError, IntegrityError, SpaceError and TcdeployError."""
+def unpack(
+    path: Path,
+    folder: Path,
+    trusted_keys: Path,
+    allow_unsigned: bool = False,
+    allow_rollback: bool = False,
+    is_trusted_folder: bool = False,
+) -> UnpackResult:
+    """Unpack a bundle into a cache folder.
+
+    `allow_rollback` accepts a bundle that is older than the plan's, `is_trusted_folder` a folder that other users can
+    change. Raises TrustError, IntegrityError, SpaceError and TcdeployError.
+    """
     opened = open_bundle(path, trusted_keys, allow_unsigned)
     manifest, key = opened.header.manifest, opened.header.plan_key
     size = sum(file.bytes for file in manifest.files)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        check_folder(folder, is_trusted_folder)
+        make_private_folder(folder)
         with folder_lock(folder):
+            _check_links(folder, manifest)
+            if not allow_rollback:
+                _check_not_older(opened, folder, trusted_keys)
             already_present = _is_unpacked(folder, manifest, key)
             if not already_present:
                 _check_free_space(folder, size)
-                _stage_and_publish(opened, folder)
-            _store_signed_header(opened, folder)
+            _stage_and_publish(opened, folder, already_present)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
@@ -95,16 +115,34 @@ def unpack(path: Path, folder: Path, trusted_keys: Path, allow_unsigned: bool = 
     return UnpackResult(key, len(manifest.files), size, opened.signer, already_present)
 
 
+def _check_links(folder: Path, manifest: Manifest) -> None:
+    """Nothing is written through a symbolic link. Raises TrustError."""
+    check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
+
+
+def _check_not_older(opened: OpenedBundle, folder: Path, trusted_keys: Path) -> None:
+    """Raise TrustError if the plan came from a newer bundle, unless only the new one is signed by a trusted key.
+
+    A bundle without a date counts as older than any with one.
+    """
+    try:
+        stored = read_stored_bundle(folder, opened.header.plan_key, trusted_keys)
+    except (IntegrityError, TrustError):  # to be replaced
+        return
+    if stored is None or (stored.signer is None and opened.signer is not None):
+        return
+    if reason := rollback_reason(opened.header, stored.header):
+        raise TrustError(
+            f"{opened.path} is older than the bundle from which {folder} has plan {opened.header.plan_key}: {reason}",
+            "fetch the newer bundle; to replace the plan by the older one: --allow-rollback",
+        )
+
+
 def _is_unpacked(folder: Path, manifest: Manifest, key: str) -> bool:
-    """Whether the folder has this plan with all of the bundle's files, undamaged."""
+    """Whether the folder has this plan with exactly the bundle's files, undamaged."""
     with contextlib.suppress(IntegrityError):
         local = read_manifest(manifest_path(folder, key))
-        bundled_paths = {file.path for file in manifest.files}
-        return (
-            local is not None
-            and bundled_paths <= {file.path for file in local.files}
-            and not find_damage(folder, local.files)
-        )
+        return local is not None and set(local.files) == set(manifest.files) and not find_damage(folder, local.files)
     return False
 
 
@@ -117,30 +155,65 @@ def _check_free_space(folder: Path, size: int) -> None:
         )
 
 
-def _stage_and_publish(opened: OpenedBundle, folder: Path) -> None:
-    for stale in folder.glob(f"{STAGING_PREFIX}*"):  # of a killed process: this one holds the lock
+def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool) -> None:
+    """Publish the files and the manifest, unless they are present, and the signed header."""
+    for stale in folder.glob(f"{UNPACKING_PREFIX}*"):  # of a killed process: this one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=folder))
     manifest, key = opened.header.manifest, opened.header.plan_key
+    stored_header, content = stored_header_path(folder, key), _stored_header_content(opened)
+    is_header_present = stored_header.is_file() and stored_header.read_bytes() == content
+    replaced = _replaced_files(folder, manifest, key)
+    staging = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:
-        _write_files(opened, staging)
-        conflicts = _conflicting_files(folder, manifest, key)
-        local = dataclasses.replace(manifest, files=tuple(conflicts.get(file.path, file) for file in manifest.files))
-        _write_bytes(staging / STAGED_MANIFEST, manifest_text(local).encode())
-        _fsync_all(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
-        final = manifest_path(folder, key)
-        # The same plan with other bytes: if killed before the last rename, it must be cold, not damaged.
-        final.unlink(missing_ok=True)
-        for file in manifest.files:
-            if file.path in conflicts:
-                continue
-            target = folder / file.path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(staging / file.path, target)
-        final.parent.mkdir(exist_ok=True)
-        os.replace(staging / STAGED_MANIFEST, final)
+        if not already_present:
+            _write_files(opened, staging)
+            _write_bytes(staging / STAGED_MANIFEST, manifest_text(manifest).encode())
+            sync_files(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
+            _publish_files(folder, staging, manifest)
+            if not is_header_present and stored_header.exists():  # until the new one is there, as if made here
+                stored_header.unlink()
+                sync_folders(folder, [stored_header.relative_to(folder).as_posix()])
+            _publish(folder, staging / STAGED_MANIFEST, manifest_path(folder, key))
+        if not is_header_present:
+            _write_bytes(staging / STAGED_HEADER, content)
+            sync_files(staging, [STAGED_HEADER])
+            _publish(folder, staging / STAGED_HEADER, stored_header)
+        _remove_unlisted(folder, replaced)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _publish_files(folder: Path, staging: Path, manifest: Manifest) -> None:
+    """Rename the files into the cache folder, beside undamaged files of the same path that any manifest lists."""
+    manifests = read_manifests(folder, skip_damaged=True).values()
+    listed = group_by_path(file for other in manifests for file in other.files)
+    targets = [path_to_publish(folder, file, listed.get(file.path, [])) for file in manifest.files]
+    for file, target in zip(manifest.files, targets, strict=True):
+        make_private_folder((folder / target).parent)
+        os.replace(staging / file.path, folder / target)
+    sync_folders(folder, targets)
+
+
+def _publish(folder: Path, staged: Path, target: Path) -> None:
+    make_private_folder(target.parent)
+    os.replace(staged, target)
+    sync_folders(folder, [target.relative_to(folder).as_posix()])
+
+
+def _replaced_files(folder: Path, manifest: Manifest, key: str) -> set[str]:
+    """The paths that the plan may leave unlisted: those of its earlier files, and the bundled ones beside conflicts."""
+    earlier = None
+    with contextlib.suppress(IntegrityError):
+        earlier = read_manifest(manifest_path(folder, key))
+    files = (file for file in (earlier.files if earlier is not None else ()) if is_plain_record(file))
+    return {stored_path(folder, file) for file in files} | {file.path for file in manifest.files}
+
+
+def _remove_unlisted(folder: Path, paths: set[str]) -> None:
+    manifests = read_manifests(folder, skip_damaged=True).values()
+    listed = {stored_path(folder, file) for manifest in manifests for file in manifest.files}
+    for path in (paths & set(list_cache_files(folder))) - listed:
+        (folder / path).unlink(missing_ok=True)
 
 
 def _write_files(opened: OpenedBundle, staging: Path) -> None:
@@ -148,50 +221,18 @@ def _write_files(opened: OpenedBundle, staging: Path) -> None:
     for file, chunks in read_files(opened.path, opened.signed_header, opened.header.manifest.files):
         target = staging / file.path
         if target.parent not in created:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_private_folder(target.parent)
             created.add(target.parent)
-        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644), "wb") as out:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "wb") as out:
             for chunk in chunks:
                 out.write(chunk)
 
 
-def _conflicting_files(folder: Path, manifest: Manifest, key: str) -> dict[str, FileRecord]:
-    """Undamaged files of other plans that have a bundled file's path but other bytes. They are kept.
-
-    torch names a file after its inputs, so both are the same program, compiled with different paths baked in.
-    """
-    manifests = read_manifests(folder, skip_damaged=True)
-    local = {file.path: file for name, other in manifests.items() if name != key for file in other.files}
-    conflicts = [local[file.path] for file in manifest.files if local.get(file.path, file) != file]
-    damaged = {damage.path for damage in find_damage(folder, conflicts)}
-    return {file.path: file for file in conflicts if file.path not in damaged}
-
-
 def _write_bytes(path: Path, content: bytes) -> None:
-    with open(path, "wb") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, FILE_MODE), "wb") as file:
         file.write(content)
 
 
-def _fsync_all(folder: Path, names: list[str]) -> None:
-    """Flush the files to disk, several at once: an fsync mostly waits."""
-
-    def sync(name: str) -> None:
-        descriptor = os.open(folder / name, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-    with ThreadPoolExecutor(FSYNC_THREADS) as pool:
-        list(pool.map(sync, names))
-
-
-def _store_signed_header(opened: OpenedBundle, folder: Path) -> None:
-    """Keep the signed header in the folder: `verify` reads the signer from it, and `gc` keeps its plan."""
-    path = folder / BUNDLES_DIR / f"{opened.header.plan_key}{HEADER_SUFFIX}"
-    content = signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)
-    path.parent.mkdir(exist_ok=True)
-    if not path.exists() or path.read_bytes() != content:
-        staging = path.with_name(f".{path.name}-{os.getpid()}.tmp")
-        _write_bytes(staging, content)
-        os.replace(staging, path)
+def _stored_header_content(opened: OpenedBundle) -> bytes:
+    """`verify` and each start read the signer and the files from it, and `gc` keeps its plan."""
+    return signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)

@@ -11,14 +11,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.bundle.container import read_files, read_signed_header
-from tcdeploy.bundle.header import Header, parse_header
-from tcdeploy.bundle.signing import TrustedKey, verify_signature
+from tcdeploy.bundle.container import read_files
 from tcdeploy.bundle.unpack import open_bundle
-from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileRecord, find_damage
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.bundle_header import parse_header
+from tcdeploy.cache.contents import FileRecord, find_damage
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, OWN_NAMES
 from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.provenance import (
+    SigningPolicy,
+    StoredBundle,
+    check_manifest,
+    check_manifests,
+    files_made_here,
+    read_stored_bundle,
+    read_stored_header,
+    stored_header_path,
+)
+from tcdeploy.cache.signing import TrustedKey
+from tcdeploy.cache.trust import check_no_links
 from tcdeploy.errors import IntegrityError, UsageError
 
 # Compiled and eager models may pick different tokens if two are almost equally likely; this bounds the difference.
@@ -29,8 +40,7 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `files_not_from_bundle` counts files that differ from the bundle's: compiled by a later start, or kept because
-    another plan had them first.
+    `made_here` lists the files of a plan from a bundle that the bundle does not have: a later start compiled them.
     """
 
     plan_key: str
@@ -40,6 +50,7 @@ class VerifiedPlan:
     signer: TrustedKey | None
     is_from_bundle: bool
     files_not_from_bundle: int = 0
+    made_here: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -60,26 +71,28 @@ def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) 
     for _, chunks in read_files(path, opened.signed_header, opened.header.manifest.files):
         for _ in chunks:
             pass
-    return _verified_plan(opened.header.manifest, opened.signer, is_from_bundle=True)
+    return _verified_plan(opened.header.manifest, StoredBundle(opened.header, opened.signed_header, opened.signer))
 
 
-def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False) -> list[VerifiedPlan]:
-    """Verify all files of all plans in a folder. Raises TrustError, IntegrityError, and UsageError without a plan."""
+def verify_folder(
+    folder: Path, trusted_keys: Path, allow_unsigned: bool = False, require_signed: bool = False
+) -> list[VerifiedPlan]:
+    """Verify all files of all plans in a folder, those from bundles against the signed headers.
+
+    `require_signed` also refuses plans and files that are not from a signed bundle. Raises TrustError, IntegrityError,
+    and UsageError without a plan.
+    """
+    check_no_links(folder, OWN_NAMES)
     manifests = read_manifests(folder)
     plans = []
     for key, manifest in manifests.items():
-        files, signer, files_not_from_bundle = {file.path: file for file in manifest.files}, None, 0
-        stored_header = folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}"
-        if stored_header.exists():
-            header, signer = _read_stored_header(stored_header, trusted_keys, allow_unsigned)
-            # Files must match the signed header, except those of a plan that the folder had before (unpack.py).
-            others = {file for other in manifests if other != key for file in manifests[other].files}
-            signed = {file.path: file for file in header.manifest.files}
-            files |= {path: file for path, file in signed.items() if files.get(path) not in others}
-            changed = [path for path, file in files.items() if signed.get(path) != file]
-            files_not_from_bundle = sum(not path.startswith(TOOLCHAIN_DIR) for path in changed)
-        _check_files(folder, files.values())
-        plans.append(_verified_plan(manifest, signer, stored_header.exists(), files_not_from_bundle))
+        bundle = read_stored_bundle(folder, key, trusted_keys, allow_unsigned)
+        _check_files(folder, bundle.files if bundle is not None else ())
+        check_manifest(folder, key, manifest, bundle)
+        _check_files(folder, manifest.files)
+        if require_signed:
+            check_manifests(str(folder), key, {key: manifest}, SigningPolicy(trusted_keys, require_signed))
+        plans.append(_verified_plan(manifest, bundle))
     _check_stored_headers(folder)
     if unlisted := unlisted_files(folder):
         raise IntegrityError(
@@ -93,6 +106,8 @@ def verify_folder(folder: Path, trusted_keys: Path, allow_unsigned: bool = False
 
 
 def _check_files(folder: Path, files: Iterable[FileRecord]) -> None:
+    files = list(files)
+    check_no_links(folder, (Path(file.path).parent.as_posix() for file in files))
     if damage := find_damage(folder, files):
         count = f" ({len(damage)} files are damaged)" if len(damage) > 1 else ""
         raise IntegrityError(
@@ -104,25 +119,12 @@ def _check_files(folder: Path, files: Iterable[FileRecord]) -> None:
 
 def packed_manifest(folder: Path, plan_key: str) -> Manifest:
     """The packer's manifest for a plan from a bundle (each start rewrites the folder's), else the folder's."""
-    stored_header = folder / BUNDLES_DIR / f"{plan_key}{HEADER_SUFFIX}"
-    if stored_header.exists():
-        with open(stored_header, "rb") as file:
-            return parse_header(read_signed_header(file, str(stored_header)), str(stored_header)).manifest
+    stored_header = read_stored_header(folder, plan_key)
+    if stored_header is not None:
+        return parse_header(stored_header, str(stored_header_path(folder, plan_key))).manifest
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None, "the caller has verified this plan"
     return manifest
-
-
-def _read_stored_header(path: Path, trusted_keys: Path, allow_unsigned: bool) -> tuple[Header, TrustedKey | None]:
-    with open(path, "rb") as file:
-        signed_header = read_signed_header(file, str(path))
-        if file.read(1):
-            raise IntegrityError(f"the stored header {path} has trailing bytes", "unpack the bundle again")
-    signer = verify_signature(signed_header, str(path), trusted_keys, allow_unsigned)
-    header = parse_header(signed_header, str(path))
-    if header.plan_key != path.stem:
-        raise IntegrityError(f"the stored header {path} belongs to plan {header.plan_key}", "unpack the bundle again")
-    return header, signer
 
 
 def _check_stored_headers(folder: Path) -> None:
@@ -133,13 +135,17 @@ def _check_stored_headers(folder: Path) -> None:
             )
 
 
-def _verified_plan(
-    manifest: Manifest, signer: TrustedKey | None, is_from_bundle: bool, files_not_from_bundle: int = 0
-) -> VerifiedPlan:
-    size = sum(file.bytes for file in manifest.files)
-    plan = manifest.plan
+def _verified_plan(manifest: Manifest, bundle: StoredBundle | None) -> VerifiedPlan:
+    plan, made_here = manifest.plan, files_made_here(manifest.files, bundle) if bundle is not None else []
     return VerifiedPlan(
-        plan["key"], plan["model"], len(manifest.files), size, signer, is_from_bundle, files_not_from_bundle
+        plan_key=plan["key"],
+        model=plan["model"],
+        files=len(manifest.files),
+        bytes=sum(file.bytes for file in manifest.files),
+        signer=bundle.signer if bundle is not None else None,
+        is_from_bundle=bundle is not None,
+        files_not_from_bundle=len(made_here),
+        made_here=tuple(made_here),
     )
 
 

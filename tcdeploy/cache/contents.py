@@ -161,6 +161,21 @@ def stored_path(folder: str | Path, file: FileRecord) -> str:
     return path if Path(folder, path).is_file() else file.path
 
 
+def group_by_path(files: Iterable[FileRecord]) -> dict[str, list[FileRecord]]:
+    groups: dict[str, list[FileRecord]] = {}
+    for file in files:
+        groups.setdefault(file.path, []).append(file)
+    return groups
+
+
+def path_to_publish(folder: str | Path, file: FileRecord, others: Iterable[FileRecord]) -> str:
+    """Where to write a file so that `others`, the listed files of the same path, stay: its path, or CONFLICTS_DIR."""
+    conflict = f"{CONFLICTS_DIR}/{file.sha256}"
+    at_path = [other for other in others if other != file and stored_path(folder, other) == file.path]
+    is_taken = os.path.lexists(Path(folder, conflict)) or intact_files(folder, at_path)
+    return conflict if is_taken else file.path
+
+
 def hash_files(folder: str | Path, paths: Iterable[str]) -> tuple[FileRecord, ...]:
     """The records of these files, sorted by path. Raises OSError if one cannot be read."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
@@ -172,6 +187,14 @@ def find_damage(folder: str | Path, files: Iterable[FileRecord]) -> list[Damaged
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         results = pool.map(lambda file: _check_file(Path(folder), file), files)
         return [damage for damage in results if damage is not None]
+
+
+def intact_files(folder: str | Path, files: Iterable[FileRecord]) -> set[FileRecord]:
+    """Those of the files that equal their records."""
+    files = list(files)
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        results = pool.map(lambda file: _check_file(Path(folder), file), files)
+        return {file for file, damage in zip(files, results, strict=True) if damage is None}
 
 
 def _hash_file(folder: Path, path: str) -> FileRecord:

@@ -9,6 +9,7 @@
     ROOT/leases/               one lock file per plan, shared by the processes that run from it (leases.py)
     ROOT/precompiled_headers/  of the C++ compiler, shared by starts that compile; in no bundle
     ROOT/.start-XXXX/          the staging folder of a start (staging.py)
+    ROOT/.staging-XXXX/        files of a bundle that is being unpacked (bundle/unpack.py)
 
 `activate` must run before the first compilation, because torch reads the variables once. It checks first that no other
 user can change the folder, and writes a test file, because torch reports an unwritable folder as a bare OSError in the
@@ -41,6 +42,7 @@ from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership
 from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
+UNPACKING_PREFIX = ".staging-"  # of folders in which bundles are unpacked, under the folder's lock
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
 OWN_NAMES = (*CACHE_DIRS, CONFLICTS_DIR, MANIFESTS_DIR, BUNDLES_DIR, LEASES_DIR, HEADERS_DIR, LOCK_FILE)
 

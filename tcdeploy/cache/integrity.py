@@ -7,75 +7,130 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Mapping
 from pathlib import Path
 
-from tcdeploy.cache.contents import DamagedFile, FileRecord, find_damage, list_cache_files, stored_path
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.contents import DamagedFile, FileRecord, find_damage, intact_files, list_cache_files, stored_path
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.provenance import (
+    SigningPolicy,
+    check_manifest,
+    check_manifests,
+    files_made_here,
+    read_stored_bundle,
+    stored_header_path,
+)
+from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, remove_abandoned_folders, take_over_finished_buckets
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, TrustError
 
 log = logging.getLogger("tcdeploy.cache")
 
 
-def restore_plan(staging: StagingFolder, plan_key: str, rebuild: bool) -> Manifest | None:
+def restore_plan(
+    staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy | None = None
+) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
     A plan that is cached gets its own files. Otherwise the start gets the files of all other plans, since plans share
-    programs, and the finished buckets of starts that were killed. For damage it raises IntegrityError with the first
-    file; with `rebuild` it discards the plan and returns None instead.
+    programs, and the finished buckets of starts that were killed. Plans from bundles are checked against the signed
+    headers (provenance.py), and the bundle of this plan is stored in `staging.bundle`.
+
+    For damage it raises IntegrityError with the first file; with `rebuild` it discards the plan and returns None
+    instead. Raises TrustError for an invalid signature, and with `policy.require_signed` for anything that is not in a
+    signed bundle; `rebuild` then has no effect.
     """
+    policy = policy or SigningPolicy(default_trusted_keys_folder())
+    rebuild = rebuild and not policy.require_signed
     folder = staging.source
     try:
-        manifest = read_manifest(manifest_path(folder, plan_key))
-        damage = staging.fill(_needed_files(folder, manifest))
+        # Unpacking replaces manifest and header one after the other.
+        with contextlib.nullcontext() if staging.is_private_copy else folder_lock(folder):
+            manifests = _read_needed_manifests(folder, plan_key)
+            staging.bundle = check_manifests(folder, plan_key, manifests, policy)
+            if plan_key not in manifests and not staging.is_private_copy:  # of a manifest with another schema
+                stored_header_path(folder, plan_key).unlink(missing_ok=True)
+        manifest = manifests.get(plan_key)
+        damage = staging.fill(_needed_files(manifests, plan_key))
         if damage and not rebuild:
             raise _damage_error(Path(folder), damage)
     except IntegrityError:
         if not rebuild:
             raise
         manifest, damage = None, []
-        _start_over(staging, plan_key)
+        _start_over(staging, plan_key, policy.trusted_keys)
     if damage:
         manifest = None
-        _start_over(staging, plan_key)
+        _start_over(staging, plan_key, policy.trusted_keys)
     if manifest is None:
         if buckets := take_over_finished_buckets(staging):
             log.warning("an earlier start was killed; the %d buckets that it had finished are used", buckets)
     elif not staging.is_private_copy:
         with folder_lock(folder):
             remove_abandoned_folders(folder, keep_journals=True)
+        _report_files_made_here(staging, manifest)
     return manifest
 
 
-def _needed_files(folder: str, manifest: Manifest | None) -> list[FileRecord]:
-    """The files of the manifest; those of all plans if there is none, or if its process found programs in memory."""
-    manifests: Iterable[Manifest] = [manifest] if manifest else []
-    if manifest is None or not manifest.is_first_start:
-        manifests = [*read_manifests(folder).values(), *manifests]
-    # By path, the given manifest last: two plans may list different bytes under one path.
-    return list({file.path: file for listing in manifests for file in listing.files}.values())
+def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
+    made_here = files_made_here(manifest.files, staging.bundle) if staging.bundle is not None else []
+    if made_here:
+        log.warning(
+            "%d of the %d files of plan %s were made on this machine and are not in its bundle, such as %s",
+            len(made_here), len(manifest.files), manifest.plan["key"], made_here[0],
+        )  # fmt: skip
 
 
-def _start_over(staging: StagingFolder, plan_key: str) -> None:
+def _read_needed_manifests(folder: str, plan_key: str) -> dict[str, Manifest]:
+    """The manifest of the plan; those of all plans if it has none, or if its process found programs in memory.
+
+    A bundle is complete, so a plan from one needs no other. Raises IntegrityError.
+    """
+    path, stored_header = manifest_path(folder, plan_key), stored_header_path(folder, plan_key)
+    manifest = read_manifest(path)
+    if manifest is not None and (manifest.is_first_start or stored_header.exists()):
+        return {plan_key: manifest}
+    if stored_header.exists() and not path.exists():
+        raise IntegrityError(
+            f"plan {plan_key} was unpacked into {folder}, but its manifest is missing",
+            "unpack the bundle again, or discard the plan and compile: --on-bad-cache rebuild",
+        )
+    return read_manifests(folder)
+
+
+def _needed_files(manifests: Mapping[str, Manifest], plan_key: str) -> list[FileRecord]:
+    """By path, those of the plan last: two plans may list different bytes under one path."""
+    own_last = sorted(manifests, key=lambda key: key == plan_key)
+    return list({file.path: file for key in own_last for file in manifests[key].files}.values())
+
+
+def _start_over(staging: StagingFolder, plan_key: str, trusted_keys: Path) -> None:
     """Discard the plan, and fill the staging folder with the undamaged files of the others."""
     if not staging.is_private_copy:
         discard_plan(staging.source, plan_key)
     staging.clear()
-    others = read_manifests(staging.source, skip_damaged=True)
-    staging.fill({file.path: file for key, other in others.items() if key != plan_key for file in other.files}.values())
+    others = {}
+    for key, manifest in read_manifests(staging.source, skip_damaged=True).items():
+        with contextlib.suppress(IntegrityError, TrustError):
+            if key != plan_key:
+                check_manifest(staging.source, key, manifest, read_stored_bundle(staging.source, key, trusted_keys))
+                others[key] = manifest
+    staging.fill(_needed_files(others, plan_key))
 
 
-def discard_if_damaged(folder: str, plan_key: str) -> bool:
-    """Discard the plan if its manifest or one of its files is damaged or missing; returns whether it was."""
+def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
+    """Discard the plan if its manifest or one of its files is damaged or missing, or if it differs from the bundle that
+    it came in; returns whether it was."""
     try:
         manifest = read_manifest(manifest_path(folder, plan_key))
         if manifest is not None and not find_damage(folder, manifest.files):
+            bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
+            check_manifest(folder, plan_key, manifest, bundle)
             return False
-    except IntegrityError:
+    except (IntegrityError, TrustError):
         pass
     discard_plan(folder, plan_key)
     return True
@@ -109,13 +164,13 @@ def discard_plan(folder: str, plan_key: str) -> None:
             if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
                 _remove_manifest(folder, path.stem)
         listed = {file for manifest in others.values() for file in manifest.files}
-        damaged = {damage.path for damage in find_damage(folder, listed)}
-        valid = {stored_path(folder, file) for file in listed if file.path not in damaged}
+        valid = {stored_path(folder, file) for file in intact_files(folder, listed)}
         for name in list_cache_files(folder):
             if name not in valid:
                 Path(folder, name).unlink(missing_ok=True)
 
 
 def _remove_manifest(folder: str, plan_key: str) -> None:
+    """The stored header first: a header without a manifest is an error."""
+    stored_header_path(folder, plan_key).unlink(missing_ok=True)
     manifest_path(folder, plan_key).unlink(missing_ok=True)
-    Path(folder, BUNDLES_DIR, f"{plan_key}{HEADER_SUFFIX}").unlink(missing_ok=True)

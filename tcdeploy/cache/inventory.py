@@ -66,12 +66,12 @@ class GcResult:
 def list_plans(folder: Path) -> list[CachedPlan]:
     """The folder's plans, most recently used first. Raises IntegrityError for a damaged manifest."""
     manifests = read_manifests(folder)
-    plans_per_file = Counter(file.path for manifest in manifests.values() for file in manifest.files)
+    plans_per_file = Counter(file for manifest in manifests.values() for file in manifest.files)
     entries = [_cached_plan(folder, manifest, plans_per_file) for manifest in manifests.values()]
     return sorted(entries, key=lambda entry: entry.age_seconds)
 
 
-def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[str]) -> CachedPlan:
+def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileRecord]) -> CachedPlan:
     plan, key = manifest.plan, str(manifest.plan["key"])
     return CachedPlan(
         plan_key=key,
@@ -81,7 +81,7 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[str])
         buckets=tuple(record.bucket for record in manifest.buckets),
         files=len(manifest.files),
         bytes=sum(file.bytes for file in manifest.files),
-        unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file.path] == 1),
+        unique_bytes=sum(file.bytes for file in manifest.files if plans_per_file[file] == 1),
         age_seconds=time.time() - (folder / MANIFESTS_DIR / f"{key}.json").stat().st_mtime,
         is_leased=is_leased(folder, key),
         is_from_bundle=(folder / BUNDLES_DIR / f"{key}{HEADER_SUFFIX}").exists(),

@@ -118,6 +118,7 @@ class Manifest:
     files: tuple[FileRecord, ...]  # used by the start that wrote the manifest, sorted by path
     workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
     is_first_start: bool = True  # whether its process had prepared nothing before
+    compiled_at: int | None = None  # when the last start that compiled ended, in s since 1970; None: not recorded
     schema: int = SCHEMA_VERSION
 
     @property
@@ -146,9 +147,18 @@ def make_manifest(
     files: tuple[FileRecord, ...],
     workspace_bytes: int | None = None,
     is_first_start: bool = True,
+    compiled_at: int | None = None,
 ) -> Manifest:
     return Manifest(
-        asdict(plan), asdict(environment), origin, stage_seconds, tuple(buckets), files, workspace_bytes, is_first_start
+        plan=asdict(plan),
+        environment=asdict(environment),
+        origin=origin,
+        stage_seconds=stage_seconds,
+        buckets=tuple(buckets),
+        files=files,
+        workspace_bytes=workspace_bytes,
+        is_first_start=is_first_start,
+        compiled_at=compiled_at,
     )
 
 
@@ -202,7 +212,10 @@ def _sync_folder(folder: Path) -> None:
 
 def manifest_text(manifest: Manifest) -> str:
     """The content of the file. Equal manifests give equal bytes."""
-    content = asdict(manifest)
+    return _text(asdict(manifest))
+
+
+def _text(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
 
@@ -256,7 +269,9 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         if schema != SCHEMA_VERSION:
             raise _corruption_error(path, f"it has schema {schema}, and this version reads {SCHEMA_VERSION}")
         digest = document.pop("sha256")
-        _check_fields(document, Manifest)
+        undated = {"compiled_at"} - set(document)  # a manifest of version 0.2
+        _check_fields({**document, **dict.fromkeys(undated)}, Manifest)
+        _check_date(document.get("compiled_at"))
         manifest = Manifest(
             **{
                 **document,
@@ -267,9 +282,17 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
-    if digest != _digest(document) or text != manifest_text(manifest):
+    content = {name: value for name, value in asdict(manifest).items() if name not in undated}
+    if digest != _digest(document) or text != _text(content):
         raise _corruption_error(path, "its checksum does not match")
     return manifest
+
+
+def _check_date(seconds: Any) -> None:
+    if seconds is not None and (
+        not isinstance(seconds, int) or isinstance(seconds, bool) or not 0 <= seconds < 1 << 62
+    ):
+        raise ValueError(f"compiled_at is {seconds!r:.50}")
 
 
 def _read_origin(document: dict[str, Any]) -> Origin:

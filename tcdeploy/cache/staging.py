@@ -24,19 +24,30 @@ import errno
 import fcntl
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
-from tcdeploy.cache.contents import CONFLICTS_DIR, DamagedFile, FileRecord, find_damage, read_checked
+from tcdeploy.cache.contents import (
+    DamagedFile,
+    FileRecord,
+    find_damage,
+    group_by_path,
+    path_to_publish,
+    read_checked,
+)
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.trust import FOLDER_MODE, check_contents, check_no_links, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 from tcdeploy.planning.environment import STAGING_PREFIX
+
+if TYPE_CHECKING:
+    from tcdeploy.cache.provenance import StoredBundle
 
 HEADERS_DIR = "precompiled_headers"
 JOURNAL, LOCK = "finished.jsonl", "lock"
@@ -55,6 +66,7 @@ class StagingFolder:
         self._lock, self._pid = lock, os.getpid()
         self._copied: set[FileRecord] = set()  # from the cache folder
         self._in_journal: set[FileRecord] = set()
+        self.bundle: StoredBundle | None = None  # the one that the plan came in, if it did
 
     @property
     def is_private_copy(self) -> bool:
@@ -134,14 +146,13 @@ class StagingFolder:
         """
         if self.is_private_copy:
             return
-        root, taken = Path(self.target), {file.path: file for file in others}
+        root, others_by_path = Path(self.target), group_by_path(others)
         new = [file for file in files if file not in self._copied or find_damage(root, [file])]
         published = []
         for file in new:
-            other = taken.get(file.path)
-            is_conflict = other is not None and other != file and not find_damage(root, [other])
-            path = f"{CONFLICTS_DIR}/{file.sha256}" if is_conflict else file.path
-            if other != file or find_damage(root, [file]):
+            same_path = others_by_path.get(file.path, [])
+            if file not in same_path or find_damage(root, [file]):
+                path = path_to_publish(root, file, same_path)
                 _copy_durably(Path(self.path, file.path), root / path)
                 published.append(path)
             self._copied.add(file)
@@ -156,6 +167,7 @@ class StagingFolder:
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
         self._copied.clear()
         self._in_journal.clear()
+        self.bundle = None
 
     def remove(self) -> None:
         if self.is_usable:
@@ -258,7 +270,7 @@ def _read_journal(folder: Path) -> list[list[FileRecord]]:
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
-    temporary = path.with_name(f".{path.name}.copy")
+    temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # a name may have the most bytes allowed
     with open(temporary, "wb") as copy:
         damage = read_checked(folder, file, copy.write)
     if damage is None:
@@ -272,7 +284,7 @@ def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile |
 def _copy_durably(source: Path, target: Path) -> None:
     """Through a temporary name, so that the target is complete or absent at any moment."""
     make_private_folder(target.parent)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
         with open(source, "rb") as read, open(temporary, "wb") as written:
             shutil.copyfileobj(read, written)

@@ -5,19 +5,27 @@ from __future__ import annotations
 import contextlib
 import shutil
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import BundleFile, Json, Target, is_cache_folder, original_recipe, read_plan_manifest
+from tcdeploy.cli.cache_target import (
+    BundleFile,
+    Json,
+    Target,
+    TrustCacheDir,
+    is_cache_folder,
+    original_recipe,
+    read_plan_manifest,
+)
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.remote_cache import AllowUnsigned, TrustedKeys
+from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
 from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.recipe import Recipe, build_recipe
+from tcdeploy.temporary_files import temporary_folder
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.verify import BucketReplay
@@ -42,11 +50,13 @@ def pack(
     something, it is started once more, and packing fails if that start compiles too.
     """
     from tcdeploy.bundle import pack as packing
+    from tcdeploy.cache.folder import check_folder
     from tcdeploy.cli import cache_display
 
     folder = Path(recipe.model)
     if is_cache_folder(folder):
-        if recipe != build_recipe({"model": recipe.model}):
+        check_folder(folder, recipe.trust_cache_dir)
+        if recipe != build_recipe({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}):
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_key = plan or packing.single_plan_key(folder)
     else:
@@ -77,6 +87,8 @@ def unpack(
     file: BundleFile,
     folder: Annotated[Path, typer.Argument(help="Cache folder to unpack into", metavar="FOLDER", show_default=False)],
     allow_unsigned: AllowUnsigned = False,
+    allow_rollback: AllowRollback = False,
+    trust_cache_dir: TrustCacheDir = False,
     any_environment: Annotated[
         bool,
         typer.Option(
@@ -87,9 +99,9 @@ def unpack(
     json: Json = False,
 ) -> None:
     """Check a bundle's signature and hashes, and unpack it into a cache folder."""
-    from tcdeploy.bundle import signing
     from tcdeploy.bundle import unpack as unpacking
     from tcdeploy.bundle.why import version_differences
+    from tcdeploy.cache import signing
     from tcdeploy.cli import cache_display
 
     trusted = trusted_keys or signing.default_trusted_keys_folder()
@@ -101,7 +113,8 @@ def unpack(
             f"{file} was packed in another environment: {', '.join(difference.name for difference in differences)}",
             f"tcdeploy cache why {file} lists what would miss; --any-environment unpacks it nevertheless",
         )
-    cache_display.show_unpacked(unpacking.unpack(file, folder, trusted, allow_unsigned), folder, json)
+    unpacked = unpacking.unpack(file, folder, trusted, allow_unsigned, allow_rollback, trust_cache_dir)
+    cache_display.show_unpacked(unpacked, folder, json)
 
 
 def verify(
@@ -113,19 +126,28 @@ def verify(
         str | None, typer.Option(help="With --run: model to load, if not at its recorded location")
     ] = None,
     allow_unsigned: AllowUnsigned = False,
+    require_signed: Annotated[
+        bool,
+        typer.Option("--require-signed", help="Exit with code 4 for plans and files that are not from a signed bundle"),
+    ] = False,
     trusted_keys: TrustedKeys = None,
     json: Json = False,
 ) -> None:
-    """Check the hash of every file in a bundle or cache folder, and the bundle's signature."""
-    from tcdeploy.bundle import signing
+    """Check the hash of every file in a bundle or cache folder, and the bundle's signature.
+
+    A plan that was unpacked from a bundle must have the files that the signed header lists.
+    """
     from tcdeploy.bundle import verify as verifying
+    from tcdeploy.cache import signing
     from tcdeploy.cli import cache_display
 
     if model is not None and not run:
         raise UsageError("--model needs --run", "add --run, or remove --model")
+    if allow_unsigned and require_signed:
+        raise UsageError("--require-signed excludes --allow-unsigned", "remove one of them")
     trusted = trusted_keys or signing.default_trusted_keys_folder()
     if target.is_dir():
-        verified = verifying.verify_folder(target, trusted, allow_unsigned)
+        verified = verifying.verify_folder(target, trusted, allow_unsigned, require_signed)
     else:
         verified = [verifying.verify_bundle(target, trusted, allow_unsigned)]
     replays: dict[str, list[BucketReplay]] = {}
@@ -146,12 +168,12 @@ def _temporary_copy(target: Path, trusted: Path, allow_unsigned: bool) -> Iterat
     """A temporary copy of a cache folder, or of a bundle's contents, because a start writes into its cache folder."""
     from tcdeploy.bundle.unpack import unpack as unpack_bundle
 
-    with tempfile.TemporaryDirectory(prefix="tcdeploy-verify-") as folder:
+    with temporary_folder("verify") as folder:
         if target.is_dir():
             shutil.copytree(target, folder, dirs_exist_ok=True)
         else:
-            unpack_bundle(target, Path(folder), trusted, allow_unsigned)
-        yield Path(folder)
+            unpack_bundle(target, folder, trusted, allow_unsigned)
+        yield folder
 
 
 def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:
@@ -177,7 +199,7 @@ def generate_key(
     name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")],
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
-    from tcdeploy.bundle import signing
+    from tcdeploy.cache import signing
 
     print(f"{name}.key {name}.pub {signing.generate_key(name)}")
 
@@ -199,7 +221,7 @@ def trust(
     trusted_keys: TrustedKeys = None,
 ) -> None:
     """Trust bundles that are signed with this key."""
-    from tcdeploy.bundle import signing
+    from tcdeploy.cache import signing
 
     key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
     print(f"{key.name} {key.fingerprint} is trusted")

@@ -15,15 +15,16 @@ if TYPE_CHECKING:
     from tcdeploy.bundle.compare import Comparison
     from tcdeploy.bundle.fetch import FetchResult
     from tcdeploy.bundle.pack import PackResult
-    from tcdeploy.bundle.signing import TrustedKey
     from tcdeploy.bundle.unpack import UnpackResult
     from tcdeploy.bundle.verify import BucketReplay, VerifiedPlan
     from tcdeploy.bundle.why import Forecast
     from tcdeploy.cache.inventory import CachedPlan, GcResult
     from tcdeploy.cache.manifest import Manifest
+    from tcdeploy.cache.signing import TrustedKey
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
 
+MAX_NAMED_FILES = 3  # of those that a plan has beyond its bundle
 MAX_LISTED_FILES = 20  # of each kind, in a comparison
 
 
@@ -98,8 +99,9 @@ def show_verified(
 def _provenance(plan: VerifiedPlan) -> str:
     if not plan.is_from_bundle:
         return "compiled on this machine"
-    compiled_here = plan.files_not_from_bundle
-    return _format_signer(plan.signer) + (f"; {compiled_here} files compiled on this machine" if compiled_here else "")
+    names = ", ".join(plan.made_here[:MAX_NAMED_FILES]) + (", ..." if len(plan.made_here) > MAX_NAMED_FILES else "")
+    made_here = f"; {len(plan.made_here)} files compiled on this machine: {names}" if plan.made_here else ""
+    return _format_signer(plan.signer) + made_here
 
 
 def _replay_row(replay: BucketReplay) -> tuple[str, ...]:

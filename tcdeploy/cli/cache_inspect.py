@@ -12,6 +12,7 @@ from tcdeploy.cli.cache_target import (
     Folder,
     Json,
     Target,
+    TrustCacheDir,
     original_recipe,
     read_manifests,
     read_single_manifest,
@@ -80,6 +81,7 @@ def collect_garbage(
         str | None, typer.Option(help="Remove least recently used plans until this size is met, for example 5g")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing")] = False,
+    trust_cache_dir: TrustCacheDir = False,
     json: Json = False,
 ) -> None:
     """Remove plans by age and size, and files that no plan lists.
@@ -87,11 +89,13 @@ def collect_garbage(
     Plans in use by a process and plans unpacked from a bundle are never removed.
     """
     from tcdeploy.cache import inventory
+    from tcdeploy.cache.folder import check_folder
     from tcdeploy.cli import cache_display
 
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
     size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
     max_bytes = None if size is None else int(size)
+    check_folder(folder, trust_cache_dir)
     removed = inventory.collect_garbage(require_cache_folder(folder), seconds, max_bytes, dry_run)
     cache_display.show_removed(removed, dry_run, json)
 

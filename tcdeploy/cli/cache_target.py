@@ -14,6 +14,14 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
 Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
+TrustCacheDir = Annotated[
+    bool,
+    typer.Option(
+        "--trust-cache-dir",
+        help="Use the cache folder even if other users can change it",
+        envvar="TCDEPLOY_TRUST_CACHE_DIR",
+    ),
+]
 BundleFile = Annotated[Path, typer.Argument(help="Bundle", metavar="FILE.tcb", show_default=False)]
 Target = Annotated[Path, typer.Argument(help="Bundle or cache folder", metavar="TARGET", show_default=False)]
 
@@ -33,9 +41,9 @@ def read_manifests(target: Path) -> list[Manifest]:
 
     A bundle's signature is not checked, since nothing from the bundle is executed.
     """
-    from tcdeploy.bundle.container import read_signed_header
-    from tcdeploy.bundle.header import parse_header
     from tcdeploy.cache import manifest
+    from tcdeploy.cache.bundle_header import parse_header
+    from tcdeploy.cache.signed_header import read_signed_header
 
     if target.is_dir():
         manifests = list(manifest.read_manifests(target).values())
@@ -69,5 +77,6 @@ def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
 
 
 def original_recipe(manifest: Manifest) -> dict[str, Any]:
-    """The recipe that filled a cache, without the location of that cache."""
-    return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key != "cache_dir"}
+    """The recipe that filled a cache, without the location of that cache and how far it was trusted."""
+    local = ("cache_dir", "trust_cache_dir", "require_signed")
+    return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key not in local}

@@ -22,6 +22,10 @@ AllowUnsigned = Annotated[
     bool,
     typer.Option("--allow-unsigned", help="Accept a bundle without a trusted signature; its code runs on this machine"),
 ]
+AllowRollback = Annotated[
+    bool,
+    typer.Option("--allow-rollback", help="Accept a bundle that is older than the one it replaces"),
+]
 TrustedKeys = Annotated[
     Path | None,
     typer.Option(
@@ -32,23 +36,27 @@ TrustedKeys = Annotated[
 ]
 
 
-def require_cache_from(cache_from: str | None, allow_unsigned: bool) -> None:
-    """Raises UsageError for --allow-unsigned without --cache-from, where it has no effect."""
-    if allow_unsigned and cache_from is None:
-        raise UsageError("--allow-unsigned needs --cache-from", "add --cache-from URL, or remove --allow-unsigned")
+def require_cache_from(cache_from: str | None, allow_unsigned: bool, allow_rollback: bool) -> None:
+    """Raises UsageError for options that have no effect without --cache-from."""
+    for name, is_set in (("--allow-unsigned", allow_unsigned), ("--allow-rollback", allow_rollback)):
+        if is_set and cache_from is None:
+            raise UsageError(f"{name} needs --cache-from", f"add --cache-from URL, or remove {name}")
 
 
-def fetch_cache(recipe: Recipe, source: str, trusted_keys: Path | None, allow_unsigned: bool) -> float:
+def fetch_cache(
+    recipe: Recipe, source: str, trusted_keys: Path | None, allow_unsigned: bool, allow_rollback: bool
+) -> float:
     """Fetch the plan's bundle into the cache folder, and return the seconds it took.
 
     A bundle from another environment is refused; the differences are printed to stderr as a table.
     """
-    from tcdeploy.bundle import signing
     from tcdeploy.bundle.fetch import EnvironmentMismatchError, fetch
+    from tcdeploy.cache import signing
     from tcdeploy.cli import cache_display
 
+    trusted = trusted_keys or signing.default_trusted_keys_folder()
     try:
-        fetched = fetch(recipe, source, trusted_keys or signing.default_trusted_keys_folder(), allow_unsigned)
+        fetched = fetch(recipe, source, trusted, allow_unsigned, allow_rollback)
     except EnvironmentMismatchError as error:
         cache_display.show_differences(error.differences, sys.stderr)
         raise
@@ -98,11 +106,16 @@ def pull(
         str, typer.Argument(help="URL of a bundle, as printed by push or find", metavar="URL", show_default=False)
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write", metavar="FILE.tcb")],
+    allow_rollback: AllowRollback = False,
 ) -> None:
-    """Pull a bundle, and check it against the digest in its name."""
+    """Pull a bundle, and check it against the digest in its name.
+
+    If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
+    """
+    from tcdeploy.bundle.compare import check_not_older
     from tcdeploy.remote import transfer
 
-    transfer.pull(url, out)
+    transfer.pull(url, out, None if allow_rollback else lambda pulled: check_not_older(pulled, out))
     print(f"{out}: {out.stat().st_size} bytes, digest verified")
 
 

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.cli.remote_cache import AllowUnsigned, CacheFrom, TrustedKeys, fetch_cache, require_cache_from
+from tcdeploy.cli.remote_cache import (
+    AllowRollback,
+    AllowUnsigned,
+    CacheFrom,
+    TrustedKeys,
+    fetch_cache,
+    require_cache_from,
+)
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
@@ -45,12 +52,13 @@ def serve(
     ] = ServerSettings.drain_timeout,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
+    allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
 ) -> None:
     """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked."""
     from tcdeploy.cli import display
 
-    require_cache_from(cache_from, allow_unsigned)
+    require_cache_from(cache_from, allow_unsigned, allow_rollback)
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if served_name is not None:
@@ -67,10 +75,10 @@ def serve(
 
         def deploy() -> Deployment:
             if cache_from is not None:
-                fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned)
+                fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
             from tcdeploy.pipeline import prepare
 
-            return prepare(recipe, progress)
+            return prepare(recipe, progress, trusted_keys=trusted_keys)
 
         def on_ready(deployment: Deployment, address: str) -> None:
             body = json.dumps({"model": settings.model, "prompt": "This module provides", "max_tokens": 16})

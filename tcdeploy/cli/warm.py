@@ -9,6 +9,7 @@ import typer
 
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import (
+    AllowRollback,
     AllowUnsigned,
     CacheFrom,
     TrustedKeys,
@@ -52,6 +53,7 @@ def warm(
         Path | None, typer.Option("--sign", help="With --cache-to: sign the bundle with this key", metavar="NAME.key")
     ] = None,
     allow_unsigned: AllowUnsigned = False,
+    allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
@@ -65,7 +67,7 @@ def warm(
         raise UsageError("--dry-run excludes --require-hit, --budget, --cache-from and --cache-to", "remove --dry-run")
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
-    require_cache_from(cache_from, allow_unsigned)
+    require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = None if budget is None else parse_seconds(budget), 0.0
     with display.show_progress() as progress:
         from tcdeploy import pipeline
@@ -75,11 +77,11 @@ def warm(
 
             recipe = with_missed_shapes(recipe, pipeline.decide(recipe).plan, read_missed_shapes(missed_shapes))
         if cache_from is not None:
-            fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned)
+            fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
         if dry_run:
             plan = pipeline.decide(recipe).plan
         else:
-            deployment = pipeline.prepare(recipe, progress)
+            deployment = pipeline.prepare(recipe, progress, trusted_keys=trusted_keys)
     if dry_run:
         display.show_plan(plan, json)
         return

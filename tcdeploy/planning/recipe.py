@@ -87,6 +87,9 @@ class Recipe:
         "refuse", "refuse: exit with code 5 if a cached file is damaged; rebuild: compile again"
     )
     trust_cache_dir: bool = _option(False, "use the cache folder even if other users can change it")
+    require_signed: bool = _option(
+        False, "exit with code 4 unless every cached file is from a bundle that a trusted key signed; compile nothing"
+    )
 
 
 def build_recipe(

@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
 from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
+from tcdeploy.temporary_files import temporary_file
 
 NO_HARD_LINK_ERRNOS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -40,15 +40,12 @@ class LocalFolder:
 
     def write(self, name: BundleName, file: Path) -> None:
         self.path.mkdir(parents=True, exist_ok=True)
-        staging = self.path / f".push-{secrets.token_hex(6)}.tmp"
-        try:
-            with open(file, "rb") as source, open(staging, "xb") as target:
+        with temporary_file(self.path / str(name)) as staging:
+            with open(file, "rb") as source, open(staging, "wb") as target:
                 shutil.copyfileobj(source, target, CHUNK_BYTES)
                 target.flush()
                 os.fsync(target.fileno())
             _link_or_rename(staging, self.path / str(name))
-        finally:
-            staging.unlink(missing_ok=True)
         fsync_folder(self.path)
 
     def list(self, plan_key: str) -> list[StoredBundle]:

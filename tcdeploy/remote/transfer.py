@@ -19,9 +19,8 @@ import contextlib
 import errno
 import hashlib
 import os
-import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
@@ -32,6 +31,7 @@ from tcdeploy.remote.fsspec_folder import open_folder
 from tcdeploy.remote.local_folder import fsync_folder
 from tcdeploy.remote.retry import Deadline, with_retries
 from tcdeploy.remote.store import Body, Store
+from tcdeploy.temporary_files import temporary_file
 
 MAX_BUNDLE_BYTES = 8 << 30
 MEBIBYTE = 1 << 20
@@ -59,8 +59,10 @@ def push(file: Path, destination: str, plan_key: str) -> PushResult:
     return PushResult(address.redacted, size, already_present)
 
 
-def pull(source: str, to: Path) -> Path:
+def pull(source: str, to: Path, check: Callable[[Path], None] | None = None) -> Path:
     """Download one bundle by its full URL; `to` is replaced atomically once all bytes are verified.
+
+    `check` gets the verified download before it replaces `to`, and may raise.
 
     Raises IntegrityError for wrong or too many bytes; SpaceError, before the download if the store reports a size;
     NetworkError if the bundle does not exist, access is denied or the store fails; UsageError for an invalid URL or
@@ -77,6 +79,8 @@ def pull(source: str, to: Path) -> Path:
     store = open_store(folder, deadline)
     with _atomic_replace(to) as staging:
         with_retries(lambda: _pull_once(store, name, address, staging, deadline), address, deadline)
+        if check is not None:
+            check(staging)
     return to
 
 
@@ -190,15 +194,13 @@ def _damaged_error(address: Address, detail: str) -> IntegrityError:
 @contextlib.contextmanager
 def _atomic_replace(to: Path) -> Iterator[Path]:
     """Yield a temporary path beside `to`; replace `to` with it if the block succeeds."""
-    staging = to.parent / f".pull-{secrets.token_hex(6)}.tmp"
-    try:
+    with contextlib.ExitStack() as stack:
+        with _translate_local_errors(to.parent):
+            staging = stack.enter_context(temporary_file(to))
         yield staging
         with _translate_local_errors(to.parent):
             os.replace(staging, to)
         fsync_folder(to.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            staging.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

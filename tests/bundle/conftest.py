@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from tcdeploy.bundle.pack import pack
-from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.signing import generate_key, trust
 from tests.bundle.fake_caches import key_of, make_cache, make_small
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import zstandard
 
-from tcdeploy.bundle.container import Payload, signed_header_bytes
-from tcdeploy.bundle.header import Header, header_bytes, make_portable
-from tcdeploy.bundle.signing import sign
+from tcdeploy.cache.bundle_header import Header, Payload, header_bytes, make_portable
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import Manifest
+from tcdeploy.cache.signed_header import signed_header_bytes
+from tcdeploy.cache.signing import sign
 
 
 def record(path: str, content: bytes) -> FileRecord:

@@ -14,17 +14,11 @@ from typing import Any
 import pytest
 import zstandard
 
-from tcdeploy.bundle import container
-from tcdeploy.bundle.container import (
-    Signature,
-    SignedHeader,
-    check_files,
-    read_files,
-    read_signed_header,
-    signed_header_bytes,
-)
-from tcdeploy.bundle.header import make_portable, parse_header
+from tcdeploy.bundle.container import read_files
+from tcdeploy.cache import bundle_header
+from tcdeploy.cache.bundle_header import check_files, make_portable, parse_header
 from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.signed_header import Signature, SignedHeader, read_signed_header, signed_header_bytes
 from tcdeploy.errors import IntegrityError
 from tests.bundle.conftest import Packed
 from tests.bundle.fake_caches import KINDS
@@ -221,7 +215,7 @@ def test_the_limits_are_eight_gigabytes_and_a_hundred_thousand_files(monkeypatch
     check_files((FileRecord("ab/b", 8 << 30, "0" * 64),), "x")
     with pytest.raises(IntegrityError, match="lists 100001 files; the limit is 100000"):
         check_files((FileRecord("ab/b", 1, "0" * 64),) * 100_001, "x")
-    monkeypatch.setattr(container, "MAX_FILES", 100)
+    monkeypatch.setattr(bundle_header, "MAX_FILES", 100)
     many = tuple(FileRecord(f"ab/{number}", 1, "0" * 64) for number in range(101))
     check_files(many[1:], "x")
     with pytest.raises(IntegrityError, match="lists 101 files; the limit is 100"):

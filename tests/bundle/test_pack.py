@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from tcdeploy.bundle.pack import WarmStartRequiredError, add_signature, pack, single_plan_key
-from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.cache.manifest import Manifest, write_manifest
+from tcdeploy.cache.signing import generate_key
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, UsageError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
@@ -240,6 +240,8 @@ def test_a_killed_pack_leaves_no_bundle_or_a_complete_signed_one(
                 assert verify_bundle(target, keys.trusted).signer is not None
                 assert target.read_bytes() == packed.bundle.read_bytes()
     assert absent == 0 if target_exists else absent < 10
+    pack(packed.folder, packed.key, tmp_path / "next.tcb")
+    assert not [name for name in names_in(tmp_path) if name.endswith(".tmp")], "the next pack removes what they left"
     assert interrupted, "no process was killed while packing"
 
 

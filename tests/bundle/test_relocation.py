@@ -156,7 +156,9 @@ def test_a_start_fetches_its_plan_from_a_folder_of_bundles(
 ) -> None:
     store, cache = tmp_path / "store", tmp_path / "cache"
     pushed = push(relocated.bundle, str(store), relocated.plan_key)
-    fetching = ("--cache-dir", str(cache), "--cache-from", str(store), "--trusted-keys", str(keys.trusted))
+    fetching = (
+        "--cache-dir", str(cache), "--cache-from", str(store), "--trusted-keys", str(keys.trusted), "--require-signed",
+    )  # fmt: skip
     first = run_cli("warm", TINY, *SMALL, *fetching, "--require-hit", "--budget", "300s")
     assert first.returncode == 0, first.stderr
     assert f"cache: {pushed.url}" in first.stderr and "signed by ci" in first.stderr

@@ -24,19 +24,22 @@ from typing import Any
 import pytest
 import zstandard
 
-from tcdeploy.bundle import signing
 from tcdeploy.bundle import unpack as unpack_module
-from tcdeploy.bundle.container import Signature, read_signed_header, signed_header_bytes
-from tcdeploy.bundle.header import REQUIRED_PLAN_FIELDS
 from tcdeploy.bundle.pack import pack
-from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.unpack import open_bundle, unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.bundle.why import version_differences
-from tcdeploy.cache.contents import FileRecord
-from tcdeploy.cache.manifest import SCHEMA_VERSION, write_manifest
+from tcdeploy.cache import signing
+from tcdeploy.cache.bundle_header import REQUIRED_PLAN_FIELDS
+from tcdeploy.cache.contents import FileRecord, find_damage
+from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.manifest import SCHEMA_VERSION, Manifest, read_manifests, write_manifest
+from tcdeploy.cache.signed_header import Signature, read_signed_header, signed_header_bytes
+from tcdeploy.cache.signing import generate_key
+from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 from tcdeploy.planning.environment import installed_versions
+from tcdeploy.remote.transfer import push
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import (
     KINDS,
@@ -165,6 +168,134 @@ def test_a_conflicting_file_of_another_plan_is_kept_and_used_by_both(small: Pack
     plans = verify_folder(folder, keys.trusted)
     assert {plan.plan_key for plan in plans} == {key_of(other), small.key}
     assert unpack(small.bundle, folder, keys.trusted).already_present
+    local = read_manifests(folder)[small.key]
+    assert local.files == small.manifest.files, "the manifest lists what was signed"
+    assert not find_damage(folder, local.files), "the bundle's files lie beside those of the other plan"
+    pack(folder, small.key, tmp_path / "again.tcb", keys.secret)
+    assert (tmp_path / "again.tcb").read_bytes() == small.bundle.read_bytes()
+
+
+def test_a_plan_with_other_bytes_is_replaced_by_the_bundle(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    earlier = make_small(folder, seed=5)
+    assert key_of(earlier) == small.key
+    assert not unpack(small.bundle, folder, keys.trusted).already_present
+    [verified] = verify_folder(folder, keys.trusted, require_signed=True)
+    assert verified.files == len(KINDS)
+
+
+def test_unpacked_files_and_folders_are_private(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    unpack(small.bundle, tmp_path / "a" / "b", keys.trusted)
+    modes = {(path.is_dir(), path.stat().st_mode & 0o777) for path in (tmp_path / "a").rglob("*")}
+    assert modes == {(True, 0o700), (False, 0o600)}
+
+
+@pytest.mark.parametrize("name", ["triton", "manifests", "bundles", "conflicts", ".lock", "fxgraph", "fxgraph/ab"])
+def test_nothing_is_written_through_a_symbolic_link(small: Packed, keys: Keys, name: str, tmp_path: Path) -> None:
+    folder, outside = tmp_path / "folder", tmp_path / "outside"
+    outside.mkdir()
+    (folder / name).parent.mkdir(parents=True)
+    (folder / name).symlink_to(outside / "lock" if name == ".lock" else outside)
+    for is_trusted in (False, True):
+        with pytest.raises(TrustError, match=f"{folder / name} is a symbolic link"):
+            unpack(small.bundle, folder, keys.trusted, is_trusted_folder=is_trusted)
+    assert list(outside.iterdir()) == []
+
+
+def test_a_folder_that_others_can_change_needs_trust_cache_dir(
+    run_cli: Callable[..., Any], small: Packed, keys: Keys, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    folder.chmod(0o777)
+    arguments = ("cache", "unpack", str(small.bundle), str(folder), "--trusted-keys", str(keys.trusted))
+    result = run_cli(*arguments)
+    assert result.returncode == 4, result.stderr
+    assert f"the cache folder {folder} can be changed by every user" in result.stderr
+    assert list(folder.iterdir()) == []
+    assert run_cli(*arguments, "--trust-cache-dir").returncode == 0
+    assert run_cli("cache", "gc", str(folder)).returncode == 4
+    assert run_cli("cache", "gc", str(folder), "--trust-cache-dir").returncode == 0
+
+
+# Rollback
+
+
+@pytest.fixture
+def dated(small: Packed, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[int, Path]:
+    """Bundles of one plan by date."""
+    bundles = {date: tmp_path / f"{date}.tcb" for date in (1000, 2000)}
+    for date, path in bundles.items():
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", str(date))
+        pack(small.folder, small.key, path, keys.secret)
+    monkeypatch.delenv("SOURCE_DATE_EPOCH")
+    return bundles
+
+
+def test_an_older_bundle_does_not_replace_a_newer_one(
+    small: Packed, dated: dict[int, Path], keys: Keys, tmp_path: Path
+) -> None:
+    folder = tmp_path / "folder"
+    unpack(dated[1000], folder, keys.trusted)
+    unpack(dated[2000], folder, keys.trusted)
+    before = contents(folder)
+    for older in (dated[1000], small.bundle):  # the second has no date
+        with pytest.raises(TrustError, match="is older than the bundle from which") as caught:
+            unpack(older, folder, keys.trusted)
+        assert caught.value.exit_code == 4 and "--allow-rollback" in caught.value.hint
+        assert contents(folder) == before
+        unpack(older, folder, keys.trusted, allow_rollback=True)
+        assert contents(folder) != before
+        unpack(dated[2000], folder, keys.trusted)
+    assert "1970-01-01 00:16:40 UTC" in rollback_message(dated[1000], folder, keys)
+
+
+def rollback_message(bundle: Path, folder: Path, keys: Keys) -> str:
+    with pytest.raises(TrustError) as caught:
+        unpack(bundle, folder, keys.trusted)
+    return caught.value.message
+
+
+def test_a_newer_header_without_a_trusted_signature_does_not_hold_off_a_signed_bundle(
+    small: Packed, dated: dict[int, Path], keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOURCE_DATE_EPOCH", "9999")
+    pack(small.folder, small.key, tmp_path / "unsigned.tcb")
+    unpack(tmp_path / "unsigned.tcb", tmp_path / "folder", keys.trusted, allow_unsigned=True)
+    unpack(dated[1000], tmp_path / "folder", keys.trusted)
+    [verified] = verify_folder(tmp_path / "folder", keys.trusted)
+    assert verified.signer is not None
+
+
+def test_a_repacked_plan_keeps_its_date(dated: dict[int, Path], small: Packed, keys: Keys, tmp_path: Path) -> None:
+    unpack(dated[1000], tmp_path / "folder", keys.trusted)
+    pack(tmp_path / "folder", small.key, tmp_path / "again.tcb", keys.secret)
+    assert (tmp_path / "again.tcb").read_bytes() == dated[1000].read_bytes()
+
+
+def test_a_bundle_of_the_earlier_format_is_unpacked(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """Its manifest has no field for the date."""
+    payload = compressed(tar(*members_of(small.folder, small.manifest.files)))
+    header = with_document(small.manifest, payload, lambda document: document["manifest"].pop("compiled_at"))
+    assert b"compiled_at" not in header
+    bundle = forge_header(tmp_path / "earlier.tcb", header, payload, keys.secret)
+    assert not unpack(bundle, tmp_path / "folder", keys.trusted).already_present
+    assert unpack(bundle, tmp_path / "folder", keys.trusted).already_present
+    [verified] = verify_folder(tmp_path / "folder", keys.trusted, require_signed=True)
+    assert verified.files == len(KINDS)
+
+
+def test_a_pull_does_not_replace_a_newer_bundle_by_an_older_one(
+    run_cli: Callable[..., Any], small: Packed, dated: dict[int, Path], tmp_path: Path
+) -> None:
+    urls = {date: push(path, str(tmp_path / "store"), small.key).url for date, path in dated.items()}
+    target = tmp_path / "pulled.tcb"
+    shutil.copy(dated[2000], target)
+    refused = run_cli("cache", "pull", urls[1000], "-o", str(target))
+    assert refused.returncode == 4 and f"the bundle is older than {target}" in refused.stderr
+    assert target.read_bytes() == dated[2000].read_bytes()
+    assert run_cli("cache", "pull", urls[1000], "-o", str(target), "--allow-rollback").returncode == 0
+    assert target.read_bytes() == dated[1000].read_bytes()
 
 
 def test_a_damaged_file_of_another_plan_is_replaced(small: Packed, keys: Keys, tmp_path: Path) -> None:
@@ -805,6 +936,13 @@ def test_a_bundle_for_another_torch_version_exits_with_3_and_a_table(
 
 # Killed processes
 
+
+def complete_plans(folder: Path) -> dict[str, Manifest]:
+    """The manifests whose files are all there. Files of no manifest, which a kill leaves, are used by no start."""
+    manifests = read_manifests(folder)
+    return {key: manifest for key, manifest in manifests.items() if not find_damage(folder, manifest.files)}
+
+
 UNPACKER = """
 bundle, folder, trusted = map(Path, arguments)
 started = time.perf_counter()
@@ -832,8 +970,8 @@ def test_a_killed_unpack_leaves_the_old_cache_intact_and_the_next_succeeds(
             content = contents(folder)
             assert {name: content[name] for name in before} == before
             interrupted += bool(staging_files_in(folder))
-            plans = {plan.plan_key: plan for plan in verify_folder(folder, keys.trusted)}
-            assert key_of(other) in plans and plans[key_of(other)].files == len(names)
+            plans = complete_plans(folder)
+            assert key_of(other) in plans and len(plans[key_of(other)].files) == len(names)
             if number % 4 == 3:
                 result = unpack(packed.bundle, folder, keys.trusted)
                 assert result.already_present == (packed.key in plans)
@@ -871,7 +1009,7 @@ def test_a_kill_between_renames_leaves_a_complete_plan_or_none(small: Packed, ke
             write_manifest(path_of(folder, other), other)
             forks.start(small.bundle, folder, keys.trusted, renames)
             assert forks.exit_code() == -signal.SIGKILL
-            plans = [plan.plan_key for plan in verify_folder(folder, keys.trusted)]
+            plans = complete_plans(folder)
             states.append((sum((folder / name).exists() for name in KINDS), small.key in plans))
             assert key_of(other) in plans and staging_files_in(folder)
             assert unpack(small.bundle, folder, keys.trusted).already_present == states[-1][1]
@@ -879,6 +1017,47 @@ def test_a_kill_between_renames_leaves_a_complete_plan_or_none(small: Packed, ke
             assert signers[small.key] is not None and signers[key_of(other)] is None
     half = len(KINDS) // 2
     assert states == [(0, False), (1, False), (half, False), (16, False), (17, False), (17, True)]
+
+
+@pytest.mark.parametrize("renames", [0, 5, len(KINDS), len(KINDS) + 1])
+def test_a_kill_while_a_plan_is_replaced_leaves_the_old_plan_or_the_new_one(
+    small: Packed, keys: Keys, renames: int, tmp_path: Path
+) -> None:
+    """The folder has the plan with other bytes, and another plan that has the same paths."""
+    folder = tmp_path / "folder"
+    other = make_small(folder, seed=5, bucket=OLD_BUCKET)
+    earlier = make_small(folder, seed=5)
+    assert key_of(earlier) == small.key and set(earlier.files) == set(other.files)
+    with Forks(DYING) as forks:
+        forks.start(small.bundle, folder, keys.trusted, renames)
+        assert forks.exit_code() == -signal.SIGKILL
+    plans = complete_plans(folder)
+    assert plans.keys() == {small.key, key_of(other)}
+    assert set(plans[small.key].files) == set((small.manifest if renames > len(KINDS) else earlier).files)
+    assert unpack(small.bundle, folder, keys.trusted).already_present == (renames > len(KINDS))
+    assert {plan.plan_key for plan in verify_folder(folder, keys.trusted)} == plans.keys()
+    assert set(complete_plans(folder)[small.key].files) == set(small.manifest.files)
+
+
+def test_a_kill_over_a_damaged_plan_loads_nothing_damaged(small: Packed, keys: Keys, tmp_path: Path) -> None:
+    """At the first rename. The next start refuses the plan, and the next unpack repairs it."""
+    folder = tmp_path / "folder"
+    other = manifest_for(folder, fill(folder, {"old/x": 700}), bucket=OLD_BUCKET)
+    write_manifest(path_of(folder, other), other)
+    unpack(small.bundle, folder, keys.trusted)
+    damaged = folder / KINDS[9]
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    with Forks(DYING) as forks:
+        forks.start(small.bundle, folder, keys.trusted, 0)
+        assert forks.exit_code() == -signal.SIGKILL
+    staging = create_staging_folder(str(folder))
+    with pytest.raises(IntegrityError, match=f"the cache is damaged: {damaged}"):
+        restore_plan(staging, small.key, rebuild=False)
+    assert not Path(staging.path, KINDS[9]).exists()
+    staging.remove()
+    assert complete_plans(folder).keys() == {key_of(other)}
+    assert not unpack(small.bundle, folder, keys.trusted).already_present
+    assert len(verify_folder(folder, keys.trusted)) == 2
 
 
 def test_the_next_unpack_deletes_stale_staging_folders(small: Packed, keys: Keys, tmp_path: Path) -> None:

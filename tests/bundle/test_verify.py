@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.bundle.container import read_signed_header
 from tcdeploy.bundle.pack import add_signature, pack
-from tcdeploy.bundle.signing import generate_key, trust
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.cache import integrity
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
+from tcdeploy.cache.signed_header import read_signed_header
+from tcdeploy.cache.signing import generate_key, trust
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
@@ -122,6 +122,8 @@ def test_flipped_bits_of_an_unpacked_folder_are_detected_with_their_file(
 def test_a_locally_warmed_folder_verifies_without_a_key(small: Packed, tmp_path: Path) -> None:
     [verified] = verify_folder(small.folder, tmp_path / "no keys")
     assert (verified.plan_key, verified.signer, verified.is_from_bundle) == (small.key, None, False)
+    with pytest.raises(TrustError, match="is not from a bundle that a trusted key signed"):
+        verify_folder(small.folder, tmp_path / "no keys", require_signed=True)
 
 
 @pytest.fixture
@@ -219,15 +221,45 @@ def test_files_compiled_here_are_counted_beside_the_signed_ones(unpacked: Path, 
     write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
     [verified] = verify_folder(unpacked, keys.trusted)
     assert verified.signer is not None and (verified.is_from_bundle, verified.files_not_from_bundle) == (True, 1)
+    assert verified.made_here == ("6n/more.so",)
+    with pytest.raises(TrustError, match="1 files of plan .* were made on this machine, such as 6n/more.so"):
+        verify_folder(unpacked, keys.trusted, require_signed=True)
 
 
-def test_files_kept_from_another_plan_are_counted(unpacked: Path, small: Packed, keys: Keys) -> None:
+@pytest.mark.parametrize("rewrites_own", [True, False])
+def test_a_made_up_manifest_does_not_excuse_a_changed_file(
+    unpacked: Path, small: Packed, keys: Keys, rewrites_own: bool
+) -> None:
+    """The manifest of another plan lists the changed files; the signed header still lists the packed ones."""
     other = make_small(unpacked, seed=5, bucket=64)
-    files = {file.path: file for file in other.files}
-    rewritten = replace(small.manifest, files=tuple(files[file.path] for file in small.manifest.files))
-    write_manifest(path_of(unpacked, small.manifest), rewritten)
-    plans = {plan.plan_key: plan for plan in verify_folder(unpacked, keys.trusted)}
-    assert plans[small.key].files_not_from_bundle > 0 and not plans[other.plan["key"]].files_not_from_bundle
+    if rewrites_own:
+        write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=other.files))
+    with pytest.raises(IntegrityError, match="does not match its recorded sha256|bytes instead of"):
+        verify_folder(unpacked, keys.trusted)
+
+
+def test_a_rewritten_manifest_is_refused_even_if_the_signed_files_are_there(
+    unpacked: Path, small: Packed, keys: Keys
+) -> None:
+    """A start would use what the manifest lists."""
+    (unpacked / "6n/evil.so").write_bytes(b"evil")
+    [evil] = hash_files(unpacked, ["6n/evil.so"])
+    first, *others = small.manifest.files
+    for files in ([*others, evil], [first, *others, replace(evil, path=first.path)]):
+        write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=tuple(files)))
+        with pytest.raises(IntegrityError, match=f"does not list {first.path} as|lists an invalid or duplicate file"):
+            verify_folder(unpacked, keys.trusted)
+
+
+def test_symbolic_links_in_a_folder_are_refused(unpacked: Path, keys: Keys, tmp_path: Path) -> None:
+    for name in ("triton", "manifests", "bundles", str(Path(KINDS[0]).parent)):
+        shutil.move(unpacked / name, tmp_path / "outside")
+        (unpacked / name).symlink_to(tmp_path / "outside")
+        with pytest.raises(TrustError, match=f"{unpacked / name} is a symbolic link"):
+            verify_folder(unpacked, keys.trusted)
+        (unpacked / name).unlink()
+        shutil.move(tmp_path / "outside", unpacked / name)
+    assert len(verify_folder(unpacked, keys.trusted)) == 1
 
 
 def test_manifests_of_another_schema_version_are_ignored(unpacked: Path, small: Packed, keys: Keys) -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.bundle.conftest import keys, small
+from tests.bundle.conftest import keys, packed, small
 
-__all__ = ["keys", "small"]
+__all__ = ["keys", "packed", "small"]

@@ -265,7 +265,25 @@ def test_a_flipped_schema_is_damage(written: Path) -> None:
     corruption(written)
 
 
-@pytest.mark.parametrize("name", [*(item.name for item in fields(Manifest)), "sha256"])
+def test_a_manifest_of_the_earlier_format_has_no_date(written: Path) -> None:
+    expected = read_manifest(written)
+    document = json.loads(written.read_text())
+    del document["sha256"], document["compiled_at"]
+    digest = hashlib.sha256(json.dumps(document).encode()).hexdigest()
+    written.write_text(json.dumps({**document, "sha256": digest}, indent=1))
+    assert read_manifest(written) == expected and expected is not None and expected.compiled_at is None
+
+
+@pytest.mark.parametrize("date", ["1", 1.5, -1, True, 1 << 62, [1]])
+def test_an_invalid_date_is_corrupt(path: Path, date: Any) -> None:
+    write_manifest(path, replace(MANIFEST, compiled_at=date))
+    assert "compiled_at" in corruption(path).message
+
+
+REQUIRED_FIELDS = [item.name for item in fields(Manifest) if item.name != "compiled_at"]
+
+
+@pytest.mark.parametrize("name", [*REQUIRED_FIELDS, "sha256"])
 def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> None:
     if name == "sha256":
         document = json.loads(written.read_text())

@@ -12,9 +12,10 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-from tcdeploy.bundle.container import SignedHeader, read_signed_header
 from tcdeploy.bundle.pack import add_signature, pack
-from tcdeploy.bundle.signing import (
+from tcdeploy.bundle.verify import verify_bundle
+from tcdeploy.cache.signed_header import SignedHeader, read_signed_header
+from tcdeploy.cache.signing import (
     default_trusted_keys_folder,
     fingerprint,
     generate_key,
@@ -22,7 +23,6 @@ from tcdeploy.bundle.signing import (
     trust,
     verify_signature,
 )
-from tcdeploy.bundle.verify import verify_bundle
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import fill_disk_leaving

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tcdeploy.bundle.container import Signature, SignedHeader
+from tcdeploy.cache.signed_header import Signature, SignedHeader
 from tcdeploy.errors import TcdeployError, TrustError, UsageError
 
 if TYPE_CHECKING:

@@ -7,20 +7,31 @@ bytes. (Compiled files still contain paths of their sources.) Does not import to
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import re
+import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcdeploy.bundle.container import Payload, SignedHeader, check_files
+from tcdeploy.cache.contents import FileRecord, is_cache_file
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
+from tcdeploy.cache.signed_header import SignedHeader, damaged_error
 from tcdeploy.errors import IntegrityError
 from tcdeploy.planning.environment import parse_environment
 
 PATH_FIELDS = ("cache_dir", "inductor_cache_dir", "user_cache_dir")
 CACHE_FOLDER_DECISION = "cache folder"
+MAX_FILES, MAX_TOTAL_FILE_BYTES = 100_000, 8 << 30
 REQUIRED_PLAN_FIELDS = ("key", "model", "compute_dtype", "mode")
+
+
+@dataclass(frozen=True)
+class Payload:
+    bytes: int
+    sha256: str
 
 
 @dataclass(frozen=True)
@@ -92,3 +103,57 @@ def parse_header(signed_header: SignedHeader, name: str) -> Header:
         raise IntegrityError(f"the bundle {name} has an invalid plan key: {key!r:.50}", "fetch it again")
     check_files(header.manifest.files, name)
     return header
+
+
+def rollback_reason(new: Header, existing: Header) -> str:
+    """Why the new bundle is older than an existing one of the same plan; empty if it is not.
+
+    A bundle without a date is older than any with one.
+    """
+    date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
+    if existing_date is None or (date is not None and date >= existing_date):
+        return ""
+    return f"it was compiled {_format_date(date)}, and the other one {_format_date(existing_date)}"
+
+
+def _format_date(seconds: int | None) -> str:
+    if seconds is None:
+        return "at an unknown time"
+    with contextlib.suppress(ValueError, OverflowError, OSError):
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(seconds))
+    return f"{seconds} s after 1970"
+
+
+def check_files(files: tuple[FileRecord, ...], name: str) -> None:
+    """Check that the paths are plain, relative and unique, and the sizes within limits. Raises IntegrityError."""
+    if len(files) > MAX_FILES:
+        raise damaged_error(name, f"it lists {len(files)} files; the limit is {MAX_FILES}")
+    seen: set[str] = set()
+    for file in files:
+        if not _is_safe_file(file) or file.path in seen:
+            raise damaged_error(name, f"it lists an invalid or duplicate file: {file.path!r:.200}")
+        seen.add(file.path)
+    folders = {str(parent) for path in seen for parent in PurePosixPath(path).parents}
+    if folders & seen:
+        raise damaged_error(name, "it lists the same path as a file and as a folder")
+    total_bytes = sum(file.bytes for file in files)
+    if total_bytes > MAX_TOTAL_FILE_BYTES:
+        raise damaged_error(name, f"its files have {total_bytes} bytes; the limit is {MAX_TOTAL_FILE_BYTES}")
+
+
+def _is_safe_file(file: FileRecord) -> bool:
+    return is_plain_record(file) and file.bytes > 0 and not file.path.startswith(".") and is_cache_file(file.path)
+
+
+def is_plain_record(file: FileRecord) -> bool:
+    """Whether the path is relative and stays inside its folder, and size and sha256 have their types."""
+    path = file.path
+    if not isinstance(path, str) or not isinstance(file.bytes, int) or isinstance(file.bytes, bool):
+        return False
+    parts = path.split("/")
+    is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
+    is_printable = not any(
+        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
+    )
+    is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
+    return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256

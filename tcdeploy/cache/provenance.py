@@ -1,0 +1,156 @@
+"""Where the files of a plan come from: a signed bundle, or this machine.
+
+Unpacking a bundle keeps its header with the signatures in bundles/KEY.head. Each start rewrites the manifest of its
+plan, and so can anybody who may write to the folder; the header cannot be changed without the signer's key. Each start
+and `cache verify` therefore require that every file of the header is in the plan's manifest, with the header's size and
+sha256, whatever other manifests say. Files that the manifest lists beyond the header were made on this machine.
+
+A folder whose header was deleted looks like one that was warmed here. `--require-signed` refuses both. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tcdeploy.cache.bundle_header import Header, is_plain_record, parse_header
+from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.manifest import Manifest, manifest_path
+from tcdeploy.cache.signed_header import SignedHeader, read_signed_header
+from tcdeploy.cache.signing import TrustedKey, verify_signature
+from tcdeploy.cache.trust import check_no_links
+from tcdeploy.errors import IntegrityError, TrustError
+
+
+@dataclass(frozen=True)
+class SigningPolicy:
+    """`require_signed`: use only files that are listed in a bundle header signed by one of the trusted keys."""
+
+    trusted_keys: Path
+    require_signed: bool = False
+
+
+@dataclass(frozen=True)
+class StoredBundle:
+    """The header that an unpacked bundle left in the folder. `signer` is None if no trusted key signed it."""
+
+    header: Header
+    signed_header: SignedHeader
+    signer: TrustedKey | None
+
+    @property
+    def files(self) -> tuple[FileRecord, ...]:
+        return self.header.manifest.files
+
+
+def stored_header_path(folder: str | Path, plan_key: str) -> Path:
+    return Path(folder, BUNDLES_DIR, f"{plan_key}{HEADER_SUFFIX}")
+
+
+def read_stored_bundle(
+    folder: str | Path, plan_key: str, trusted_keys: Path, allow_unsigned: bool = True
+) -> StoredBundle | None:
+    """The stored header of a plan; None if the plan did not come in a bundle.
+
+    Raises IntegrityError for a damaged header, and TrustError if a trusted key's signature does not match it, or if no
+    trusted key signed it and `allow_unsigned` is false. Without `cryptography`, no signer is known.
+    """
+    signed_header = read_stored_header(folder, plan_key)
+    if signed_header is None:
+        return None
+    name = str(stored_header_path(folder, plan_key))
+    signer = None
+    if importlib.util.find_spec("cryptography") or not allow_unsigned:
+        signer = verify_signature(signed_header, name, trusted_keys, allow_unsigned)
+    header = parse_header(signed_header, name)
+    if header.plan_key != plan_key:
+        raise IntegrityError(f"the stored header {name} belongs to plan {header.plan_key}", "unpack the bundle again")
+    return StoredBundle(header, signed_header, signer)
+
+
+def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None:
+    """The frames of a stored header, unverified. Raises IntegrityError, and TrustError for a symbolic link."""
+    path = stored_header_path(folder, plan_key)
+    check_no_links(folder, [path.relative_to(folder).as_posix()])
+    try:
+        with open(path, "rb") as file:
+            signed_header = read_signed_header(file, str(path))
+            if file.read(1):
+                raise IntegrityError(f"the stored header {path} has trailing bytes", "unpack the bundle again")
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise IntegrityError(
+            f"the stored header {path} cannot be read: {error.strerror}", "unpack the bundle again"
+        ) from error
+    return signed_header
+
+
+def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: StoredBundle | None) -> None:
+    """Raise IntegrityError if the manifest is of another plan, if it lists a file twice or outside of the folder, or if
+    it does not list every file of the bundle as the bundle does. Raises TrustError if it is a symbolic link."""
+    check_no_links(folder, [manifest_path("", key).as_posix()])
+    if manifest.plan["key"] != key:
+        raise _manifest_error(folder, key, "is corrupt: it is of another plan")
+    listed = {file.path: file for file in manifest.files if is_plain_record(file)}
+    if len(listed) != len(manifest.files):
+        raise _manifest_error(folder, key, "lists an invalid or duplicate file")
+    for file in bundle.files if bundle is not None else ():
+        if listed.get(file.path) != file:
+            raise _manifest_error(folder, key, f"does not list {file.path} as the header of its bundle does")
+
+
+def check_manifests(
+    folder: str, plan_key: str, manifests: Mapping[str, Manifest], policy: SigningPolicy
+) -> StoredBundle | None:
+    """Check the manifests whose files a start would use, and return the bundle of its own plan.
+
+    Raises IntegrityError and TrustError.
+    """
+    bundles = {key: read_stored_bundle(folder, key, policy.trusted_keys) for key in manifests}
+    for key, manifest in manifests.items():
+        check_manifest(folder, key, manifest, bundles[key])
+    bundle = bundles.get(plan_key)
+    if policy.require_signed:
+        if bundle is None or bundle.signer is None:
+            raise TrustError(
+                f"plan {plan_key} in {folder} is not from a bundle that a trusted key signed",
+                "--require-signed needs such a bundle: tcdeploy cache unpack FILE.tcb FOLDER, or --cache-from URL; "
+                "to trust its key: tcdeploy cache trust NAME FILE.pub",
+            )
+        require_bundled(plan_key, manifests[plan_key].files, bundle)
+    return bundle
+
+
+def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: StoredBundle) -> None:
+    """Raise TrustError if one of the plan's files is not in the bundle."""
+    if made_here := files_made_here(files, bundle):
+        raise TrustError(
+            f"{len(made_here)} files of plan {plan_key} were made on this machine, such as {made_here[0]}",
+            "--require-signed uses only files of a signed bundle; to discard the others, unpack the bundle again: "
+            "tcdeploy cache unpack FILE.tcb FOLDER",
+        )
+
+
+def files_made_here(files: Iterable[FileRecord], bundle: StoredBundle) -> list[str]:
+    """The paths of files that the bundle does not list."""
+    signed = set(bundle.files)
+    return [file.path for file in files if file not in signed]
+
+
+def has_bundle_changed(folder: str, plan_key: str, bundle: StoredBundle | None) -> bool:
+    """Whether another process has unpacked or discarded the plan since `bundle` was read."""
+    stored = read_stored_header(folder, plan_key)
+    return stored != (None if bundle is None else bundle.signed_header)
+
+
+def _manifest_error(folder: str | Path, plan_key: str, reason: str) -> IntegrityError:
+    return IntegrityError(
+        f"the manifest {manifest_path(folder, plan_key)} {reason}",
+        f"nothing was loaded; unpack the bundle again: tcdeploy cache unpack FILE.tcb {folder}; or discard the plan "
+        "and compile: --on-bad-cache rebuild",
+    )

@@ -1,0 +1,98 @@
+"""Temporary files and folders that do not outlive a killed process for long.
+
+The process that makes one holds a flock on it, which the kernel releases even after `kill -9`. Making another one in
+the same folder first removes those that are not locked. The names contain a digest of the host's name, and only those
+of this host are removed: on a network file system, the locks of other hosts may be invisible.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
+FILE_PATTERN = re.compile(rf"\..*-{HOST}-[0-9a-f]{{12}}\.tmp", re.DOTALL)
+FOLDER_PATTERN = re.compile(rf"tcdeploy-[a-z]+-{HOST}-[0-9a-f]{{12}}")
+
+
+@contextlib.contextmanager
+def temporary_file(target: Path) -> Iterator[Path]:
+    """Create an empty file beside `target`. At the end it is deleted, unless it was renamed. Raises OSError."""
+
+    def create() -> tuple[Path, int]:
+        path = target.with_name(f".{target.name}-{HOST}-{secrets.token_hex(6)}.tmp")
+        return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
+
+    _remove_abandoned(target.parent, FILE_PATTERN)
+    path, descriptor = _create_locked(create)
+    try:
+        yield path
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def temporary_folder(purpose: str) -> Iterator[Path]:
+    """Create a private folder in TMPDIR, named after `purpose`, and delete it at the end. Raises OSError."""
+
+    def create() -> tuple[Path, int]:
+        path = root / f"tcdeploy-{purpose}-{HOST}-{secrets.token_hex(6)}"
+        path.mkdir(mode=0o700)
+        return path, os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    root = Path(tempfile.gettempdir())
+    _remove_abandoned(root, FOLDER_PATTERN)
+    path, descriptor = _create_locked(create)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def _create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:
+    """Repeat `create` until its result is locked: another process may remove it before it is."""
+    while True:
+        path, descriptor = create()
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            continue
+        except OSError:  # a file system without locks, where `_is_abandoned` finds nothing either
+            return path, descriptor
+        with contextlib.suppress(OSError):
+            if os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+                return path, descriptor
+        os.close(descriptor)
+
+
+def _remove_abandoned(folder: Path, pattern: re.Pattern[str]) -> None:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for name in [entry.name for entry in entries if pattern.fullmatch(entry.name)]:
+            with contextlib.suppress(OSError):  # removed by another process, or of another user
+                _remove_if_abandoned(folder / name)
+
+
+def _remove_if_abandoned(path: Path) -> None:
+    """Remove this user's file or folder unless a process holds its lock. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        status = os.fstat(descriptor)
+        if status.st_uid == os.geteuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path) if stat.S_ISDIR(status.st_mode) else path.unlink()
+    finally:
+        os.close(descriptor)
