@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from tcdeploy.bundle.signing import generate_key
 
 from tcdeploy.bundle.pack import pack
-from tcdeploy.bundle.signing import generate_key
 from tcdeploy.bundle.verify import verify_bundle
 from tests.bundle.fake_caches import key_of, make_small
 from tests.github_actions import ActionRunner
