@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
+from tcdeploy.cache.staging import HEADERS_DIR
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tests.fork_server import HAS_GPU, ForkServer
 
@@ -109,6 +110,11 @@ def precompiled_headers() -> None:
         use_precompiled_headers(True)
 
 
+def remove_headers(cache: Path) -> None:
+    """Remove the precompiled headers of a cache folder, 156 MB, so that tests do not copy them."""
+    shutil.rmtree(cache / HEADERS_DIR, ignore_errors=True)
+
+
 @pytest.fixture(scope="session")
 def filled_cache(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> Path:
     """A cache folder with the buckets of the embedded model, filled once for all workers. Tests use copies of it."""
@@ -118,6 +124,7 @@ def filled_cache(tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -
             home = tmp_path_factory.mktemp("filler")
             done = run_cli_in(home, "warm", TINY, *TINY_FLAGS, "--cache-dir", f"{folder}.partial")
             assert done.returncode == 0, done.stderr
+            remove_headers(Path(f"{folder}.partial"))
             os.rename(f"{folder}.partial", folder)
     return folder
 

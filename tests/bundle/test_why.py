@@ -19,7 +19,7 @@ from tcdeploy.cache.manifest import Manifest, Trial, manifest_path, read_manifes
 from tcdeploy.planning.environment import Environment, parse_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.bundle.forecast_runs import forecast_and_start
-from tests.conftest import ROOT
+from tests.conftest import ROOT, remove_headers
 from tests.fork_server import ForkServer
 from tests.machines import LLAMA_8B, changed_environment, make_recipe
 from tests.model_families import save_config
@@ -99,6 +99,7 @@ class Cached:
         filled = forecast_and_start(self.fork_server, work_dir, flags=flags, cached=str(self.folder))
         assert set(filled["outcomes"].values()) == {"miss"}
         assert "forecast" not in filled, "no manifest existed before"
+        remove_headers(self.folder)
 
     def config(self, name: str, **changes: Any) -> str:
         return save_config("llama", self.work_dir / name, **{"num_hidden_layers": 2, **changes})

@@ -18,7 +18,7 @@ from tcdeploy.cache import contents, integrity
 from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
 from tcdeploy.cache.staging import create_staging_folder, own_staging_folder
 from tcdeploy.errors import IntegrityError
-from tests.conftest import RunCLI
+from tests.conftest import RunCLI, remove_headers
 from tests.model_families import save_config
 
 BUCKETS = ("prefill:16", "decode:1")
@@ -47,6 +47,7 @@ def warmed(model: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: Run
     home, cache = tmp_path_factory.mktemp("home"), tmp_path_factory.mktemp("filled") / "cache"
     result = run_cli_in(home, *warm(model, cache))
     assert outcomes(result) == ["miss", "miss"]
+    remove_headers(cache)
     return cache
 
 

@@ -105,7 +105,7 @@ def corruption(path: Path) -> IntegrityError:
         read_manifest(path)
     assert caught.value.exit_code == 5
     assert str(path) in caught.value.message
-    assert "--on-bad-cache rebuild" in caught.value.hint and f"rm {path}" in caught.value.hint
+    assert "--on-bad-cache rebuild" in caught.value.hint
     return caught.value
 
 
@@ -440,7 +440,7 @@ def test_the_file_is_synced_before_it_is_renamed(path: Path, monkeypatch: pytest
         real = getattr(os, name)
         monkeypatch.setattr(os, name, lambda *a, name=name, real=real: (steps.append(name), real(*a))[1])
     write_manifest(path, MANIFEST)
-    assert steps == ["fsync", "replace"]
+    assert steps == ["fsync", "replace", "fsync"], "the file, then its folder"
 
 
 @contextlib.contextmanager

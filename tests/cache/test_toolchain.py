@@ -14,7 +14,7 @@ import pytest
 
 from tcdeploy.cache import toolchain
 from tcdeploy.cache.manifest import Manifest, read_manifest
-from tests.conftest import TINY, RunCLI, cli_environment
+from tests.conftest import TINY, RunCLI, cli_environment, remove_headers
 
 pytestmark = pytest.mark.usefixtures("without_speedups")
 PROMPT = ("This module provides", "--max-new-tokens", "12")
@@ -64,6 +64,7 @@ def warmed(tmp_path_factory: pytest.TempPathFactory, logging_compiler: tuple[Pat
     assert outcomes(second) == ["hit", "hit"]
     assert manifest_of(cache).was_warm
     assert set(manifest_of(cache).files) <= set(after_cold.files), "the cold start knew which files a start needs"
+    remove_headers(cache)
     return cache
 
 
