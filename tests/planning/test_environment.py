@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -201,3 +202,24 @@ def test_this_machine_is_detected_without_a_compiler_or_nvidia_smi(monkeypatch: 
     assert (environment.user_cache_dir, environment.inductor_cache_dir) == ("/caches", "/inductor")
     assert all(gpu.name and gpu.memory_bytes for gpu in environment.gpus)
     assert bool(environment.gpus) == bool(environment.cuda)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        ("", ""),
+        ("/data/cache", "/data/cache"),
+        ("/data/torchinductor_me", "/data/torchinductor_me"),
+        ("TMPDIR/torchinductor_me", ""),
+        ("/tmp/torchinductor_me", ""),
+        ("TMPDIR/mine", "TMPDIR/mine"),
+        ("/data/cache/.start-x1", "/data/cache"),
+    ],
+)
+def test_only_a_users_inductor_cache_dir_is_used(
+    value: str, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch sets the variable to its own default when it is imported, and a start to its staging folder."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", value.replace("TMPDIR", str(tmp_path)))
+    assert detect_environment().inductor_cache_dir == expected.replace("TMPDIR", str(tmp_path))
