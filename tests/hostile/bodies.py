@@ -36,6 +36,7 @@ CANARY_P99_MS = 100
 LOOP_CPU_MS = 20
 GROWTH_BYTES = 512 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT, MESSAGES = '{"max_tokens":1,"prompt":"a",', '{"max_tokens":1,"messages":'  # what follows is hostile
 LARGE_SHARE = 0.03  # of the bodies have megabytes, the others kilobytes
 
 # Runs in the server's process. Writes [wall, block, cpu] in ms of the worst delays to a file every 0.2 s.
@@ -120,11 +121,11 @@ def text(source: random.Random, size: int) -> tuple[str, bytes]:
     path, template = source.choice(
         [
             (COMPLETIONS, '{"max_tokens":1,"prompt":%s}'), ("/tokenize", '{"prompt":%s}'),
-            ("/tokenize", '{"prompt":"a","x":%s}'),
-            (CHAT, '{"max_tokens":1,"messages":[{"role":"user","content":%s}]}'),
-            (CHAT, '{"messages":[{"role":"user","content":[{"type":"text","text":%s}]}]}'),
-            (CHAT, '{"messages":[{"role":%s,"content":"a"}]}'), (COMPLETIONS, '{"prompt":"a","stop":%s}'),
-            (COMPLETIONS, '{"prompt":"a","model":%s}'), (COMPLETIONS, '{"prompt":"a",%s:1}'),
+            ("/tokenize", TEXT + '"x":%s}'),
+            (CHAT, MESSAGES + '[{"role":"user","content":%s}]}'),
+            (CHAT, MESSAGES + '[{"role":"user","content":[{"type":"text","text":%s}]}]}'),
+            (CHAT, MESSAGES + '[{"role":%s,"content":"a"}]}'), (COMPLETIONS, TEXT + '"stop":%s}'),
+            (COMPLETIONS, TEXT + '"model":%s}'), (COMPLETIONS, TEXT + '%s:1}'),
             (COMPLETIONS, '{"prompt":["a",%s],"max_tokens":1}'),
         ]
     )  # fmt: skip
@@ -138,8 +139,8 @@ def token_ids(source: random.Random, size: int) -> tuple[str, bytes]:
     path, template = source.choice(
         [
             (COMPLETIONS, '{"max_tokens":1,"prompt":%s}'), ("/detokenize", '{"tokens":%s}'),
-            (COMPLETIONS, '{"max_tokens":1,"prompt":[%s,[5]]}'), (COMPLETIONS, '{"prompt":"a","stop_token_ids":%s}'),
-            (CHAT, '{"messages":%s}'), (COMPLETIONS, '{"prompt":"a","unknown":%s}'),
+            (COMPLETIONS, '{"max_tokens":1,"prompt":[%s,[5]]}'), (COMPLETIONS, TEXT + '"stop_token_ids":%s}'),
+            (CHAT, MESSAGES + '%s}'), (COMPLETIONS, TEXT + '"unknown":%s}'),
         ]
     )  # fmt: skip
     return path, (template % flat).encode()
@@ -174,21 +175,21 @@ def costly(source: random.Random, _: int) -> tuple[str, bytes]:
 
 TOOL = '{"type":"function","function":{"name":"f"}}'
 CALL = '{"function":{"name":"f","arguments":"{}"}}'
-SCHEMA = '{"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"properties":{'
+SCHEMA = TEXT + '"response_format":{"type":"json_schema","json_schema":{"schema":{"properties":{'
 BODIES: list[Callable[[random.Random, int], tuple[str, bytes]]] = [
     text, token_ids, costly, text, token_ids,
-    keys('{"prompt":"a","max_tokens":1,', "1", "}"), keys('{"prompt":"a","logit_bias":{', '"x"', "}}"),
+    keys(TEXT + '', "1", "}"), keys(TEXT + '"logit_bias":{', '"x"', "}}"),
     keys(SCHEMA, "{}", "}}}}}"),
     repeated('{"prompt":[', "[]", "]}"), repeated('{"prompt":[', '""', "]}"), repeated('{"prompt":[', "[1]", "]}"),
-    repeated('{"prompt":"a","x":[', "{}", "]}"), repeated('{"prompt":"a","x":[', "1.5", "]}"),
-    repeated('{"prompt":"a","x":[', "9" * 4000, "]}"), repeated('{"prompt":"a","x":', "[" * 9000, ""),
-    repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", CHAT),
-    repeated('{"messages":[', '{"role":"user","content":"a"}', "]}", CHAT), repeated('{"messages":[', "1", "]}", CHAT),
-    repeated('{"messages":[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", CHAT),
-    repeated('{"messages":[{"role":"user","content":"a"}],"tools":[', TOOL, "]}", CHAT),
-    repeated('{"messages":[{"role":"assistant","tool_calls":[', CALL, "]}]}", CHAT),
-    repeated('{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"x":[', "[1]", "]}}", CHAT),
-    repeated('{"prompt":"a","stop":[', '"a"', "]}"), repeated('{"prompt":', " " * 999, ""), mutated, mutated,
+    repeated(TEXT + '"x":[', "{}", "]}"), repeated(TEXT + '"x":[', "1.5", "]}"),
+    repeated(TEXT + '"x":[', "9" * 4000, "]}"), repeated(TEXT + '"x":', "[" * 9000, ""),
+    repeated(MESSAGES + '[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", CHAT),
+    repeated(MESSAGES + '[', '{"role":"user","content":"a"}', "]}", CHAT), repeated(MESSAGES + '[', "1", "]}", CHAT),
+    repeated(MESSAGES + '[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", CHAT),
+    repeated(MESSAGES + '[{"role":"user","content":"a"}],"tools":[', TOOL, "]}", CHAT),
+    repeated(MESSAGES + '[{"role":"assistant","tool_calls":[', CALL, "]}]}", CHAT),
+    repeated(MESSAGES + '[{"role":"user","content":"a"}],"chat_template_kwargs":{"x":[', "[1]", "]}}", CHAT),
+    repeated(TEXT + '"stop":[', '"a"', "]}"), repeated('{"prompt":', " " * 999, ""), mutated, mutated,
 ]  # fmt: skip
 
 
