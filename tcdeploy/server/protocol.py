@@ -14,7 +14,17 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, WrapValidator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    WrapValidator,
+)
 
 from tcdeploy.server.json_steps import Integers
 
@@ -51,6 +61,13 @@ class ApiError(Exception):
 
 def bad_request(message: str, param: str | None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param, code)
+
+
+def _check_num_biases(value: Any) -> Any:
+    """pydantic's `max_length` validates all items first, and makes two errors for each invalid one."""
+    if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
+        raise ValueError(f"there are {len(value)} logit biases; the limit is {MAX_LOGIT_BIASES}")
+    return value
 
 
 def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
@@ -113,7 +130,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
-    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    logit_bias: Annotated[dict[str, Number], BeforeValidator(_check_num_biases)] | None = None
     max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None

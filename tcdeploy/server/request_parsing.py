@@ -8,6 +8,8 @@ Does not import torch.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import itertools
 from collections.abc import Iterator
 from typing import Any, TypeVar
@@ -43,10 +45,23 @@ class RequestParser:
     async def parse(self, request_type: type[RequestT], body: bytes | bytearray, limits: JsonLimits) -> RequestT:
         """The validated body. Raises ApiError 400."""
         async with self._lock:
-            fields = await _parse_in_steps(body, limits)
+            with _collector_paused():
+                fields = await _parse_in_steps(body, limits)
             if isinstance(fields, dict) and "messages" in request_type.model_fields:
                 await _validate_messages(fields)
         return _validate(request_type, fields)
+
+
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """Without garbage collection: 50,000 new containers would cause collections of 50 ms. JSON has no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 async def _parse_in_steps(body: bytes | bytearray, limits: JsonLimits) -> Any:

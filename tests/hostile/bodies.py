@@ -1,8 +1,9 @@
 """Hostile bodies and heads at a running server under load: the event loop, memory, and other clients' latency.
 
 The server of the embedded model generates two streams meanwhile. Attackers send seeded bodies and heads, CONNECTIONS at
-a time. A canary in a process of its own sends completions of one token, one after another. In the server's process a
-task measures how late it wakes: a block of the event loop delays it.
+a time. A canary in a process of its own tokenizes a short text again and again. (A completion would wait for a decode
+row: the model has four, and many attacks are valid requests for a thousand tokens.) In the server's process a task
+measures how late it wakes: a block of the event loop delays it.
 
 Three figures of the same delays, because other processes compete for the CPU: `wall` is the delay; `block` is without
 the time that the loop's thread was ready to run but had no CPU (/proc/self/task/N/schedstat); `cpu` is the CPU time of
@@ -35,6 +36,7 @@ CANARY_P99_MS = 100
 LOOP_CPU_MS = 20
 GROWTH_BYTES = 512 << 20
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+TEXT, MESSAGES = '{"max_tokens":1,"prompt":"a",', '{"max_tokens":1,"messages":'  # what follows is hostile
 LARGE_SHARE = 0.03  # of the bodies have megabytes, the others kilobytes
 
 # Runs in the server's process. Writes [wall, block, cpu] in ms of the worst delays to a file every 0.2 s.
@@ -76,11 +78,11 @@ run._Server.run = run_measured
 CANARY = """
 import http.client, json, sys, time
 host, port = sys.argv[1].split(":")
-body = json.dumps({"prompt": [5, 6, 7], "max_tokens": 1})
+body = json.dumps({"prompt": "What is a list?"})
 connection = http.client.HTTPConnection(host, int(port), timeout=60)
 while True:
     start = time.perf_counter()
-    connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+    connection.request("POST", "/tokenize", body, {"content-type": "application/json"})
     response = connection.getresponse()
     response.read()
     print(response.status, 1000 * (time.perf_counter() - start), flush=True)
@@ -119,11 +121,11 @@ def text(source: random.Random, size: int) -> tuple[str, bytes]:
     path, template = source.choice(
         [
             (COMPLETIONS, '{"max_tokens":1,"prompt":%s}'), ("/tokenize", '{"prompt":%s}'),
-            ("/tokenize", '{"prompt":"a","x":%s}'),
-            (CHAT, '{"max_tokens":1,"messages":[{"role":"user","content":%s}]}'),
-            (CHAT, '{"messages":[{"role":"user","content":[{"type":"text","text":%s}]}]}'),
-            (CHAT, '{"messages":[{"role":%s,"content":"a"}]}'), (COMPLETIONS, '{"prompt":"a","stop":%s}'),
-            (COMPLETIONS, '{"prompt":"a","model":%s}'), (COMPLETIONS, '{"prompt":"a",%s:1}'),
+            ("/tokenize", TEXT + '"x":%s}'),
+            (CHAT, MESSAGES + '[{"role":"user","content":%s}]}'),
+            (CHAT, MESSAGES + '[{"role":"user","content":[{"type":"text","text":%s}]}]}'),
+            (CHAT, MESSAGES + '[{"role":%s,"content":"a"}]}'), (COMPLETIONS, TEXT + '"stop":%s}'),
+            (COMPLETIONS, TEXT + '"model":%s}'), (COMPLETIONS, TEXT + '%s:1}'),
             (COMPLETIONS, '{"prompt":["a",%s],"max_tokens":1}'),
         ]
     )  # fmt: skip
@@ -137,8 +139,8 @@ def token_ids(source: random.Random, size: int) -> tuple[str, bytes]:
     path, template = source.choice(
         [
             (COMPLETIONS, '{"max_tokens":1,"prompt":%s}'), ("/detokenize", '{"tokens":%s}'),
-            (COMPLETIONS, '{"max_tokens":1,"prompt":[%s,[5]]}'), (COMPLETIONS, '{"prompt":"a","stop_token_ids":%s}'),
-            (CHAT, '{"messages":%s}'), (COMPLETIONS, '{"prompt":"a","unknown":%s}'),
+            (COMPLETIONS, '{"max_tokens":1,"prompt":[%s,[5]]}'), (COMPLETIONS, TEXT + '"stop_token_ids":%s}'),
+            (CHAT, MESSAGES + '%s}'), (COMPLETIONS, TEXT + '"unknown":%s}'),
         ]
     )  # fmt: skip
     return path, (template % flat).encode()
@@ -173,21 +175,21 @@ def costly(source: random.Random, _: int) -> tuple[str, bytes]:
 
 TOOL = '{"type":"function","function":{"name":"f"}}'
 CALL = '{"function":{"name":"f","arguments":"{}"}}'
-SCHEMA = '{"prompt":"a","response_format":{"type":"json_schema","json_schema":{"schema":{"properties":{'
+SCHEMA = TEXT + '"response_format":{"type":"json_schema","json_schema":{"schema":{"properties":{'
 BODIES: list[Callable[[random.Random, int], tuple[str, bytes]]] = [
     text, token_ids, costly, text, token_ids,
-    keys('{"prompt":"a","max_tokens":1,', "1", "}"), keys('{"prompt":"a","logit_bias":{', '"x"', "}}"),
+    keys(TEXT + '', "1", "}"), keys(TEXT + '"logit_bias":{', '"x"', "}}"),
     keys(SCHEMA, "{}", "}}}}}"),
     repeated('{"prompt":[', "[]", "]}"), repeated('{"prompt":[', '""', "]}"), repeated('{"prompt":[', "[1]", "]}"),
-    repeated('{"prompt":"a","x":[', "{}", "]}"), repeated('{"prompt":"a","x":[', "1.5", "]}"),
-    repeated('{"prompt":"a","x":[', "9" * 4000, "]}"), repeated('{"prompt":"a","x":', "[" * 9000, ""),
-    repeated('{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", CHAT),
-    repeated('{"messages":[', '{"role":"user","content":"a"}', "]}", CHAT), repeated('{"messages":[', "1", "]}", CHAT),
-    repeated('{"messages":[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", CHAT),
-    repeated('{"messages":[{"role":"user","content":"a"}],"tools":[', TOOL, "]}", CHAT),
-    repeated('{"messages":[{"role":"assistant","tool_calls":[', CALL, "]}]}", CHAT),
-    repeated('{"messages":[{"role":"user","content":"a"}],"chat_template_kwargs":{"x":[', "[1]", "]}}", CHAT),
-    repeated('{"prompt":"a","stop":[', '"a"', "]}"), repeated('{"prompt":', " " * 999, ""), mutated, mutated,
+    repeated(TEXT + '"x":[', "{}", "]}"), repeated(TEXT + '"x":[', "1.5", "]}"),
+    repeated(TEXT + '"x":[', "9" * 4000, "]}"), repeated(TEXT + '"x":', "[" * 9000, ""),
+    repeated(MESSAGES + '[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}", CHAT),
+    repeated(MESSAGES + '[', '{"role":"user","content":"a"}', "]}", CHAT), repeated(MESSAGES + '[', "1", "]}", CHAT),
+    repeated(MESSAGES + '[', '{"role":"user","content":[{"type":"text","text":"a"}]}', "]}", CHAT),
+    repeated(MESSAGES + '[{"role":"user","content":"a"}],"tools":[', TOOL, "]}", CHAT),
+    repeated(MESSAGES + '[{"role":"assistant","tool_calls":[', CALL, "]}]}", CHAT),
+    repeated(MESSAGES + '[{"role":"user","content":"a"}],"chat_template_kwargs":{"x":[', "[1]", "]}}", CHAT),
+    repeated(TEXT + '"stop":[', '"a"', "]}"), repeated('{"prompt":', " " * 999, ""), mutated, mutated,
 ]  # fmt: skip
 
 
@@ -268,11 +270,11 @@ async def send(address: tuple[str, int], data: bytes, is_cut: bool) -> str:
                 await writer.drain()
             response = await reader.read(1 << 16)
             status = response.split(b" ", 2)[1:2]
-            if response and status and status[0] >= b"400":
-                while len(response) < 1 << 16 and (part := await reader.read(1 << 16)):
-                    response += part
-                    if response.rstrip().endswith(b"}"):
-                        break
+            while status and status[0] >= b"400" and not response.endswith(b"}"):  # the body may be another packet
+                part = await reader.read(1 << 16)
+                if not part:
+                    break
+                response += part
             return outcome(response, status)
     except ConnectionError:
         return "closed"
@@ -314,7 +316,7 @@ async def attack_all(address: tuple[str, int], source: random.Random, count: int
 
 @contextlib.contextmanager
 def canary(address: str) -> Iterator[list[tuple[int, float]]]:
-    """Status and milliseconds of one-token completions."""
+    """Status and milliseconds of short /tokenize requests."""
     command = [sys.executable, "-c", CANARY, address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     samples: list[tuple[int, float]] = []
@@ -397,7 +399,7 @@ def attack_server(server: ServerProcess, figures: Path, source: random.Random, c
             zip(("wall", "block", "cpu"), (round(ms, 1) for ms in calm_ms), strict=True)
         ),
         "rss_mib": {"before": before >> 20, "highest": peak >> 20, "after": server.resident_bytes >> 20},
-        "canary": "POST /v1/completions, 3 tokens in, 1 out",
+        "canary": "POST /tokenize, 15 characters",
         "canary_statuses": dict(Counter(str(status) for status, _ in attacked)),
         "canary_count": len(latencies),
         "canary_ms": {f"p{share}": round(percentile(latencies, share / 100), 1) for share in (50, 90, 99, 100)},

@@ -1,0 +1,116 @@
+"""Large bodies are validated as small ones are, with the same errors, and without blocking other tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import time
+from typing import Any
+
+import pytest
+
+from tcdeploy.server.json_steps import Integers, JsonLimits
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest
+from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestParser, parse
+
+LIMITS = JsonLimits(1 << 20, 1 << 17)
+PADDING = "x" * SMALL_BODY_BYTES
+USER = {"role": "user", "content": "a"}
+
+
+def parse_large(request_type: Any, fields: Any) -> Any:
+    return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), LIMITS))
+
+
+def error_of(parser: Any, request_type: Any, fields: Any) -> Any:
+    with pytest.raises(ApiError) as error:
+        parser(request_type, fields)
+    return error.value.body
+
+
+def test_a_large_request_equals_a_small_one() -> None:
+    parts = [{"type": "text", "text": f"part {number}"} for number in range(900)]
+    messages = [USER, {"role": "user", "content": parts}, *[{**USER, "name": "n"}] * 700]
+    for request_type, fields in (
+        (ChatRequest, {"messages": messages, "temperature": 0.5, "unknown": [1, 2]}),
+        (CompletionRequest, {"prompt": list(range(50_000)), "stop_token_ids": [1, 2]}),
+        (CompletionRequest, {"prompt": [[1, 2, 3], [4, 5]], "user": PADDING}),
+        (CompletionRequest, {"prompt": ["a", PADDING]}), (DetokenizeRequest, {"tokens": list(range(9000))}),
+    ):  # fmt: skip
+        assert parse_large(request_type, fields) == parse(request_type, json.dumps(fields).encode())
+    assert type(parse_large(CompletionRequest, {"prompt": list(range(9000))}).prompt) is Integers
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [USER] * 700 + [{"role": 1}]}, {"messages": [USER] * 10 + [1]}, {"messages": [USER] * 9000},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}] * 1025}]}, {"messages": "a"}, {},
+        {"messages": [USER], "logit_bias": {"5": "x"}}, {"messages": [USER], "n": 1.5}, [], "a",
+    ],
+    ids=lambda fields: json.dumps(fields)[:40],
+)  # fmt: skip
+def test_an_error_in_a_large_request_is_that_of_a_small_one(fields: Any) -> None:
+    def parse_small(request_type: Any, fields: Any) -> Any:
+        return parse(request_type, json.dumps(fields).encode())
+
+    assert error_of(parse_large, ChatRequest, fields) == error_of(parse_small, ChatRequest, fields)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "message"),
+    [
+        (b'{"prompt": "a"' + b"".join(b',"k%d":1' % n for n in range(600_000)) + b"}", "k", "more than 50000 keys"),
+        (b'{"prompt": [' + b"[]," * 2_000_000 + b"[]]}", "prompt", "more than 50000 keys and values"),
+        (
+            b'{"messages": [{"role": "user", "content": [' + b'{"type":"text","text":"a"},' * 200_000 + b"{}]}]}",
+            "messages", "more than 50000 keys and values",
+        ),
+        (b'{"prompt": "a", "logit_bias": {' + b",".join(b'"k%d":"x"' % n for n in range(20_000)) + b"}}",
+            "logit_bias", "there are 20000 logit biases; the limit is 512"),
+        (b'{"prompt": "a"' + b"".join(b',"k%d":1' % n for n in range(2_000)) + b"}", None, "the body has 2001 fields"),
+        (b'{"prompt": [' + b"1," * 1_500_000 + b"1]}", "prompt", "a list has more than 131072 integers"),
+        (b'{"prompt": "' + b"\\u0041" * 1_300_000 + b'"}', "prompt", "a text has more than 1048576 characters"),
+        (b'{"prompt": ' + b"[" * 100_000, "prompt", "nested more than 128 deep"),
+    ],
+    ids=["keys", "lists", "parts", "biases", "fields", "ids", "escapes", "depth"],
+)  # fmt: skip
+def test_a_hostile_body_is_refused_and_no_other_task_waits_for_20_ms(body: bytes, param: Any, message: str) -> None:
+    """Measures CPU time between two steps of another task, because other processes may take the CPU."""
+    longest = 0.0
+
+    async def tick() -> None:
+        nonlocal longest
+        while True:
+            start = time.thread_time()
+            await asyncio.sleep(0)
+            longest = max(longest, time.thread_time() - start)
+
+    async def run() -> None:
+        ticking = asyncio.create_task(tick())
+        try:
+            await RequestParser().parse(ChatRequest if param == "messages" else CompletionRequest, body, LIMITS)
+        finally:
+            ticking.cancel()
+
+    with pytest.raises(ApiError, match=message) as error:
+        asyncio.run(run())
+    assert error.value.status == 400 and (error.value.param or "").startswith(param or "")
+    assert longest < 0.02 and gc.isenabled(), longest
+
+
+def test_bodies_are_parsed_one_at_a_time() -> None:
+    """Twenty large bodies do not make each turn of the event loop twenty times as long."""
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        parser, body = RequestParser(), json.dumps({"prompt": ["a"] * 1000, "user": PADDING}).encode()
+        parsing = asyncio.gather(*(parser.parse(CompletionRequest, body, LIMITS) for _ in range(20)))
+        while not parsing.done():
+            await asyncio.sleep(0)
+            turns += 1
+
+    asyncio.run(run())
+    assert turns > 20 * 4
