@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 from pydantic_core import from_json
 
@@ -23,6 +23,7 @@ MAX_VALUES = 50_000  # keys and values, without the integers of runs
 MAX_NUMBER_CHARS = 4300  # Python's limit for the digits of an integer
 STEP_WORK = 256  # values, or pieces of 256 bytes
 STRING_PIECE_BYTES = 64 << 10
+Reader: TypeAlias = "Callable[[JsonSteps, bytes], None]"
 
 _SPACE = re.compile(rb"[ \t\n\r]{1,65536}+")
 _SCALAR = re.compile(rb"-?[A-Za-z]{1,10}+|-?[0-9][0-9.eE+-]{0,%d}+" % MAX_NUMBER_CHARS)
@@ -66,7 +67,7 @@ class JsonSteps:
         self._containers: list[Any] = []  # around the position, the innermost last
         self._keys: list[str] = []  # of the next value of each open object, the innermost last
         self._string_pieces: list[str] | None = None  # of the string around the position
-        self._read: Callable[[bytes], None] = self._read_value  # reads what starts at the position
+        self._read: Reader = JsonSteps._read_value  # a bound method would make a cycle
 
     def step(self) -> bool:
         """Parse for less than 1 ms. True if the whole body has been parsed."""
@@ -80,9 +81,9 @@ class JsonSteps:
                 self._advance(space.end())
                 continue
             character = bytes(self._body[self._position : self._position + 1])
-            if not character and self._read == self._read_end:
+            if not character and self._read is JsonSteps._read_end:
                 return True
-            self._read(character)
+            self._read(self, character)
         return False
 
     # Structure. Each method reads a part that begins with `character`, which is empty at the end of the body.
@@ -91,9 +92,9 @@ class JsonSteps:
         if character == b'"':
             self._read_string()
         elif character == b"{":
-            self._open({}, self._read_first_key)
+            self._open({}, JsonSteps._read_first_key)
         elif character == b"[":
-            self._open([], self._read_first_item)
+            self._open([], JsonSteps._read_first_item)
         elif self._containers and isinstance(self._containers[-1], list):
             self._read_numbers()
         else:
@@ -118,14 +119,14 @@ class JsonSteps:
         if character != b":":
             self._fail("expected a colon")
         self._advance(self._position + 1)
-        self._read = self._read_value
+        self._read = JsonSteps._read_value
 
     def _read_separator(self, character: bytes) -> None:
         """Read the comma after a value, or the end of its container."""
         is_object = isinstance(self._containers[-1], dict)
         if character == b",":
             self._advance(self._position + 1)
-            self._read = self._read_key if is_object else self._read_value
+            self._read = JsonSteps._read_key if is_object else JsonSteps._read_value
         elif character == (b"}" if is_object else b"]"):
             if is_object:
                 self._keys.pop()
@@ -138,7 +139,7 @@ class JsonSteps:
 
     # Values
 
-    def _open(self, container: Any, read: Callable[[bytes], None]) -> None:
+    def _open(self, container: Any, read: Reader) -> None:
         if len(self._containers) == MAX_DEPTH:
             raise JsonLimitError(f"the body is nested more than {MAX_DEPTH} deep", self._field)
         self._add(container)
@@ -151,12 +152,12 @@ class JsonSteps:
     def _close(self) -> None:
         self._containers.pop()
         self._advance(self._position + 1)
-        self._read = self._read_separator if self._containers else self._read_end
+        self._read = JsonSteps._read_separator if self._containers else JsonSteps._read_end
 
     def _add(self, value: Any) -> None:
         """Store a value in its container. A separator is next."""
         self._count_value()
-        self._read = self._read_separator if self._containers else self._read_end
+        self._read = JsonSteps._read_separator if self._containers else JsonSteps._read_end
         if not self._containers:
             self.value = value
         elif isinstance(self._containers[-1], dict):
@@ -196,7 +197,7 @@ class JsonSteps:
             raise JsonLimitError(f"{self._field}: {message}" if self._field else message, self._field)
         self._work -= len(numbers) >> 4
         self._position = run.end()
-        self._read = self._read_value
+        self._read = JsonSteps._read_value
 
     def _read_scalar(self) -> Any:
         scalar = _SCALAR.match(self._body, self._position)
@@ -234,10 +235,10 @@ class JsonSteps:
     def _add_string(self, text: str, end: int) -> None:
         """Store a string as a value or as a key. It ends at `end`."""
         self._advance(end)
-        if self._read in (self._read_key, self._read_first_key):
+        if self._read in (JsonSteps._read_key, JsonSteps._read_first_key):
             self._count_value()
             self._keys[-1] = text
-            self._read = self._read_colon
+            self._read = JsonSteps._read_colon
         else:
             self._add(text)
 

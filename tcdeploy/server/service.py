@@ -100,6 +100,8 @@ class Service:
             return await self.structured_output.compile_json_schema(request.output_schema, "response_format")
         if isinstance(request, ChatRequest) and request.forced_tools:
             self.structured_output.check_available("tool_choice")
+            schemas = [tool["function"].get("parameters") for tool in request.forced_tools]
+            self.structured_output.check_size(schemas, "tools")
             lark = self.tools.grammar(request, prompts[0].text or "")
             return await self.structured_output.compile_lark(lark, "tools")
         return None

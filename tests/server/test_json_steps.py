@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -131,3 +133,18 @@ def test_no_step_takes_20_ms(body: bytes) -> None:
     except ValueError:
         assert body.strip() == b"" or body.endswith(b" }"), "the others are JSON"
     assert len(seconds) > 20 and max(seconds) < STEP_LIMIT_S, (len(seconds), max(seconds))
+
+
+def test_a_parser_is_freed_without_garbage_collection() -> None:
+    """A cycle would keep 50,000 containers until a collection, which then blocks the event loop."""
+    steps = JsonSteps(b"[" + b"{}," * 100, NO_LIMITS)
+    with pytest.raises(ValueError, match="unexpected end"):
+        while True:
+            steps.step()
+    reference = weakref.ref(steps)
+    gc.disable()
+    try:
+        del steps
+        assert reference() is None
+    finally:
+        gc.enable()
