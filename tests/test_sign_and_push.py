@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tcdeploy.bundle.signing import generate_key
 
 from tcdeploy.bundle.pack import pack
 from tcdeploy.bundle.verify import verify_bundle
+from tcdeploy.cache.signing import generate_key
 from tests.bundle.fake_caches import key_of, make_small
 from tests.github_actions import ActionRunner
 

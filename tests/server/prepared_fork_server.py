@@ -45,7 +45,7 @@ def prepare_and_fork(control_address: bytes, cache: str) -> None:
     prepared_recipe = build_recipe(options, environ={})
     deployment = pipeline.prepare(prepared_recipe)
 
-    def prepare(recipe: Recipe, *_: Any) -> pipeline.Deployment:
+    def prepare(recipe: Recipe, *_: Any, **__: Any) -> pipeline.Deployment:
         assert recipe == prepared_recipe, "a prepared server cannot have another model, other buckets or another cache"
         return deployment
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from tcdeploy.models import chat_template
-from tcdeploy.server.protocol import ApiError, ChatRequest, TokenizeRequest, parse
+from tcdeploy.server.protocol import ApiError, ChatRequest, TokenizeRequest
+from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
 from tests.server.test_tools import LLAMA, load, make_model
