@@ -23,7 +23,7 @@ from tcdeploy.torch_compat.internal import Internal, find, mentions
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
 METHODS = ("connection_made", "connection_lost", "data_received", "send_400_response", *CALLBACKS)
-MAX_HEADER_BYTES = 64 << 10  # of the head, and of the trailers
+MAX_HEADER_BYTES = 64 << 10  # of the head, and of the trailers; of chunk extensions plus one packet
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average

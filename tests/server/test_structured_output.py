@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.structured_output import MAX_SCHEMA_CHARS, GrammarMatcher, StructuredOutputBackend
+from tcdeploy.server.structured_output import MAX_PROPERTIES, MAX_SCHEMA_CHARS, GrammarMatcher, StructuredOutputBackend
 from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
@@ -160,6 +160,7 @@ for _ in range(150):
         json_schema_format({"type": "object", "properties": {"a": False}, "required": ["a"]}),
         json_schema_format({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
         json_schema_format({"type": "string", "pattern": "("}), json_schema_format({"enum": ["x" * MAX_SCHEMA_CHARS]}),
+        json_schema_format({"items": {"properties": {f"k{number}": {} for number in range(MAX_PROPERTIES + 1)}}}),
         json_schema_format(NESTED),
     ],
     ids=lambda value: str(value)[:80],
