@@ -8,8 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from tcdeploy.bundle.signing import generate_key
 
+from tcdeploy.cache.signing import generate_key
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import ROOT, TINY, cli_command, cli_environment
 from tests.github_actions import ActionRunner

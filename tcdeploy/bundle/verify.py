@@ -40,7 +40,7 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `made_here` lists the files of a plan from a bundle that the bundle does not have: a later start compiled them.
+    `paths_not_from_bundle` lists the files of a plan from a bundle that the bundle does not have: a later start compiled them.
     """
 
     plan_key: str
@@ -50,7 +50,7 @@ class VerifiedPlan:
     signer: TrustedKey | None
     is_from_bundle: bool
     files_not_from_bundle: int = 0
-    made_here: tuple[str, ...] = ()
+    paths_not_from_bundle: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ def _verified_plan(manifest: Manifest, bundle: StoredBundle | None) -> VerifiedP
         signer=bundle.signer if bundle is not None else None,
         is_from_bundle=bundle is not None,
         files_not_from_bundle=len(made_here),
-        made_here=tuple(made_here),
+        paths_not_from_bundle=tuple(made_here),
     )
 
 

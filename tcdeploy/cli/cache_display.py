@@ -99,8 +99,14 @@ def show_verified(
 def _provenance(plan: VerifiedPlan) -> str:
     if not plan.is_from_bundle:
         return "compiled on this machine"
-    names = ", ".join(plan.made_here[:MAX_NAMED_FILES]) + (", ..." if len(plan.made_here) > MAX_NAMED_FILES else "")
-    made_here = f"; {len(plan.made_here)} files compiled on this machine: {names}" if plan.made_here else ""
+    names = ", ".join(plan.paths_not_from_bundle[:MAX_NAMED_FILES]) + (
+        ", ..." if len(plan.paths_not_from_bundle) > MAX_NAMED_FILES else ""
+    )
+    made_here = (
+        f"; {len(plan.paths_not_from_bundle)} files compiled on this machine: {names}"
+        if plan.paths_not_from_bundle
+        else ""
+    )
     return _format_signer(plan.signer) + made_here
 
 

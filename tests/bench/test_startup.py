@@ -22,8 +22,9 @@ def test_recipe_flags_round_trip() -> None:
     flags: dict[str, object] = {"model": "m"}
     while words:
         word = words.pop(0).removeprefix("--")
-        if word in ("trust-remote-code", "no-trust-remote-code"):
-            flags["trust_remote_code"] = not word.startswith("no-")
+        name = word.removeprefix("no-").replace("-", "_")
+        if name in ("trust_remote_code", "trust_cache_dir", "require_signed"):
+            flags[name] = not word.startswith("no-")
         else:
             flags[word.replace("-", "_")] = words.pop(0)
     assert build_recipe(flags, environ={"TCDEPLOY_REGION": "model"}) == recipe

@@ -221,7 +221,7 @@ def test_files_compiled_here_are_counted_beside_the_signed_ones(unpacked: Path, 
     write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=files))
     [verified] = verify_folder(unpacked, keys.trusted)
     assert verified.signer is not None and (verified.is_from_bundle, verified.files_not_from_bundle) == (True, 1)
-    assert verified.made_here == ("6n/more.so",)
+    assert verified.paths_not_from_bundle == ("6n/more.so",)
     with pytest.raises(TrustError, match="1 files of plan .* were made on this machine, such as 6n/more.so"):
         verify_folder(unpacked, keys.trusted, require_signed=True)
 

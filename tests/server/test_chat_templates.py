@@ -13,8 +13,10 @@ import pytest
 from tcdeploy.models import chat_template
 from tcdeploy.server.protocol import ApiError, ChatRequest, TokenizeRequest
 from tcdeploy.server.request_parsing import parse
+from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.validation import ModelLimits
 from tests.server.test_tools import LLAMA, load, make_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -24,7 +26,8 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.fixture
 def prompts(tmp_path: Path) -> PromptTokenizer:
     tokenizer = load(make_model(tmp_path / "model"))
-    return PromptTokenizer(tokenizer, 2048, "tiny", ToolSupport(tokenizer, LLAMA))
+    limits = ModelLimits(context=2048, vocab_size=2048, stop_token_ids=())
+    return PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, "tiny", ToolSupport(tokenizer, LLAMA))
 
 
 def chat(**fields: Any) -> ChatRequest:
