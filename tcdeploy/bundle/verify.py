@@ -40,7 +40,8 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `paths_not_from_bundle` lists the files of a plan from a bundle that the bundle does not have: a later start compiled them.
+    `paths_not_from_bundle` lists the files of a plan from a bundle that the bundle does not have: a later start
+    compiled them.
     """
 
     plan_key: str

@@ -99,14 +99,9 @@ def show_verified(
 def _provenance(plan: VerifiedPlan) -> str:
     if not plan.is_from_bundle:
         return "compiled on this machine"
-    names = ", ".join(plan.paths_not_from_bundle[:MAX_NAMED_FILES]) + (
-        ", ..." if len(plan.paths_not_from_bundle) > MAX_NAMED_FILES else ""
-    )
-    made_here = (
-        f"; {len(plan.paths_not_from_bundle)} files compiled on this machine: {names}"
-        if plan.paths_not_from_bundle
-        else ""
-    )
+    paths = plan.paths_not_from_bundle
+    names = ", ".join(paths[:MAX_NAMED_FILES]) + (", ..." if len(paths) > MAX_NAMED_FILES else "")
+    made_here = f"; {len(paths)} files compiled on this machine: {names}" if paths else ""
     return _format_signer(plan.signer) + made_here
 
 
