@@ -34,7 +34,7 @@ SLOW_START = """
 import time
 from tcdeploy import pipeline
 prepare = pipeline.prepare
-pipeline.prepare = lambda *arguments: (time.sleep(4), prepare(*arguments))[1]
+pipeline.prepare = lambda *arguments, **options: (time.sleep(4), prepare(*arguments, **options))[1]
 """
 
 
