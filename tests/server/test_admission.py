@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tcdeploy.server.admission import Admission
+from tcdeploy.server.admission import Admission, BodyReservation
 from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
 
 
 def test_running_and_queued_choices_are_admitted_up_to_the_limit() -> None:
@@ -31,3 +32,36 @@ def test_a_request_over_the_limit_alone_gets_400_and_no_retry_after() -> None:
         admission.acquire(7)
     assert (rejection.value.status, rejection.value.param) == (400, "n")
     assert admission.num_admitted == 0 and not sum(admission.rejections.values())
+
+
+def test_requests_with_many_choices_leave_room_for_others() -> None:
+    admission = Admission(max_queued=256)
+    admission.open(max_running=4)
+    admission.acquire(128)
+    with pytest.raises(ApiError, match="this request adds 128; the limit is 228") as rejection:
+        admission.acquire(128)
+    assert (rejection.value.status, rejection.value.code) == (503, "queue_full")
+    for _ in range(260 - 128):
+        admission.acquire(1)
+    admission.release(260)
+    admission.acquire(260)  # alone, a request may have as many choices as fit
+
+
+def test_large_bodies_wait_up_to_a_number_of_bytes_and_small_ones_always() -> None:
+    large = 10 * SMALL_BODY_BYTES
+    admission = Admission(max_queued=2, max_waiting_bytes=3 * large)
+    with BodyReservation(admission) as first, BodyReservation(admission) as second, BodyReservation(admission) as third:
+        for reservation in (first, second):
+            reservation.grow(SMALL_BODY_BYTES)
+            assert admission.num_waiting_bytes % large == 0, "a small body does not count"
+            reservation.grow(large)
+        second.grow(2 * large)
+        third.grow(SMALL_BODY_BYTES)
+        with pytest.raises(ApiError, match=f"{3 * large} bytes of large requests are waiting") as rejection:
+            third.grow(SMALL_BODY_BYTES + 1)
+        assert (rejection.value.status, rejection.value.code, rejection.value.retry_after) == (503, "bodies_full", 1)
+        first.release()
+        first.release()
+        third.grow(large)
+        assert admission.num_waiting_bytes == 3 * large
+    assert admission.num_waiting_bytes == 0 and admission.rejections["bodies_full"] == 1
