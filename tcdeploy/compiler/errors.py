@@ -67,16 +67,18 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
 
 
 def _translate_compiler_failure(failure: CompilerFailure) -> Exception:
-    message = f"the C++ compiler failed on {failure.source}: {_first_compiler_error(failure.output)}"
+    message = f"the C++ compiler failed on {failure.source}: {_first_compiler_error(failure)}"
     if any(words in failure.output for words in OUT_OF_MEMORY):
         return SpaceError(message, "free some host memory, and run again: finished programs are in the cache")
     return CompileError(message, "run again; if it fails again, TCDEPLOY_DEBUG=1 shows the command and all its output")
 
 
-def _first_compiler_error(output: str) -> str:
+def _first_compiler_error(failure: CompilerFailure) -> str:
     """The first line that g++, clang++ or the linker mark as an error; warnings may precede it."""
-    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    lines = [line.strip() for line in failure.output.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
+    if not lines and failure.status is not None:
+        return f"it wrote no message and exited with status {failure.status}"
     return next(iter(errors or lines), "it wrote no message")[:MAX_MESSAGE_CHARS]
 
 

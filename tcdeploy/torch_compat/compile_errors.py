@@ -23,6 +23,7 @@ class CompilerFailure(NamedTuple):
 
     source: str  # the file that it compiled, or the whole command if there is none
     output: str  # of the compiler, stdout and stderr
+    status: int | None = None  # exit status, negative for a signal; None if torch does not pass it on
 
 
 def supported() -> bool:
@@ -58,7 +59,8 @@ def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
         command, output = getattr(link, "cmd", None), getattr(link, "output", None)
         if type(link).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
             sources = [word for word in command[1:] if word.endswith(SOURCE_SUFFIXES)]
-            return CompilerFailure(sources[0] if sources else " ".join(command), output)
+            status = getattr(link.__cause__, "returncode", None)
+            return CompilerFailure(sources[0] if sources else " ".join(command), output, status)
     return None
 
 

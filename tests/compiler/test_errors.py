@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._inductor import cpp_builder
 from torch._inductor.exc import CppCompileError, InductorError
 
 from tcdeploy.compiler.errors import translate_compile_errors
@@ -67,6 +69,15 @@ def test_the_first_error_line_and_the_file_are_in_the_message(wrap: Any, plan: A
 def test_a_compiler_may_fail_in_other_words(output: str, message: str, plan: Any, tmp_path: Path) -> None:
     error = translate(InductorError(CppCompileError(COMMAND, output), None), plan, tmp_path)
     assert error.message.startswith(f"the C++ compiler failed on {SOURCE}: ") and error.message.endswith(message)
+
+
+@pytest.mark.parametrize("command", [["false"], ["sh", "-c", "kill -9 $$"]])
+def test_a_compiler_without_a_message_shows_its_exit_status(command: list[str], plan: Any, tmp_path: Path) -> None:
+    with pytest.raises(CppCompileError) as failure:
+        cpp_builder.run_compile_cmd(shlex.join(command), cwd=str(tmp_path))
+    error = translate(InductorError(failure.value, None), plan, tmp_path)
+    status = "1" if command == ["false"] else "-9"
+    assert error.message.endswith(f"it wrote no message and exited with status {status}")
 
 
 def test_a_compiler_without_memory_exits_with_code_7(plan: Any, tmp_path: Path) -> None:
