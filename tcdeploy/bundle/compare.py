@@ -1,5 +1,4 @@
-"""Compares two caches: what each was made from, which of their files differ, and which is newer. Does not import
-torch."""
+"""Compares two caches: what each was made from, which files differ, and which is newer. Does not import torch."""
 
 from __future__ import annotations
 
