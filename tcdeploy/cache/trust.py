@@ -18,9 +18,7 @@ from pathlib import Path
 
 from tcdeploy.errors import TrustError
 
-FOLDER_MODE = (
-    0o700  # of all folders that tcdeploy creates: the cache folder, folders in it, and missing folders above it
-)
+FOLDER_MODE = 0o700  # of every folder that tcdeploy creates
 
 
 def make_private_folder(path: str | Path) -> None:

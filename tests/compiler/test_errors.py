@@ -59,7 +59,7 @@ def test_the_first_error_line_and_the_file_are_in_the_message(wrap: Any, plan: A
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("", "it wrote no message"),
+        ("", "it printed no message"),
         ("\ncp: cannot stat 'a'\nb", "cp: cannot stat 'a'"),
         ("x.cpp:3:1: internal compiler error: Segmentation fault", "internal compiler error: Segmentation fault"),
     ],
