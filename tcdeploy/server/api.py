@@ -165,7 +165,7 @@ def _model_routes(state: ServerState) -> list[Route]:
 
 @contextlib.contextmanager
 def _admitted_body(state: ServerState) -> Iterator[tuple[Service, BodyReservation]]:
-    """Admits a request that needs the tokenizer only. It counts as one choice until it is answered."""
+    """Admit a request that needs only the tokenizer. It counts as one choice until the end of the block."""
     service = state.require_service()
     service.admission.acquire(1)
     try:

@@ -99,14 +99,14 @@ async def _receive_body(request: Request, body: _Body) -> bytearray:
 
 
 class _Body:
-    """A body while it arrives."""
+    """A body that is being received."""
 
     def __init__(self, max_bytes: int, reservation: BodyReservation) -> None:
         self.content = bytearray()
         self._max_bytes, self._reservation = max_bytes, reservation
 
     def append(self, chunk: bytes) -> None:
-        """Raises ApiError 413 or 503."""
+        """Raises ApiError 413 if the body is too large, and 503 if too many bytes wait."""
         size = len(self.content) + len(chunk)
         if size > self._max_bytes:
             raise _body_too_large(self._max_bytes)
