@@ -245,7 +245,7 @@ def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, 
         with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
             manifest = read_manifest(path)
             if manifest is not None and manifest.plan["key"] != path.stem:
-                raise _corruption_error(path, "it is of another plan")
+                raise _corruption_error(path, f"it belongs to plan {manifest.plan['key']!r:.50}")
             manifests |= {path.stem: manifest} if manifest is not None else {}
     return manifests
 

@@ -92,7 +92,7 @@ def test_a_plan_that_must_be_compiled_takes_no_changed_program_of_a_bundle(
     """A cold start gets the files of all plans."""
     assert Started(unpacked, COLD_KEY, keys.trusted).files.keys() == set(KINDS)
     change_program(unpacked, small.manifest)
-    with pytest.raises(IntegrityError, match="as the header of its bundle does"):
+    with pytest.raises(IntegrityError, match="with the size and sha256 of its bundle"):
         Started(unpacked, COLD_KEY, keys.trusted)
     assert Started(unpacked, COLD_KEY, keys.trusted, rebuild=True).files == {}
 
@@ -119,7 +119,7 @@ def test_a_manifest_that_lists_a_path_twice_is_refused(unpacked: Path, small: Pa
 def test_a_manifest_of_another_plan_is_refused(unpacked: Path, small: Packed, keys: Keys) -> None:
     other = manifest_for(unpacked, [KINDS[0]], bucket=64)
     write_manifest(path_of(unpacked, small.manifest), other)
-    with pytest.raises(IntegrityError, match="it is of another plan"):
+    with pytest.raises(IntegrityError, match="it belongs to plan"):
         Started(unpacked, small.key, keys.trusted)
 
 
@@ -181,7 +181,7 @@ def test_without_cryptography_a_start_checks_the_files_but_not_the_signature(
     with pytest.raises(TrustError, match="is not from a bundle that a trusted key signed"):
         Started(unpacked, small.key, keys.trusted, require_signed=True)
     change_program(unpacked, small.manifest)
-    with pytest.raises(IntegrityError, match="as the header of its bundle does"):
+    with pytest.raises(IntegrityError, match="with the size and sha256 of its bundle"):
         Started(unpacked, small.key, keys.trusted)
 
 
