@@ -4,7 +4,7 @@
     ROOT/triton/               files of Triton
     ROOT/manifests/            one JSON file per plan (manifest.py)
     ROOT/toolchain/            recorded output of the C++ compiler (toolchain.py)
-    ROOT/conflicts/            files whose path has other bytes in another plan (contents.py)
+    ROOT/conflicts/            files whose path another plan uses for different content (contents.py)
     ROOT/bundles/              headers and signatures of unpacked bundles (bundle/)
     ROOT/leases/               one lock file per plan, shared by the processes that run from it (leases.py)
     ROOT/precompiled_headers/  precompiled C++ headers, shared by starts that compile; not packed into bundles

@@ -111,9 +111,10 @@ def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: Sto
 def check_manifests(
     folder: str, plan_key: str, manifests: Mapping[str, Manifest], policy: SigningPolicy
 ) -> StoredBundle | None:
-    """Check the manifests whose files a start would use, and return the bundle of its own plan.
+    """Check the manifests whose files a start would use, and return the bundle of `plan_key`; None if it has none.
 
-    Raises IntegrityError and TrustError.
+    Raises IntegrityError, and TrustError for an invalid signature. With `policy.require_signed`, also raises TrustError
+    if a file of `plan_key` is not from a signed bundle.
     """
     bundles = {key: read_stored_bundle(folder, key, policy.trusted_keys) for key in manifests}
     for key, manifest in manifests.items():

@@ -24,9 +24,9 @@ def restore_docstrings(app: typer.Typer) -> None:
 
 
 def _docstring_in_source(function: Callable[..., Any]) -> str | None:
-    """The docstring in the function's module, found by name.
+    """The docstring in the source of the function's module, found by the function's name.
 
-    The function's own code is of no use, because options.py wraps commands in functions of another module.
+    `inspect.getsource(function)` would return a wrapper of options.py.
     """
     module = inspect.getmodule(function)
     try:

@@ -199,9 +199,9 @@ class Scheduler:
         if not self.waiting or self._has_free_row():
             return
         num_rows, sequence = self._rows_by_group(), self._next_waiting()
-        [(largest, count)] = num_rows.most_common(1) or [(None, 0)]
+        [(largest_group, count)] = num_rows.most_common(1) or [(None, 0)]
         if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
-            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest))
+            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest_group))
 
     def _account_for_chunk(self, chunk: Chunk) -> None:
         """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""

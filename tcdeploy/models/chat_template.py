@@ -41,7 +41,7 @@ def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_k
     if not _uses_jinja(tokenizer):
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs))
-        except Exception as error:  # modelling code
+        except Exception as error:  # code of the model family may raise anything
             raise ModelError(f"the chat template failed: {error}") from error
     try:
         request = _make_request(tokenizer, conversation, template_kwargs)

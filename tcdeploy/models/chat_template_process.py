@@ -19,7 +19,7 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-CPU_SECONDS = 10  # of one request. Usually the parent kills this process earlier; this limit is for a parent that died
+CPU_SECONDS = 10  # of one request; the parent kills this process earlier, unless the parent itself was killed
 MEMORY_BYTES = 1 << 30  # in addition to what the process has mapped after its imports
 MAX_TEXT_CHARS = 16 << 20  # a request has at most 8 MiB
 TEMPLATE_FILE = "<template>"  # the file name of templates in Jinja's tracebacks

@@ -103,7 +103,7 @@ class Environment:
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
-STAGING_PREFIX = ".start-"  # of the names of staging folders in a cache folder (cache/staging.py)
+STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it

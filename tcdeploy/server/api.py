@@ -208,13 +208,13 @@ async def _complete(
             if active is None:
                 service.admission.release(num_choices)
             elif stream is None:
-                active.close()  # a stream closes it at its end
+                active.close()  # a stream closes it when it ends
 
 
 async def _parse_body(
     state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
 ) -> RequestT:
-    """The validated JSON body. Raises ApiError 408, 413, 415, 400, or 503 if too many bytes wait."""
+    """The validated JSON body. Raises ApiError 400, 408, 413 or 415, and 503 if too many bytes wait."""
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")

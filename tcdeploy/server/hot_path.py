@@ -67,8 +67,8 @@ async def read_body(request: Request, max_bytes: int, hot_path: HotPath, reserva
 
     Saves the generator of `Request.stream()`, and `asyncio.timeout` for a body that came in the same packets as its
     headers, as most do. If the switch is off, every body is read from `Request.stream()` under a timer.
-    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S, ClientDisconnect if
-    the client leaves. Its effect on one client is within the noise.
+    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S; ClientDisconnect if
+    the client disconnects. The effect of the switch with one client is within the noise.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:  # refused before it arrives

@@ -37,7 +37,7 @@ INTERNAL = Internal(
     "compile errors",
     "torch",
     "torch._dynamo.exc.TorchDynamoException",
-    "errors of torch.compile may be shown as tracebacks without a hint, and those of g++ without its message",
+    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
     supported,
 )
 

@@ -105,7 +105,7 @@ class _Bounds(_Base):
             self._send_error_and_close(*_too_large("head" if self._in_headers else "trailers"))
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a rejected request, or bytes that are not HTTP. uvicorn calls it, also if a callback has raised."""
+        """Answer invalid HTTP, or a rejected request. uvicorn also calls it after an exception in a callback."""
         self._send_error_and_close(*(self._rejection or (400, "Bad Request", "the request is not valid HTTP/1.1")))
 
     # Parser callbacks

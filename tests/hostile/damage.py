@@ -2,8 +2,8 @@
 
 Each attack changes a copy of a bundle, or of a cache folder with two plans from signed bundles. `restore_plan`, which
 needs no torch, copies the files that a start uses into a staging folder; all of them must be from the signed bundles.
-Every start must refuse an attack that keeps the signed header. Without the signed header, a plan looks as if it had
-been compiled on this machine, so a start must refuse it only with `--require-signed`.
+Without its signed header, a plan looks as if it had been compiled on this machine. Attacks that remove the header are
+therefore tested only with `--require-signed`.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def leave_journal(folder: Path, target: Target, source: random.Random) -> None:
     (folder / ".start-evil" / "finished.jsonl").write_text(json.dumps([asdict(evil)]) + "\n")
 
 
-# PROTECTED: every start refuses the attack. NEED_REQUIRE_SIGNED: a start refuses it with --require-signed.
+# PROTECTED: attacks that must fail on every start. NEED_REQUIRE_SIGNED: on a start with --require-signed.
 PROTECTED: tuple[Attack, ...] = (
     flip_bit, cut, append, swap, remove, add, link_file, link_folder, rewrite_manifest, drop_from_manifest, list_twice,
     list_outside, second_manifest, copy_manifest, forge_header, swap_headers,

@@ -32,7 +32,7 @@ DEFAULT_COUNT = 220
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"r": "rename", "u": "remove", "w": "write", "f": "fsync", "l": "link", "m": "mkdir"}
 START = ("warm", "builtin:tiny", "--buckets", "16", "--batch-sizes", "1")
-OTHER_START = ("warm", "builtin:tiny", "--buckets", "32", "--batch-sizes", "1")  # shares the program of decode:1
+OTHER_START = ("warm", "builtin:tiny", "--buckets", "32", "--batch-sizes", "1")  # its decode:1 is the same program
 COUNTING = "import os; os.environ.update(KILL_PID=str(os.getpid()), {})"
 
 
@@ -233,7 +233,7 @@ def campaign(work_dir: Path, **options: Any) -> Iterator[Campaign]:
 
 
 def choose(source: random.Random, calls: str, count: int) -> list[int]:
-    """Choose numbers of distinct calls. At least half of them are no writes, because most calls are writes."""
+    """Choose the numbers of `count` calls. At least half of them are not writes, because most calls are writes."""
     writes = [number for number, kind in enumerate(calls, 1) if kind == "w"]
     others = [number for number, kind in enumerate(calls, 1) if kind != "w"]
     chosen = source.sample(others, min(len(others), max(count // 2, count - len(writes))))
