@@ -17,7 +17,7 @@ operating system are translated at the call that raises them. The CLI catches th
     |- SpaceError                 7   not enough disk space, host memory or GPU memory
     |- NetworkError               8   a remote cannot be reached
     |- OutputError                1   stdout is closed or cannot be written
-    |   `- BrokenPipe             141   the reader of stdout has ended; reported by the exit code alone
+    |   `- BrokenPipe             141   stdout is a broken pipe; no message is printed
     `- Interrupted              130   the user pressed Ctrl-C
 """
 
@@ -88,7 +88,7 @@ class OutputError(TcdeployError):
 
 
 class BrokenPipe(OutputError):
-    exit_code = 141  # as shells report a process that SIGPIPE ended
+    exit_code = 141  # 128 + SIGPIPE
 
 
 class Interrupted(TcdeployError):

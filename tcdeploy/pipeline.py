@@ -109,7 +109,8 @@ def prepare(
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
 
-    `trusted_keys`: the folder of keys whose signatures of bundles are trusted; default: as in `cache verify`.
+    `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
+    (cache/signing.py).
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
     TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH, and puts a folder in front of PATH if it replays a recorded compiler;
@@ -142,8 +143,8 @@ def prepare(
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(staging.path).track() as tracker:
-            keep = partial(_keep_finished_bucket, staging, tracker)
-            records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, keep)
+            on_finished = partial(_record_finished_bucket, staging, tracker)
+            records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, on_finished)
     with stages.stage("record"):
         files = _hash_used_files(staging, tracker.paths(), earlier)
         if recipe.require_signed and staging.bundle is not None:
@@ -167,17 +168,17 @@ def prepare(
     )
 
 
-def _keep_finished_bucket(staging: StagingFolder, tracker: FileAccessTracker, record: BucketRecord) -> None:
-    """If this start is killed, the next one need not compile the bucket again."""
+def _record_finished_bucket(staging: StagingFolder, tracker: FileAccessTracker, record: BucketRecord) -> None:
+    """Add a compiled bucket's files to the journal, so that the next start can reuse them if this one is killed."""
     if record.outcome == "miss":
         with translate_os_errors(staging.source):
             staging.add_to_journal(hash_files(staging.path, tracker.paths()))
 
 
 def _publish(staging: StagingFolder, manifest: Manifest) -> None:
-    """Move the files of the start into the cache folder, then its manifest. Raises SpaceError and TcdeployError.
+    """Copy new files into the cache folder, then write the manifest. Raises SpaceError and TcdeployError.
 
-    If another process has unpacked or discarded the plan in the meantime, the folder keeps that result.
+    Does nothing if another process has unpacked or discarded the plan's bundle since this start has read it.
     """
     key = str(manifest.plan["key"])
     with folder_lock(staging.target), translate_os_errors(staging.target):
@@ -189,7 +190,7 @@ def _publish(staging: StagingFolder, manifest: Manifest) -> None:
 
 
 def _compiled_at(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
-    """The date of the plan's programs: now, unless this start only loaded them."""
+    """When the plan was last compiled, in seconds since 1970: now, or as in the earlier manifest if all buckets hit."""
     if earlier is None or any(record.outcome == "miss" for record in records):
         return int(time.time())
     return earlier.compiled_at
@@ -213,7 +214,7 @@ def _hash_used_files(staging: StagingFolder, used_paths: list[str], earlier: Man
     """Hash the cache files that this start used, and the record of the C++ toolchain.
 
     If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
-    included. All files of the bundle that the plan came in are included, as the bundle lists them.
+    included. For a plan from a bundle, all files of the bundle are included, with the bundle's records.
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []

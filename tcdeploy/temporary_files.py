@@ -1,8 +1,8 @@
-"""Temporary files and folders that do not outlive a killed process for long.
+"""Temporary files and folders that are removed even if their process is killed.
 
-The process that makes one holds a flock on it, which the kernel releases even after `kill -9`. Making another one in
-the same folder first removes those that are not locked. The names contain a digest of the host's name, and only those
-of this host are removed: on a network file system, the locks of other hosts may be invisible.
+The process that creates one holds a flock on it, which the kernel releases even after `kill -9`. The next process that
+creates one in the same folder removes those that are not locked. Their names contain a digest of the host name, and
+only those of this host are removed: on a network file system, the locks of other hosts may be invisible.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FOLDER_PATTERN = re.compile(rf"tcdeploy-[a-z]+-{HOST}-[0-9a-f]{{12}}")
 
 @contextlib.contextmanager
 def temporary_file(target: Path) -> Iterator[Path]:
-    """Create an empty file beside `target`. At the end it is deleted, unless it was renamed. Raises OSError."""
+    """Create an empty file in the folder of `target`. Deletes it at the end, unless it was renamed. Raises OSError."""
 
     def create() -> tuple[Path, int]:
         path = target.with_name(f".{target.name}-{HOST}-{secrets.token_hex(6)}.tmp")
@@ -63,7 +63,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
 
 
 def _create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:
-    """Repeat `create` until its result is locked: another process may remove it before it is."""
+    """Call `create` until the new file is locked, because another process may remove it before this one locks it."""
     while True:
         path, descriptor = create()
         try:
@@ -71,7 +71,7 @@ def _create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:
         except BlockingIOError:
             os.close(descriptor)
             continue
-        except OSError:  # a file system without locks, where `_is_abandoned` finds nothing either
+        except OSError:  # a file system without locks, where `_remove_if_abandoned` fails too
             return path, descriptor
         with contextlib.suppress(OSError):
             if os.path.samestat(os.fstat(descriptor), os.lstat(path)):

@@ -79,4 +79,4 @@ def test_a_stored_bundle_is_not_checked_without_a_public_key(tmp_path: Path) -> 
     assert os.access(script, os.X_OK)
     command = [script, "--bundle", tmp_path / "x.tcb", "--stored", tmp_path, "--", TINY]
     done = subprocess.run(command, capture_output=True, text=True, env=cli_environment(tmp_path))
-    assert done.returncode == 2 and "--stored and --public-key need each other" in done.stderr
+    assert done.returncode == 2 and "--stored and --public-key must be given together" in done.stderr

@@ -1,5 +1,4 @@
-"""Compares two caches: what each was made from, which of their files differ, and which is newer. Does not import
-torch."""
+"""Compares two caches: what each was made from, which files differ, and which is newer. Does not import torch."""
 
 from __future__ import annotations
 
@@ -51,9 +50,9 @@ def _without_paths(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_not_older(new: Path, existing: Path) -> None:
-    """Raise TrustError if both files are bundles of one plan and the new one is older. Signatures are not verified.
+    """Raise TrustError if both files are bundles of the same plan and the new one is older.
 
-    Raises IntegrityError if the new file is not a bundle, but the existing one is.
+    Raises IntegrityError if the existing file is a bundle and the new one is not. Signatures are not verified.
     """
     try:
         existing_header = _read_header(existing)

@@ -77,10 +77,10 @@ def fetch(
 
 
 def _needs_refetch(plan: Plan, recipe: Recipe, trusted_keys: Path) -> bool:
-    """Whether the cached plan is damaged and would be rebuilt, since fetching it is faster than compiling, or whether
-    it is not from a signed bundle as `require_signed` demands.
+    """Whether to fetch a plan that the cache folder already has.
 
-    Without `on_bad_cache: rebuild`, the start reports the damage.
+    With `on_bad_cache: rebuild`, a damaged plan is fetched, because fetching is faster than compiling. Otherwise the
+    start reports the damage. With `require_signed`, a plan that is not from a signed bundle is fetched.
     """
     if recipe.on_bad_cache == "rebuild" and discard_if_damaged(plan.cache_dir, plan.key, trusted_keys):
         return True

@@ -4,9 +4,10 @@ A bundle holds the files that the plan's last start used, and that start must ha
 files is complete, and it excludes the variants that lost in tuning. If the last start compiled something,
 `warm_start_and_pack` starts the plan once more in a subprocess.
 
-The header has the manifest's date, the time at which the plan was last compiled, so that `unpack` can refuse a bundle
-that is older than the one it has. The time of packing would not do: packing a folder twice must give the same bytes,
-and repacking an old cache does not make it newer. SOURCE_DATE_EPOCH replaces the date, as in other reproducible builds.
+The header contains the time at which the plan was last compiled (`compiled_at` of the manifest), so that `unpack` can
+refuse a bundle that is older than the one that the folder has. The time of packing is not used, because packing a
+folder twice must give the same bytes, and because repacking must not make an old cache newer. SOURCE_DATE_EPOCH
+replaces the date, as in other reproducible builds.
 """
 
 from __future__ import annotations
@@ -57,8 +58,11 @@ def pack(
 ) -> PackResult:
     """Write the bundle of a plan atomically, signed if `secret_key` is given.
 
+    `trusted_keys`: the folder of trusted public keys, for a plan that was unpacked from a bundle; None: the default.
+
     Raises UsageError (no such plan), WarmStartRequiredError, IntegrityError (damaged or empty files, or files that
-    differ from the bundle that the plan came in), TrustError (that bundle's signature is invalid) and SpaceError.
+    differ from the bundle that the plan was unpacked from), TrustError (that bundle's signature is invalid) and
+    SpaceError.
     """
     manifest = read_manifest(manifest_path(folder, plan_key))
     if manifest is None:
@@ -101,7 +105,7 @@ def run_warm_start(folder: Path, plan_key: str) -> None:
     manifest = read_manifest(manifest_path(folder, plan_key))
     assert manifest is not None
     settings = {name: value for name, value in manifest.origin.recipe.items() if value is not None}
-    settings.pop("require_signed", None)  # the plan may have been made here since
+    settings.pop("require_signed", None)  # a later start may have compiled some of the plan's files
     with temporary_folder("pack") as work_dir:
         recipe = Path(work_dir, "recipe.yaml")
         recipe.write_text(yaml.safe_dump({**settings, "cache_dir": str(folder.absolute())}), encoding="utf-8")
@@ -119,7 +123,10 @@ def _with_source_date(manifest: Manifest) -> Manifest:
     """Raises UsageError for an invalid SOURCE_DATE_EPOCH."""
     text = os.environ.get("SOURCE_DATE_EPOCH", "")
     if text and not re.fullmatch("[0-9]{1,18}", text):
-        raise UsageError(f"SOURCE_DATE_EPOCH is {text!r}, expected seconds since 1970", "unset it")
+        raise UsageError(
+            f"SOURCE_DATE_EPOCH is {text!r}; it must be a number of seconds since 1970",
+            "unset it, or set it to a number",
+        )
     return dataclasses.replace(manifest, compiled_at=int(text)) if text else manifest
 
 

@@ -2,15 +2,15 @@
 
 The order matters. Nothing is written before the signature, the header, the payload's sha256 and the free space are
 checked. Each file is then written to a staging folder on the same disk and compared with the header on the way. Once
-all files are complete, they are renamed into the cache, then the plan's manifest, then the signed header, each flushed
-to disk before the next: a start uses only what a manifest lists. An undamaged file that a manifest lists is never
-replaced: if it has the path of a bundled file with other bytes, the bundled file goes to the folder for conflicts
-(cache/contents.py). A process killed at any point therefore leaves all plans intact, this one included. It may leave a
-staging folder, and files that no manifest lists; the next unpack of the bundle deletes both.
+all files are complete, they are renamed into the cache, then the plan's manifest, then the signed header. Each step is
+flushed to disk before the next, because a start uses only what a manifest lists. An undamaged file that a manifest
+lists is never replaced: if a bundled file has the same path and different content, the bundled file goes to
+CONFLICTS_DIR (cache/contents.py). A process killed at any point therefore leaves all plans intact, this one included.
+It may leave a staging folder, and files that no manifest lists; the next unpack of the bundle deletes both.
 
-A bundle that was compiled before the one that the plan came from (`compiled_at` of the manifest) is refused: a release
-that was signed in good faith and withdrawn since must not come back. Concurrent unpacks run one after another; all but
-the first find the plan present.
+If the folder has the plan from a bundle that was compiled later (`compiled_at` of the manifest), the older bundle is
+refused, so that a release that was signed and later withdrawn cannot be installed again. Concurrent unpacks run one
+after another; all but the first find the plan present.
 """
 
 from __future__ import annotations
@@ -88,8 +88,11 @@ def unpack(
 ) -> UnpackResult:
     """Unpack a bundle into a cache folder.
 
-    `allow_rollback` accepts a bundle that is older than the plan's, `is_trusted_folder` a folder that other users can
-    change. Raises TrustError, IntegrityError, SpaceError and TcdeployError.
+    allow_unsigned: accept a bundle that no trusted key signed.
+    allow_rollback: accept a bundle that is older than the one from which the folder has the plan.
+    is_trusted_folder: accept a folder that other users can change.
+
+    Raises TrustError, IntegrityError, SpaceError and TcdeployError.
     """
     opened = open_bundle(path, trusted_keys, allow_unsigned)
     manifest, key = opened.header.manifest, opened.header.plan_key
@@ -116,25 +119,27 @@ def unpack(
 
 
 def _check_links(folder: Path, manifest: Manifest) -> None:
-    """Nothing is written through a symbolic link. Raises TrustError."""
+    """Raise TrustError if a folder of a bundled file is a symbolic link: tcdeploy would write through it."""
     check_no_links(folder, (Path(file.path).parent.as_posix() for file in manifest.files))
 
 
 def _check_not_older(opened: OpenedBundle, folder: Path, trusted_keys: Path) -> None:
-    """Raise TrustError if the plan came from a newer bundle, unless only the new one is signed by a trusted key.
+    """Raise TrustError if the folder has the plan from a newer bundle.
 
-    A bundle without a date counts as older than any with one.
+    A bundle that a trusted key signed may replace one without a trusted signature, whatever their dates. A bundle
+    without a date is older than a bundle with one.
     """
     try:
         stored = read_stored_bundle(folder, opened.header.plan_key, trusted_keys)
-    except (IntegrityError, TrustError):  # to be replaced
+    except (IntegrityError, TrustError):  # a damaged or untrusted bundle may be replaced
         return
     if stored is None or (stored.signer is None and opened.signer is not None):
         return
     if reason := rollback_reason(opened.header, stored.header):
         raise TrustError(
-            f"{opened.path} is older than the bundle from which {folder} has plan {opened.header.plan_key}: {reason}",
-            "fetch the newer bundle; to replace the plan by the older one: --allow-rollback",
+            f"the bundle {opened.path} is older than the unpacked bundle of plan {opened.header.plan_key} in {folder}: "
+            f"{reason}",
+            "fetch the newer bundle; to replace the plan with the older one: --allow-rollback",
         )
 
 
@@ -170,7 +175,7 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool
             _write_bytes(staging / STAGED_MANIFEST, manifest_text(manifest).encode())
             sync_files(staging, [*(file.path for file in manifest.files), STAGED_MANIFEST])
             _publish_files(folder, staging, manifest)
-            if not is_header_present and stored_header.exists():  # until the new one is there, as if made here
+            if not is_header_present and stored_header.exists():  # it contradicts the new manifest
                 stored_header.unlink()
                 sync_folders(folder, [stored_header.relative_to(folder).as_posix()])
             _publish(folder, staging / STAGED_MANIFEST, manifest_path(folder, key))
@@ -184,7 +189,7 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool
 
 
 def _publish_files(folder: Path, staging: Path, manifest: Manifest) -> None:
-    """Rename the files into the cache folder, beside undamaged files of the same path that any manifest lists."""
+    """Rename the files into the cache folder. Undamaged files of the same path that a manifest lists are kept."""
     manifests = read_manifests(folder, skip_damaged=True).values()
     listed = group_by_path(file for other in manifests for file in other.files)
     targets = [path_to_publish(folder, file, listed.get(file.path, [])) for file in manifest.files]
@@ -201,7 +206,10 @@ def _publish(folder: Path, staged: Path, target: Path) -> None:
 
 
 def _replaced_files(folder: Path, manifest: Manifest, key: str) -> set[str]:
-    """The paths that the plan may leave unlisted: those of its earlier files, and the bundled ones beside conflicts."""
+    """Paths that can be unlisted after the unpack, and must then be deleted.
+
+    These are the files of the plan's earlier version, and a bundled file's own path if the file goes to CONFLICTS_DIR.
+    """
     earlier = None
     with contextlib.suppress(IntegrityError):
         earlier = read_manifest(manifest_path(folder, key))
@@ -234,5 +242,8 @@ def _write_bytes(path: Path, content: bytes) -> None:
 
 
 def _stored_header_content(opened: OpenedBundle) -> bytes:
-    """`verify` and each start read the signer and the files from it, and `gc` keeps its plan."""
+    """The signed header as the folder keeps it.
+
+    `verify` and each start read the signer and the list of files from it. `gc` keeps a plan that has one.
+    """
     return signed_header_bytes(opened.signed_header.header, opened.signed_header.signatures)

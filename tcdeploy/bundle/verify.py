@@ -40,8 +40,8 @@ LOGPROB_TOLERANCE_NATS = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.2}
 class VerifiedPlan:
     """A plan whose files all match their records.
 
-    `paths_not_from_bundle` lists the files of a plan from a bundle that the bundle does not have: a later start
-    compiled them.
+    For a plan from a bundle, `paths_not_from_bundle` lists its files that the bundle does not contain, because a later
+    start compiled them; `files_not_from_bundle` is their number.
     """
 
     plan_key: str
@@ -78,10 +78,10 @@ def verify_bundle(path: Path, trusted_keys: Path, allow_unsigned: bool = False) 
 def verify_folder(
     folder: Path, trusted_keys: Path, allow_unsigned: bool = False, require_signed: bool = False
 ) -> list[VerifiedPlan]:
-    """Verify all files of all plans in a folder, those from bundles against the signed headers.
+    """Verify all files of all plans in a folder. Plans from bundles are also compared with the signed headers.
 
-    `require_signed` also refuses plans and files that are not from a signed bundle. Raises TrustError, IntegrityError,
-    and UsageError without a plan.
+    `require_signed` refuses plans and files that are not from a signed bundle. Raises TrustError, IntegrityError, and
+    UsageError for a folder without a plan.
     """
     check_no_links(folder, OWN_NAMES)
     manifests = read_manifests(folder)
@@ -119,7 +119,10 @@ def _check_files(folder: Path, files: Iterable[FileRecord]) -> None:
 
 
 def packed_manifest(folder: Path, plan_key: str) -> Manifest:
-    """The packer's manifest for a plan from a bundle (each start rewrites the folder's), else the folder's."""
+    """The manifest that the packing machine wrote, for a plan from a bundle; else the manifest in the folder.
+
+    They differ, because each start rewrites the manifest in the folder.
+    """
     stored_header = read_stored_header(folder, plan_key)
     if stored_header is not None:
         return parse_header(stored_header, str(stored_header_path(folder, plan_key))).manifest

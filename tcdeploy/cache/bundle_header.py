@@ -1,8 +1,8 @@
 """The bundle header: the manifest of one plan, made portable, and the size and sha256 of the payload.
 
-The manifest is the one of the cache folder, so a folder that a bundle was unpacked into equals one that was warmed.
-Paths of the packing machine and timings of single warm starts are removed, so a cache in any folder packs to the same
-bytes. (Compiled files still contain paths of their sources.) Does not import torch.
+The manifest has the same format as in a cache folder, so unpacking and warming give equal folders. Paths of the packing
+machine and timings of single warm starts are removed, so that a cache packs to the same bytes in any folder. (Compiled
+files still contain paths of their sources.) Does not import torch.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def rollback_reason(new: Header, existing: Header) -> str:
     date, existing_date = new.manifest.compiled_at, existing.manifest.compiled_at
     if existing_date is None or (date is not None and date >= existing_date):
         return ""
-    return f"it was compiled {_format_date(date)}, and the other one {_format_date(existing_date)}"
+    return f"it was compiled {_format_date(date)}, and the newer one {_format_date(existing_date)}"
 
 
 def _format_date(seconds: int | None) -> str:

@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
-CONFLICTS_DIR = "conflicts"  # files whose path is taken by other bytes of another plan, named by their sha256
+CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
 CACHE_DIRS = ("fxgraph", "aotautograd", TRITON_DIR, TOOLCHAIN_DIR)
 
@@ -152,10 +152,10 @@ def list_cache_files(folder: str | Path) -> list[str]:
 
 
 def stored_path(folder: str | Path, file: FileRecord) -> str:
-    """Where the file lies, relative to the folder: at its path, or in CONFLICTS_DIR.
+    """The path at which the folder stores the file: the file's own path, or one in CONFLICTS_DIR.
 
-    torch names a file after its inputs, so two plans may list one path with different bytes: the same program, compiled
-    with different paths baked in.
+    torch names a file after its inputs, so two plans may list the same path with different content: the same program,
+    compiled in folders with different paths.
     """
     path = f"{CONFLICTS_DIR}/{file.sha256}"
     return path if Path(folder, path).is_file() else file.path
@@ -169,7 +169,10 @@ def group_by_path(files: Iterable[FileRecord]) -> dict[str, list[FileRecord]]:
 
 
 def path_to_publish(folder: str | Path, file: FileRecord, others: Iterable[FileRecord]) -> str:
-    """Where to write a file so that `others`, the listed files of the same path, stay: its path, or CONFLICTS_DIR."""
+    """The path at which to store a new file: its own path, or one in CONFLICTS_DIR.
+
+    `others` are the files that manifests list under the same path. An undamaged one is not overwritten.
+    """
     conflict = f"{CONFLICTS_DIR}/{file.sha256}"
     at_path = [other for other in others if other != file and stored_path(folder, other) == file.path]
     is_taken = os.path.lexists(Path(folder, conflict)) or intact_files(folder, at_path)
@@ -190,7 +193,7 @@ def find_damage(folder: str | Path, files: Iterable[FileRecord]) -> list[Damaged
 
 
 def intact_files(folder: str | Path, files: Iterable[FileRecord]) -> set[FileRecord]:
-    """Those of the files that equal their records."""
+    """The files whose content matches their records."""
     files = list(files)
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         results = pool.map(lambda file: _check_file(Path(folder), file), files)
@@ -207,9 +210,9 @@ def _check_file(folder: Path, file: FileRecord) -> DamagedFile | None:
 
 
 def read_checked(folder: Path, file: FileRecord, write: Callable[[bytes], object]) -> DamagedFile | None:
-    """Read a file once, passing its bytes to `write`, and compare it with its record.
+    """Read a file once, passing its bytes to `write`, and compare it with its record. Returns None if they match.
 
-    What `write` received is the recorded file only if None is returned. `write` may raise OSError.
+    Otherwise the bytes passed to `write` must not be used. Raises OSError only from `write`.
     """
     try:
         descriptor = os.open(folder / stored_path(folder, file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

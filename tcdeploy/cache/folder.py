@@ -1,13 +1,13 @@
 """The cache folder: its layout, and how a start uses it. Does not import torch.
 
-    ROOT/                      torch's files that manifests list: graphs, generated code, .so files, autotune winners
-    ROOT/triton/               those of Triton
+    ROOT/                      files of torch: graphs, generated code, .so files, autotune winners
+    ROOT/triton/               files of Triton
     ROOT/manifests/            one JSON file per plan (manifest.py)
     ROOT/toolchain/            recorded output of the C++ compiler (toolchain.py)
-    ROOT/conflicts/            files whose path has other bytes in another plan (contents.py)
+    ROOT/conflicts/            files whose path another plan uses for different content (contents.py)
     ROOT/bundles/              headers and signatures of unpacked bundles (bundle/)
     ROOT/leases/               one lock file per plan, shared by the processes that run from it (leases.py)
-    ROOT/precompiled_headers/  of the C++ compiler, shared by starts that compile; in no bundle
+    ROOT/precompiled_headers/  precompiled C++ headers, shared by starts that compile; not packed into bundles
     ROOT/.start-XXXX/          the staging folder of a start (staging.py)
     ROOT/.staging-XXXX/        files of a bundle that is being unpacked (bundle/unpack.py)
 
@@ -42,15 +42,16 @@ from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership
 from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
-UNPACKING_PREFIX = ".staging-"  # of folders in which bundles are unpacked, under the folder's lock
+UNPACKING_PREFIX = ".staging-"  # of the folders in which bundles are unpacked; the unpacking process holds the lock
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
+# What tcdeploy creates in the folder, besides torch's folders that are named by a hash.
 OWN_NAMES = (*CACHE_DIRS, CONFLICTS_DIR, MANIFESTS_DIR, BUNDLES_DIR, LEASES_DIR, HEADERS_DIR, LOCK_FILE)
 
 
 def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = False) -> StagingFolder:
     """Check the folder, create it if it is missing, and point torch and Triton at a staging folder in it.
 
-    If the folder holds the plan and is not writable, the staging folder is a temporary one. `is_trusted` skips the
+    If the folder holds the plan and is not writable, the staging folder is created in TMPDIR. `is_trusted` skips the
     check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
     """
     check_folder(root, is_trusted)
@@ -66,7 +67,10 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
 
 
 def check_folder(root: str | Path, is_trusted: bool = False) -> None:
-    """Raise TrustError if another user could change the folder, or if it leads elsewhere by a symbolic link."""
+    """Raise TrustError if another user could change the folder, or if one of OWN_NAMES in it is a symbolic link.
+
+    `is_trusted` skips the first check.
+    """
     check_no_links(root, OWN_NAMES)
     if not is_trusted:
         check_ownership(root)

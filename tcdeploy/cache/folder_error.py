@@ -1,4 +1,4 @@
-"""The errors of this package for failures of the operating system while a cache folder is written."""
+"""Translates an OSError of writing to a cache folder into an error of this package."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tcdeploy.errors import SpaceError, TcdeployError
 
 
 def folder_error(root: str, error: OSError) -> TcdeployError:
-    """The error of this package for an OSError that was raised while writing to the cache folder."""
+    """The error to raise for an OSError of writing to the cache folder `root`."""
     hint = "choose a writable folder: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return SpaceError(f"the disk of the cache folder {root} is full", "free space, or choose another --cache-dir")
@@ -21,7 +21,7 @@ def folder_error(root: str, error: OSError) -> TcdeployError:
 
 @contextlib.contextmanager
 def translate_os_errors(root: str) -> Iterator[None]:
-    """Raise `folder_error` for an OSError of the block."""
+    """Raise `folder_error` for an OSError that is raised in the block."""
     try:
         yield
     except OSError as error:

@@ -1,8 +1,7 @@
-"""Brings the files of a plan from the cache folder into a start's staging folder, and discards what is damaged.
+"""Copies a plan's files from the cache folder into a start's staging folder, and discards damaged plans.
 
-torch loads compiled libraries and unpickles graphs without checking them. A start therefore gets no file that is not
-named, with its size and sha256, by a complete manifest or by the journal of a start that was killed. Does not import
-torch.
+torch loads compiled libraries and unpickles graphs without checking them. A start therefore gets only files whose size
+and sha256 match a record in a complete manifest, or in the journal of a killed start. Does not import torch.
 """
 
 from __future__ import annotations
@@ -35,23 +34,23 @@ def restore_plan(
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
-    A plan that is cached gets its own files. Otherwise the start gets the files of all other plans, since plans share
-    programs, and the finished buckets of starts that were killed. Plans from bundles are checked against the signed
-    headers (provenance.py), and the bundle of this plan is stored in `staging.bundle`.
+    If the plan is cached, its files are copied. Otherwise the files of all other plans are copied, because plans share
+    programs, and the finished buckets of killed starts. Plans from bundles are compared with the signed headers
+    (provenance.py). Sets `staging.bundle` to the bundle of this plan.
 
-    For damage it raises IntegrityError with the first file; with `rebuild` it discards the plan and returns None
-    instead. Raises TrustError for an invalid signature, and with `policy.require_signed` for anything that is not in a
-    signed bundle; `rebuild` then has no effect.
+    If a file is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan and returns
+    None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises TrustError for a file
+    that is not in a signed bundle, and ignores `rebuild`.
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
     folder = staging.source
     try:
-        # Unpacking replaces manifest and header one after the other.
+        # The lock keeps a concurrent unpack from replacing the manifest and the header between the two reads.
         with contextlib.nullcontext() if staging.is_private_copy else folder_lock(folder):
             manifests = _read_needed_manifests(folder, plan_key)
             staging.bundle = check_manifests(folder, plan_key, manifests, policy)
-            if plan_key not in manifests and not staging.is_private_copy:  # of a manifest with another schema
+            if plan_key not in manifests and not staging.is_private_copy:  # the manifest has another schema
                 stored_header_path(folder, plan_key).unlink(missing_ok=True)
         manifest = manifests.get(plan_key)
         damage = staging.fill(_needed_files(manifests, plan_key))
@@ -67,7 +66,7 @@ def restore_plan(
         _start_over(staging, plan_key, policy.trusted_keys)
     if manifest is None:
         if buckets := take_over_finished_buckets(staging):
-            log.warning("an earlier start was killed; the %d buckets that it had finished are used", buckets)
+            log.warning("an earlier start was killed; the %d buckets that it had finished are reused", buckets)
     elif not staging.is_private_copy:
         with folder_lock(folder):
             remove_abandoned_folders(folder, keep_journals=True)
@@ -79,15 +78,17 @@ def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
     made_here = files_made_here(manifest.files, staging.bundle) if staging.bundle is not None else []
     if made_here:
         log.warning(
-            "%d of the %d files of plan %s were made on this machine and are not in its bundle, such as %s",
+            "%d of the %d files of plan %s were compiled on this machine and are not in its bundle, for example %s",
             len(made_here), len(manifest.files), manifest.plan["key"], made_here[0],
         )  # fmt: skip
 
 
 def _read_needed_manifests(folder: str, plan_key: str) -> dict[str, Manifest]:
-    """The manifest of the plan; those of all plans if it has none, or if its process found programs in memory.
+    """The manifests whose files the start needs, by plan key.
 
-    A bundle is complete, so a plan from one needs no other. Raises IntegrityError.
+    The plan's own manifest is enough if it lists all files of the plan: if it is from a bundle, or if the start that
+    wrote it was the first of its process. (A later start may have found programs in memory, whose files it does not
+    list.) Otherwise the manifests of all plans are needed. Raises IntegrityError.
     """
     path, stored_header = manifest_path(folder, plan_key), stored_header_path(folder, plan_key)
     manifest = read_manifest(path)
@@ -102,13 +103,13 @@ def _read_needed_manifests(folder: str, plan_key: str) -> dict[str, Manifest]:
 
 
 def _needed_files(manifests: Mapping[str, Manifest], plan_key: str) -> list[FileRecord]:
-    """By path, those of the plan last: two plans may list different bytes under one path."""
+    """One file per path. If two plans list different content for a path, the file of `plan_key` is used."""
     own_last = sorted(manifests, key=lambda key: key == plan_key)
     return list({file.path: file for key in own_last for file in manifests[key].files}.values())
 
 
 def _start_over(staging: StagingFolder, plan_key: str, trusted_keys: Path) -> None:
-    """Discard the plan, and fill the staging folder with the undamaged files of the others."""
+    """Discard the plan, and fill the staging folder with the undamaged files of the other plans."""
     if not staging.is_private_copy:
         discard_plan(staging.source, plan_key)
     staging.clear()
@@ -122,8 +123,11 @@ def _start_over(staging: StagingFolder, plan_key: str, trusted_keys: Path) -> No
 
 
 def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
-    """Discard the plan if its manifest or one of its files is damaged or missing, or if it differs from the bundle that
-    it came in; returns whether it was."""
+    """Discard the plan if it is damaged, and return whether it was.
+
+    A plan is damaged if its manifest or a file is missing or changed, or if it does not match the signed header of its
+    bundle.
+    """
     try:
         manifest = read_manifest(manifest_path(folder, plan_key))
         if manifest is not None and not find_damage(folder, manifest.files):
@@ -171,6 +175,6 @@ def discard_plan(folder: str, plan_key: str) -> None:
 
 
 def _remove_manifest(folder: str, plan_key: str) -> None:
-    """The stored header first: a header without a manifest is an error."""
+    """Delete the stored header before the manifest, because a header without a manifest is an error."""
     stored_header_path(folder, plan_key).unlink(missing_ok=True)
     manifest_path(folder, plan_key).unlink(missing_ok=True)

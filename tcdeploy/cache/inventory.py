@@ -1,10 +1,10 @@
 """Inventory and garbage collection of a cache folder. Does not import torch.
 
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
-a live lease or an imported bundle are kept regardless of age and size. A file that no manifest lists is used by no
-start: it was left by a killed process, or belongs to another program that uses the folder. It is deleted after 24
-hours. Precompiled headers and the staging folders of killed starts are always deleted; the next
-start that compiles on a CPU makes new headers, in about 10 s.
+a live lease or an imported bundle are kept regardless of age and size. No start uses a file that no manifest lists: a
+killed process left it, or it belongs to another program that uses the folder. It is deleted after 24 hours. Precompiled
+headers and staging folders of killed starts are always deleted; the next start that compiles on a CPU makes new
+headers in about 10 s.
 """
 
 from __future__ import annotations
@@ -92,16 +92,15 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileR
 
 def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     """(files, bytes) per kind of content, largest first. Unlisted files form a kind of their own."""
-    listed = {
-        stored_path(folder, file): file.path for listing in read_manifests(folder).values() for file in listing.files
-    }
+    manifests = read_manifests(folder).values()
+    original_paths = {stored_path(folder, file): file.path for manifest in manifests for file in manifest.files}
     usage: dict[str, tuple[int, int]] = {}
     for path in list_cache_files(folder):
-        _add_usage(usage, kind_of(listed[path]) if path in listed else UNLISTED, folder / path)
+        _add_usage(usage, kind_of(original_paths[path]) if path in original_paths else UNLISTED, folder / path)
     for header in folder.glob(f"{HEADERS_DIR}/*"):
         _add_usage(usage, "precompiled headers", header)
     for staged in folder.glob(f"{STAGING_PREFIX}*/**/*"):
-        if staged.parent.name != HEADERS_DIR:  # hard links
+        if staged.parent.name != HEADERS_DIR:  # these are hard links to the headers above
             _add_usage(usage, "staging folders of starts", staged)
     return dict(sorted(usage.items(), key=lambda item: -item[1][1]))
 
@@ -170,7 +169,11 @@ def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | N
 
 
 def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
-    """Files that no manifest but those of `removed_keys` lists, precompiled headers, and those of killed starts."""
+    """The files to delete, relative to the folder.
+
+    Files that only the plans in `removed_keys` list, old files that no plan lists, precompiled headers, and the staging
+    folders of killed starts.
+    """
     manifests = read_manifests(folder)
     listed = {
         stored_path(folder, file)
@@ -182,11 +185,11 @@ def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
     paths = [
         path for path in list_cache_files(folder) if path in freed or (path not in listed and _is_old(folder / path))
     ]
-    others = [folder / HEADERS_DIR, *abandoned_folders(folder)]
+    extra_folders = [folder / HEADERS_DIR, *abandoned_folders(folder)]
     return paths + [
         path.relative_to(folder).as_posix()
-        for other in others
-        for path in sorted(other.rglob("*"))
+        for extra_folder in extra_folders
+        for path in sorted(extra_folder.rglob("*"))
         if not path.is_dir() or path.is_symlink()
     ]
 

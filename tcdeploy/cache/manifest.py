@@ -118,7 +118,7 @@ class Manifest:
     files: tuple[FileRecord, ...]  # used by the start that wrote the manifest, sorted by path
     workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
     is_first_start: bool = True  # whether its process had prepared nothing before
-    compiled_at: int | None = None  # when the last start that compiled ended, in s since 1970; None: not recorded
+    compiled_at: int | None = None  # end of the last start that compiled, in seconds since 1970; None: not recorded
     schema: int = SCHEMA_VERSION
 
     @property
@@ -212,10 +212,10 @@ def _sync_folder(folder: Path) -> None:
 
 def manifest_text(manifest: Manifest) -> str:
     """The content of the file. Equal manifests give equal bytes."""
-    return _text(asdict(manifest))
+    return _text_with_checksum(asdict(manifest))
 
 
-def _text(content: dict[str, Any]) -> str:
+def _text_with_checksum(content: dict[str, Any]) -> str:
     return json.dumps({**content, "sha256": _digest(content)}, indent=1)
 
 
@@ -245,7 +245,7 @@ def read_manifests(folder: str | Path, skip_damaged: bool = False) -> dict[str, 
         with contextlib.suppress(*([IntegrityError] if skip_damaged else [])):
             manifest = read_manifest(path)
             if manifest is not None and manifest.plan["key"] != path.stem:
-                raise _corruption_error(path, "it is of another plan")
+                raise _corruption_error(path, f"it belongs to plan {manifest.plan['key']!r:.50}")
             manifests |= {path.stem: manifest} if manifest is not None else {}
     return manifests
 
@@ -269,8 +269,8 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         if schema != SCHEMA_VERSION:
             raise _corruption_error(path, f"it has schema {schema}, and this version reads {SCHEMA_VERSION}")
         digest = document.pop("sha256")
-        undated = {"compiled_at"} - set(document)  # a manifest of version 0.2
-        _check_fields({**document, **dict.fromkeys(undated)}, Manifest)
+        absent_fields = {"compiled_at"} - set(document)  # version 0.2 did not record it
+        _check_fields({**document, **dict.fromkeys(absent_fields)}, Manifest)
         _check_date(document.get("compiled_at"))
         manifest = Manifest(
             **{
@@ -282,8 +282,8 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
-    content = {name: value for name, value in asdict(manifest).items() if name not in undated}
-    if digest != _digest(document) or text != _text(content):
+    content = {name: value for name, value in asdict(manifest).items() if name not in absent_fields}
+    if digest != _digest(document) or text != _text_with_checksum(content):
         raise _corruption_error(path, "its checksum does not match")
     return manifest
 
@@ -292,7 +292,7 @@ def _check_date(seconds: Any) -> None:
     if seconds is not None and (
         not isinstance(seconds, int) or isinstance(seconds, bool) or not 0 <= seconds < 1 << 62
     ):
-        raise ValueError(f"compiled_at is {seconds!r:.50}")
+        raise ValueError(f"compiled_at is {seconds!r:.50}; it must be a number of seconds since 1970")
 
 
 def _read_origin(document: dict[str, Any]) -> Origin:

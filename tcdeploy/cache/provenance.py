@@ -1,12 +1,12 @@
 """Where the files of a plan come from: a signed bundle, or this machine.
 
-Unpacking a bundle keeps its header with the signatures in bundles/KEY.head. Each start rewrites the manifest of its
-plan, and so can anybody who may write to the folder; the header cannot be changed without the signer's key. Each start
-and `cache verify` therefore require that every file of the header is in the plan's manifest, with the header's size and
-sha256, whatever other manifests say. Files that the manifest lists beyond the header were made on this machine.
+When a bundle is unpacked, its header and signatures are stored in bundles/KEY.head. Each start rewrites the manifest of
+its plan, and anyone with write access to the folder can change a manifest. The header cannot be changed without the
+signer's key. Each start and `cache verify` therefore require that the plan's manifest lists every file of the header
+with the header's size and sha256. Files in the manifest that are not in the header were compiled on this machine.
 
-A folder whose header was deleted looks like one that was warmed here. `--require-signed` refuses both. Does not import
-torch.
+A plan whose header was deleted looks like a plan that was compiled on this machine. `--require-signed` refuses both.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tcdeploy.errors import IntegrityError, TrustError
 
 @dataclass(frozen=True)
 class SigningPolicy:
-    """`require_signed`: use only files that are listed in a bundle header signed by one of the trusted keys."""
+    """`trusted_keys` is the folder of trusted public keys. `require_signed`: use only files of bundles they signed."""
 
     trusted_keys: Path
     require_signed: bool = False
@@ -36,7 +36,7 @@ class SigningPolicy:
 
 @dataclass(frozen=True)
 class StoredBundle:
-    """The header that an unpacked bundle left in the folder. `signer` is None if no trusted key signed it."""
+    """The header of an unpacked bundle, as the cache folder keeps it. `signer` is None if no trusted key signed it."""
 
     header: Header
     signed_header: SignedHeader
@@ -54,10 +54,11 @@ def stored_header_path(folder: str | Path, plan_key: str) -> Path:
 def read_stored_bundle(
     folder: str | Path, plan_key: str, trusted_keys: Path, allow_unsigned: bool = True
 ) -> StoredBundle | None:
-    """The stored header of a plan; None if the plan did not come in a bundle.
+    """The stored header of a plan; None if the plan is not from a bundle.
 
     Raises IntegrityError for a damaged header, and TrustError if a trusted key's signature does not match it, or if no
-    trusted key signed it and `allow_unsigned` is false. Without `cryptography`, no signer is known.
+    trusted key signed it and `allow_unsigned` is false. If the package `cryptography` is not installed and
+    `allow_unsigned` is true, the signatures are not checked and `signer` is None.
     """
     signed_header = read_stored_header(folder, plan_key)
     if signed_header is None:
@@ -91,25 +92,29 @@ def read_stored_header(folder: str | Path, plan_key: str) -> SignedHeader | None
 
 
 def check_manifest(folder: str | Path, key: str, manifest: Manifest, bundle: StoredBundle | None) -> None:
-    """Raise IntegrityError if the manifest is of another plan, if it lists a file twice or outside of the folder, or if
-    it does not list every file of the bundle as the bundle does. Raises TrustError if it is a symbolic link."""
+    """Check a manifest, and that it lists every file of `bundle` with the bundle's size and sha256.
+
+    Raises IntegrityError if it does not, if the manifest belongs to another plan, or if it lists a file twice or
+    outside of the folder. Raises TrustError if the manifest is a symbolic link.
+    """
     check_no_links(folder, [manifest_path("", key).as_posix()])
     if manifest.plan["key"] != key:
-        raise _manifest_error(folder, key, "is corrupt: it is of another plan")
+        raise _manifest_error(folder, key, f"is corrupt: it belongs to plan {manifest.plan['key']!r:.50}")
     listed = {file.path: file for file in manifest.files if is_plain_record(file)}
     if len(listed) != len(manifest.files):
         raise _manifest_error(folder, key, "lists an invalid or duplicate file")
     for file in bundle.files if bundle is not None else ():
         if listed.get(file.path) != file:
-            raise _manifest_error(folder, key, f"does not list {file.path} as the header of its bundle does")
+            raise _manifest_error(folder, key, f"does not list {file.path} with the size and sha256 of its bundle")
 
 
 def check_manifests(
     folder: str, plan_key: str, manifests: Mapping[str, Manifest], policy: SigningPolicy
 ) -> StoredBundle | None:
-    """Check the manifests whose files a start would use, and return the bundle of its own plan.
+    """Check the manifests whose files a start would use, and return the bundle of `plan_key`; None if it has none.
 
-    Raises IntegrityError and TrustError.
+    Raises IntegrityError, and TrustError for an invalid signature. With `policy.require_signed`, also raises TrustError
+    if a file of `plan_key` is not from a signed bundle.
     """
     bundles = {key: read_stored_bundle(folder, key, policy.trusted_keys) for key in manifests}
     for key, manifest in manifests.items():
@@ -130,14 +135,14 @@ def require_bundled(plan_key: str, files: Iterable[FileRecord], bundle: StoredBu
     """Raise TrustError if one of the plan's files is not in the bundle."""
     if made_here := files_made_here(files, bundle):
         raise TrustError(
-            f"{len(made_here)} files of plan {plan_key} were made on this machine, such as {made_here[0]}",
+            f"{len(made_here)} files of plan {plan_key} were compiled on this machine, for example {made_here[0]}",
             "--require-signed uses only files of a signed bundle; to discard the others, unpack the bundle again: "
             "tcdeploy cache unpack FILE.tcb FOLDER",
         )
 
 
 def files_made_here(files: Iterable[FileRecord], bundle: StoredBundle) -> list[str]:
-    """The paths of files that the bundle does not list."""
+    """The paths of the files that the bundle does not list: they were compiled on this machine."""
     signed = set(bundle.files)
     return [file.path for file in files if file not in signed]
 

@@ -3,17 +3,17 @@
     ROOT/.start-XXXX/                      TORCHINDUCTOR_CACHE_DIR while the process runs
     ROOT/.start-XXXX/triton/               TRITON_CACHE_DIR
     ROOT/.start-XXXX/precompiled_headers/  hard links to ROOT/precompiled_headers/
-    ROOT/.start-XXXX/finished.jsonl        the journal of a cold start: per finished bucket the records of its files
+    ROOT/.start-XXXX/finished.jsonl        the journal of a cold start: one line of file records per finished bucket
     ROOT/.start-XXXX/lock                  locked while the process runs
 
-torch executes whatever lies in its cache folder, such as a library that a killed compiler left half-written. A start
-therefore works in a folder of its own. The files that a manifest lists are copied into it and compared with their
-records on the way, so the bytes that were checked are the bytes that are loaded. Files that are new are published to
-the cache folder after the whole plan has passed its checks, and the manifest after them. A start that is killed leaves
-its staging folder behind; the next start that has to compile takes over the buckets in its journal and deletes it.
+torch loads every file in its cache folder, even a library that a killed compiler left incomplete. A start therefore
+works in a folder of its own. The files that a manifest lists are copied into it and compared with their records during
+the copy, so exactly the checked bytes are loaded. When all buckets have passed their checks, the new files are copied
+to the cache folder, and then the manifest is written. A killed start leaves its staging folder; the next start that has
+to compile takes over the buckets in its journal and deletes it.
 
-If the cache folder is read-only (a container image, a read-only mount), the staging folder is a temporary one, and the
-manifest is written there. Does not import torch.
+If the cache folder is read-only (a container image, a read-only mount), the staging folder is created in TMPDIR, and
+the manifest is written into it. Does not import torch.
 """
 
 from __future__ import annotations
@@ -53,20 +53,25 @@ HEADERS_DIR = "precompiled_headers"
 JOURNAL, LOCK = "finished.jsonl", "lock"
 COPY_THREADS = 4
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
-_own: dict[str, StagingFolder] = {}  # of this process, by cache folder
+_own_folders: dict[str, StagingFolder] = {}  # those of this process, by the real path of their cache folder
 
 
 class StagingFolder:
-    """`path` is the folder that torch uses. `source` is the user's cache folder; `target` receives what is new: the
-    cache folder, or `path` itself if that is read-only. `is_trusted`: even if other users can change the cache folder.
+    """The staging folder of a start.
+
+    path: the folder that torch uses.
+    source: the cache folder.
+    target: the folder that receives new files and the manifest: `source`, or `path` if `source` is read-only.
+    is_trusted: whether to use the cache folder even if other users can change it.
+    bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
 
     def __init__(self, path: str, source: str, target: str, lock: IO[bytes], is_trusted: bool = False) -> None:
         self.path, self.source, self.target, self.is_trusted = os.path.realpath(path), source, target, is_trusted
         self._lock, self._pid = lock, os.getpid()
-        self._copied: set[FileRecord] = set()  # from the cache folder
+        self._copied: set[FileRecord] = set()  # files that the cache folder has too
         self._in_journal: set[FileRecord] = set()
-        self.bundle: StoredBundle | None = None  # the one that the plan came in, if it did
+        self.bundle: StoredBundle | None = None
 
     @property
     def is_private_copy(self) -> bool:
@@ -78,14 +83,14 @@ class StagingFolder:
 
     @property
     def is_usable(self) -> bool:
-        """Whether this process made it, and not the one that this was forked from."""
+        """Whether the folder exists and this process created it. False in a child that was forked afterwards."""
         return self._pid == os.getpid() and os.path.isdir(self.path)
 
     def fill(self, files: Iterable[FileRecord], abandoned: Path | None = None) -> list[DamagedFile]:
-        """Copy these files from the cache folder, or an abandoned staging folder, and compare each with its record.
+        """Copy files from the cache folder, or from the staging folder `abandoned`, and compare each with its record.
 
-        Returns the files that are missing or differ; no copy of them exists then. Raises SpaceError, TrustError and
-        TcdeployError.
+        Returns the files that are missing or differ from their records; these are not copied. Raises SpaceError,
+        TrustError and TcdeployError.
         """
         folder, files = abandoned or Path(self.source), list(files)
         parents = {Path(file.path).parent.as_posix() for file in files} - {"."}
@@ -109,7 +114,8 @@ class StagingFolder:
         if not self.is_private_copy:
             if error.errno in DISK_FULL:
                 return SpaceError(
-                    f"the disk of the cache folder {self.source} is full; a start copies the {size} bytes of its plan",
+                    f"the disk of the cache folder {self.source} is full; the start needs {size} bytes for a copy of "
+                    "its plan",
                     "free space, or choose another --cache-dir",
                 )
             return TcdeployError(
@@ -127,7 +133,10 @@ class StagingFolder:
         )
 
     def add_to_journal(self, files: Iterable[FileRecord]) -> None:
-        """Record the files of a finished bucket: if this start is killed, the next one uses them. Raises OSError."""
+        """Record the files of a finished bucket, so that the next start can use them if this one is killed.
+
+        Raises OSError.
+        """
         new = [file for file in files if file not in self._copied | self._in_journal]
         if not new or self.is_private_copy:
             return
@@ -139,10 +148,10 @@ class StagingFolder:
         self._in_journal.update(new)
 
     def publish(self, files: Iterable[FileRecord], others: Iterable[FileRecord]) -> None:
-        """Copy the files that the cache folder lacks into it, durably; the caller holds its lock.
+        """Copy the files that the cache folder does not have into it, and flush them. The caller holds its lock.
 
-        `others` are the files that manifests of other plans list: a path that one of them has with other bytes stays,
-        and this file goes to CONFLICTS_DIR.
+        `others` are the files that manifests of other plans list. If one of them has the same path and different
+        content, it is kept, and the new file goes to CONFLICTS_DIR.
         """
         if self.is_private_copy:
             return
@@ -161,7 +170,7 @@ class StagingFolder:
         Path(self.path, JOURNAL).unlink(missing_ok=True)
 
     def clear(self) -> None:
-        """Remove all cache files, for another start of this process."""
+        """Remove all files but the lock and precompiled headers, before this process starts another plan."""
         for entry in os.scandir(self.path):
             if entry.name not in (LOCK, HEADERS_DIR):
                 shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
@@ -175,8 +184,8 @@ class StagingFolder:
 
 
 def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
-    """The staging folder that this process has for a cache folder, emptied with `clear`; None if it has none."""
-    staging = _own.get(os.path.realpath(root))
+    """The staging folder that this process has for a cache folder; None if it has none. `clear` empties it first."""
+    staging = _own_folders.get(os.path.realpath(root))
     if staging is None or not staging.is_usable:
         return None
     if clear:
@@ -186,16 +195,16 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
 
 def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
     """Create the staging folder of this process in the cache folder. Raises TcdeployError and OSError."""
-    with folder_lock(root):  # so that no other process takes it for an abandoned one before it is locked
+    with folder_lock(root):  # without it, another process could delete the new folder before its lock is taken
         path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root)
-        lock = open(Path(path, LOCK), "wb")  # noqa: SIM115 - open as long as the process runs
+        lock = open(Path(path, LOCK), "wb")  # noqa: SIM115 - held open until the process exits
         fcntl.flock(lock, fcntl.LOCK_EX)
     _link_headers(Path(root), Path(path))
     return _register(StagingFolder(path, root, root, lock, is_trusted))
 
 
 def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create a staging folder for a cache folder that cannot be written. Raises TcdeployError."""
+    """Create a staging folder in TMPDIR, for a cache folder that cannot be written. Raises TcdeployError."""
     try:
         path = os.path.realpath(tempfile.mkdtemp(prefix="tcdeploy-cache-"))
         return _register(StagingFolder(path, root, path, open(Path(path, LOCK), "wb"), is_trusted))
@@ -207,15 +216,15 @@ def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
 
 
 def _register(staging: StagingFolder) -> StagingFolder:
-    if not _own:
+    if not _own_folders:
         atexit.register(remove_own_staging_folders)
-    _own[os.path.realpath(staging.source)] = staging
+    _own_folders[os.path.realpath(staging.source)] = staging
     return staging
 
 
 def remove_own_staging_folders() -> None:
-    """Remove the staging folders of this process. For a process that ends without Python's exit handlers."""
-    for staging in _own.values():
+    """Remove the staging folders of this process. To be called before `os._exit`, which runs no exit handlers."""
+    for staging in _own_folders.values():
         staging.remove()
 
 
@@ -225,8 +234,10 @@ def abandoned_folders(root: str | Path) -> list[Path]:
 
 
 def take_over_finished_buckets(staging: StagingFolder) -> int:
-    """Copy the files in the journals of abandoned staging folders, delete those folders, and return the number of
-    buckets. A copy that does not match its record in the journal is left out."""
+    """Copy the files in the journals of abandoned staging folders, and delete those folders.
+
+    Returns the number of buckets. Files that do not match their records in the journal are not copied.
+    """
     if staging.is_private_copy:
         return 0
     buckets = 0
@@ -240,8 +251,10 @@ def take_over_finished_buckets(staging: StagingFolder) -> int:
 
 
 def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> list[Path]:
-    """Delete abandoned staging folders, without those that have a journal if `keep_journals`. The caller holds the
-    folder's lock."""
+    """Delete abandoned staging folders and return them. The caller holds the folder's lock.
+
+    `keep_journals` keeps the folders that have a journal, for the next start that has to compile.
+    """
     folders = [path for path in abandoned_folders(root) if not (keep_journals and (path / JOURNAL).exists())]
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -254,13 +267,13 @@ def _is_locked(folder: Path) -> bool:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # it was killed before it made the lock file
+    except OSError:  # the process was killed before it created the lock file
         return False
     return False
 
 
 def _read_journal(folder: Path) -> list[list[FileRecord]]:
-    """The records in a journal, by bucket. Its last line may be incomplete."""
+    """The records in a journal, one list per bucket. An incomplete last line is skipped."""
     buckets: list[list[FileRecord]] = []
     with contextlib.suppress(OSError, ValueError, TypeError):
         for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines():
@@ -270,7 +283,7 @@ def _read_journal(folder: Path) -> list[list[FileRecord]]:
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
-    temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # a name may have the most bytes allowed
+    temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # path.name may be too long for an additional suffix
     with open(temporary, "wb") as copy:
         damage = read_checked(folder, file, copy.write)
     if damage is None:
@@ -282,7 +295,7 @@ def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile |
 
 
 def _copy_durably(source: Path, target: Path) -> None:
-    """Through a temporary name, so that the target is complete or absent at any moment."""
+    """Copy to a temporary file, flush and rename it, so that `target` is complete or absent at any time."""
     make_private_folder(target.parent)
     temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
     try:
@@ -296,8 +309,10 @@ def _copy_durably(source: Path, target: Path) -> None:
 
 
 def _link_headers(source: Path, target: Path) -> None:
-    """Link precompiled headers, each with its source, unless `target` has them. Only complete ones lie in a cache
-    folder, because they are linked there after a start."""
+    """Hard-link precompiled headers and their sources into `target`, unless it has them.
+
+    Headers are linked into the cache folder after a start has succeeded, so all headers there are complete.
+    """
     if not (source / HEADERS_DIR).is_dir():
         return
     with contextlib.suppress(OSError):  # a file system without hard links: the next start precompiles again
@@ -312,13 +327,13 @@ def _link_headers(source: Path, target: Path) -> None:
 
 
 def sync_files(folder: Path, paths: Iterable[str]) -> None:
-    """Flush files to disk, several at once: an fsync mostly waits. Raises OSError."""
+    """Flush files to disk, several in parallel, because an fsync mostly waits. Raises OSError."""
     with ThreadPoolExecutor(COPY_THREADS) as pool:
         list(pool.map(lambda path: _sync(folder / path), paths))
 
 
 def sync_folders(root: Path, paths: Iterable[str]) -> None:
-    """Flush the entries of all folders between `root` and these files to disk. Raises OSError."""
+    """Flush `root`, and all folders between it and these files, to disk. Raises OSError."""
     folders = {parent for path in paths for parent in Path(path).parents}
     sync_files(root, (folder.as_posix() for folder in folders))
 

@@ -1,4 +1,4 @@
-"""Refuses a cache folder that another user could change: torch unpickles and executes what lies in it.
+"""Refuses a cache folder that another user could change, because torch unpickles and executes the files in it.
 
 The folder and each folder above it, up to a sticky one such as /tmp, must belong to this user or to root, and only
 their owner may write to them. A group may write if it is the owner's private group, as on most Linux distributions.
@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tcdeploy.errors import TrustError
 
-FOLDER_MODE = 0o700  # of the cache folder and the folders above it that tcdeploy creates
+FOLDER_MODE = 0o700  # of every folder that tcdeploy creates
 
 
 def make_private_folder(path: str | Path) -> None:
@@ -31,9 +31,9 @@ def make_private_folder(path: str | Path) -> None:
 
 
 def check_ownership(path: str | Path) -> None:
-    """Raise TrustError if another user than root could add or replace files in the folder.
+    """Raise TrustError if a user other than this one and root could add or replace files in the folder.
 
-    Folders that do not exist yet are skipped. Where the path leads through a symbolic link, the target is checked.
+    Symbolic links in the path are resolved first. Folders that do not exist yet are skipped.
     """
     target = Path(os.path.realpath(path))
     for folder in (target, *target.parents):
@@ -49,22 +49,22 @@ def check_ownership(path: str | Path) -> None:
 
 
 def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
-    """Raise TrustError if one of these files, or a folder on the way to it, is a symbolic link.
+    """Raise TrustError if one of these files, or a folder between it and `folder`, is a symbolic link.
 
     `paths` are relative to `folder`; those that do not exist are skipped.
     """
     for path in _with_parents(folder, paths):
         if path.is_symlink():
             raise TrustError(
-                f"{path} is a symbolic link, and files of the cache folder would be used outside of it",
-                "replace it with a folder or file of its own, or choose another folder: --cache-dir DIR",
+                f"{path} is a symbolic link; a cache folder must not contain links, because they can lead out of it",
+                "replace the link with a real file or folder, or choose another folder: --cache-dir DIR",
             )
 
 
 def check_contents(folder: str | Path, paths: Iterable[str]) -> None:
-    """Raise TrustError if another user could change one of these files, or a folder on the way to it.
+    """Raise TrustError if another user could change one of these files, or a folder between it and `folder`.
 
-    Nobody else reaches the files in a folder of mode 0700, whatever their own modes are.
+    If `folder` has mode 0700, nothing is checked: other users cannot access the files in it, whatever their modes are.
     """
     if not Path(folder).stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
         return
@@ -82,7 +82,10 @@ def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
 
 
 def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
-    """Why another user could change what lies here; empty if none could."""
+    """Why another user could change the file or folder; empty if none could.
+
+    `may_be_shared`: it is a sticky folder, so its group and all users may write to it.
+    """
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to the user {_user_name(status.st_uid)}"
     if status.st_mode & stat.S_IWOTH and not may_be_shared:
@@ -93,7 +96,7 @@ def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
 
 
 def _is_private_group(status: os.stat_result) -> bool:
-    """Whether the group is the owner's own: of the owner's name, without other members."""
+    """Whether the group has the owner's name and no other member."""
     try:
         owner, group = pwd.getpwuid(status.st_uid).pw_name, grp.getgrgid(status.st_gid)
     except KeyError:

@@ -61,8 +61,7 @@ def root(
     Reports are written to stdout, progress and messages to stderr.
 
     Exit codes: 0 success, 1 failure, 2 usage error, 3 no matching cache, 4 untrusted signature, 5 integrity
-    error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted, 141 the reader of stdout
-    has ended.
+    error, 6 threshold not met, 7 out of space or memory, 8 network error, 130 interrupted, 141 broken pipe on stdout.
     """
 
 
@@ -81,7 +80,7 @@ def main() -> None:
     except TcdeployError as error:
         if not isinstance(error, BrokenPipe):
             _print_error(error.message, error.hint)
-        with contextlib.suppress(TcdeployError):  # the interpreter would print a traceback
+        with contextlib.suppress(TcdeployError):  # a flush that fails at exit would print a traceback
             sys.stdout.flush()
         sys.exit(error.exit_code)
 

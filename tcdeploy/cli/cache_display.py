@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tcdeploy.planning.environment import Difference
     from tcdeploy.remote.transfer import PushResult
 
-MAX_NAMED_FILES = 3  # of those that a plan has beyond its bundle
+MAX_NAMED_FILES = 3  # of the files that a plan has and its bundle does not
 MAX_LISTED_FILES = 20  # of each kind, in a comparison
 
 
@@ -101,8 +101,8 @@ def _provenance(plan: VerifiedPlan) -> str:
         return "compiled on this machine"
     paths = plan.paths_not_from_bundle
     names = ", ".join(paths[:MAX_NAMED_FILES]) + (", ..." if len(paths) > MAX_NAMED_FILES else "")
-    made_here = f"; {len(paths)} files compiled on this machine: {names}" if paths else ""
-    return _format_signer(plan.signer) + made_here
+    other_files = f"; {len(paths)} files compiled on this machine: {names}" if paths else ""
+    return _format_signer(plan.signer) + other_files
 
 
 def _replay_row(replay: BucketReplay) -> tuple[str, ...]:

@@ -77,6 +77,6 @@ def read_plan_manifest(folder: Path, plan_key: str) -> Manifest:
 
 
 def original_recipe(manifest: Manifest) -> dict[str, Any]:
-    """The recipe that filled a cache, without the location of that cache and how far it was trusted."""
-    local = ("cache_dir", "trust_cache_dir", "require_signed")
-    return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key not in local}
+    """The recipe that filled a cache, without the keys for that cache's location and trust."""
+    excluded = ("cache_dir", "trust_cache_dir", "require_signed")
+    return {key: value for key, value in manifest.origin.recipe.items() if value is not None and key not in excluded}

@@ -169,7 +169,10 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
 
 
 def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
-    """Unlike a report, this is not the result of the command: if stdout cannot be written, the server keeps serving."""
+    """Print the warm-up table, the address and an example request.
+
+    A server that cannot write to stdout prints a warning to stderr and keeps serving.
+    """
     try:
         _console().print(_warm_table(deployment))
         _print_totals(deployment)

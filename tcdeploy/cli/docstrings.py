@@ -1,4 +1,4 @@
-"""Restores docstrings of commands, which are their help texts, under `python -OO`."""
+"""Restores the help texts of commands under `python -OO`, which removes docstrings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import typer
 
 
 def restore_docstrings(app: typer.Typer) -> None:
-    """Read docstrings that the interpreter has removed from the source files. Does nothing if there are any."""
+    """Set missing docstrings of the app's commands to those in the source files."""
     functions = [command.callback for command in app.registered_commands]
     if app.registered_callback is not None:
         functions.append(app.registered_callback.callback)
@@ -24,7 +24,10 @@ def restore_docstrings(app: typer.Typer) -> None:
 
 
 def _docstring_in_source(function: Callable[..., Any]) -> str | None:
-    """By module and name: options.py wraps commands in functions of another module."""
+    """The docstring in the source of the function's module, found by the function's name.
+
+    `inspect.getsource(function)` would return a wrapper of options.py.
+    """
     module = inspect.getmodule(function)
     try:
         tree = ast.parse(inspect.getsource(module)) if module else ast.Module([], [])

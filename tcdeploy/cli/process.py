@@ -22,9 +22,10 @@ class _StderrFormatter(logging.Formatter):
 
 
 def configure_process() -> None:
-    """Defer garbage collection until startup is over, guard stdout and stderr, and send log records to stderr.
+    """Set up garbage collection, the standard streams and logging of a command.
 
-    The command line calls it once, before it imports anything large.
+    Garbage collection is deferred until startup is over. Log records of this package are sent to stderr. The command
+    line calls this function once, before it imports anything large.
     """
     relax_gc_for_startup()
     replace_standard_streams()

@@ -1,13 +1,13 @@
-"""Writes to stdout and stderr that fail: a report that is lost is an error, a lost message is not.
+"""Replaces stdout and stderr with streams that report failed writes to stdout and ignore failed writes to stderr.
 
-Python sets a stream whose descriptor is closed to None, raises OSError from any print, and prints a traceback when the
-last flush fails. These streams replace both. Stdout carries the result of a command, so a failed write raises
-OutputError, or BrokenPipe if the reader has gone. Stderr carries progress and warnings, so failed writes are dropped:
-a server keeps serving after the reader of its log has ended. After `drop_unread_messages`, the same holds for a reader
-that does not read.
+Python's own streams are None if the descriptor is closed, raise OSError from any print, and print a traceback if the
+last flush fails. Stdout contains the result of a command, so a failed write raises OutputError, SpaceError if the disk
+is full, or BrokenPipe if the reader of a pipe has exited. Stderr contains progress and warnings, so failed writes are
+dropped: a server keeps serving after the reader of its log has exited. After `drop_unread_messages`, messages are also
+dropped if a pipe is full because its reader does not read.
 
-A closed descriptor is opened as /dev/null, because the next file that the process opens would get its number, and
-everything that is written to that number.
+A closed descriptor is opened as /dev/null. Otherwise the next file that the process opens would get its number, and all
+output with it.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class _Descriptor(io.FileIO):
-    """An unbuffered stream on descriptor 1 or 2. After a failed write it is connected to /dev/null."""
+    """An unbuffered stream on descriptor 1 or 2. After a failed write, the descriptor is connected to /dev/null."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number, "w", closefd=False)
 
     def _connect_to_null(self) -> None:
-        """The text that remains in buffers, and the messages of libraries and child processes, need a destination."""
+        """So that further writes, also those of libraries and child processes, do not fail."""
         _open_null(self.fileno())
 
 
@@ -47,7 +47,7 @@ class _Stdout(_Descriptor):
                 raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             return super().write(data) or 0
         except OSError as error:
-            self._is_closed = False  # reported once
+            self._is_closed = False  # report the error once
             self._connect_to_null()
             raise _translate_error(error) from error
 
@@ -66,7 +66,10 @@ class _Stderr(_Descriptor):
         return size
 
     def _write_without_blocking(self, data: memoryview) -> None:
-        """Drop what the reader has no room for. The descriptor stays in blocking mode: other processes share it."""
+        """Write as much as the pipe has room for, and drop the rest.
+
+        The descriptor stays in blocking mode, because other processes share it.
+        """
         poll = select.poll()
         poll.register(self.fileno(), select.POLLOUT)
         while data and poll.poll(0):
@@ -74,7 +77,7 @@ class _Stderr(_Descriptor):
 
 
 def replace_standard_streams() -> None:
-    """Replace `sys.stdout` and `sys.stderr`, unless that has been done or the caller has redirected them."""
+    """Replace `sys.stdout` and `sys.stderr`, unless they have been replaced or redirected already."""
     is_closed = [_is_closed(number) for number in (0, 1, 2)]
     for number in (0, 1, 2):
         if is_closed[number]:
@@ -86,7 +89,7 @@ def replace_standard_streams() -> None:
 
 
 def drop_unread_messages() -> None:
-    """From now on, writing to stderr does not wait for a reader: a full pipe would stop the event loop."""
+    """Make writes to stderr non-blocking, because a full pipe would block the server's event loop."""
     raw = getattr(getattr(sys.stderr, "buffer", None), "raw", None)
     if isinstance(raw, _Stderr):
         raw.may_block = False
@@ -121,11 +124,14 @@ def _text_stream(raw: _Descriptor, original: Any, line_buffering: bool) -> io.Te
 
 def _translate_error(error: OSError) -> OutputError | SpaceError:
     if error.errno == errno.EPIPE:
-        return BrokenPipe("the reader of stdout has gone")
+        return BrokenPipe("stdout is a broken pipe: its reader has exited")
     if error.errno in FULL_DISK:
         return SpaceError(
-            f"the output cannot be written to stdout: {error.strerror}", "free some space, or redirect it elsewhere"
+            f"the output cannot be written to stdout: {error.strerror}",
+            "free some space, or redirect stdout to another disk",
         )
     if error.errno == errno.EBADF:
-        return OutputError("the output cannot be written: stdout is closed", "redirect it to a file, or to /dev/null")
-    return OutputError(f"the output cannot be written to stdout: {error.strerror}", "redirect it to another file")
+        return OutputError(
+            "the output cannot be written: stdout is closed", "redirect stdout to a file, or to /dev/null"
+        )
+    return OutputError(f"the output cannot be written to stdout: {error.strerror}", "redirect stdout to another file")

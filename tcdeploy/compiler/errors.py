@@ -20,8 +20,9 @@ from tcdeploy.torch_compat.compile_errors import (
 )
 
 NEARLY_FULL_BYTES = 1 << 20
-MAX_MESSAGE_CHARS = 400  # of a message of torch or of the compiler
-OUT_OF_MEMORY = ("Killed signal terminated program", "out of memory allocating", "virtual memory exhausted")  # of GCC
+MAX_MESSAGE_CHARS = 400  # of a message of torch or of the C++ compiler
+# GCC's messages if it runs out of memory.
+OUT_OF_MEMORY = ("Killed signal terminated program", "out of memory allocating", "virtual memory exhausted")
 
 
 @contextlib.contextmanager
@@ -74,12 +75,12 @@ def _translate_compiler_failure(failure: CompilerFailure) -> Exception:
 
 
 def _first_compiler_error(failure: CompilerFailure) -> str:
-    """The first line that g++, clang++ or the linker mark as an error; warnings may precede it."""
+    """The first line with "error:", as g++, clang++ and the linker write it; else the first line."""
     lines = [line.strip() for line in failure.output.splitlines() if line.strip()]
     errors = [line for line in lines if "error:" in line]
     if not lines and failure.status is not None:
-        return f"it wrote no message and exited with status {failure.status}"
-    return next(iter(errors or lines), "it wrote no message")[:MAX_MESSAGE_CHARS]
+        return f"it printed no message and exited with status {failure.status}"
+    return next(iter(errors or lines), "it printed no message")[:MAX_MESSAGE_CHARS]
 
 
 def _first_sentence(text: str) -> str:

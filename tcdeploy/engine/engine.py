@@ -58,7 +58,7 @@ class Engine:
     def submit(self, prompt: Iterable[int], params: SamplingParams, group: int | None = None) -> int:
         """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served.
 
-        Requests of the same `group` wait for each other if requests of other groups wait for a decode row.
+        `group` is the id of the client request that it belongs to. Groups share decode rows fairly (scheduler.py).
         """
         sequence = self._validated_sequence(list(prompt), params)
         sequence.group = group

@@ -5,10 +5,11 @@ length are not reserved: most answers end early, and the reservation would leave
 run out, the scheduler preempts the sequence it admitted last: that one goes back to the head of the queue and computes
 its tokens again, mostly from the prefix cache. The sequence admitted first is never preempted, so there is no livelock.
 
-Rows are shared fairly between groups, which are the choices of one client request. A free row goes to the waiting group
-with the fewest rows; of several, to the one that waits longest. If no row is free and a group waits without having one,
-a group with two or more rows loses the row it got last. So a request with 128 choices uses all rows while it is alone,
-delays others by one step, and always keeps one row.
+Rows are shared fairly between groups; a group is the sequences of one client request, one per choice. A free row goes
+to the waiting group with the fewest rows, and among equals to the group that has waited longest. If no row is free and
+a waiting group has none, the scheduler preempts the last sequence of the group with the most rows, unless it has only
+one. So a request with 128 choices uses all rows while no other request waits, delays other requests by one step, and
+always keeps one row.
 
 `schedule` updates the sequences as if the step had run, so the engine must launch the step before it calls `schedule`,
 `finish` or `abort` again. The host need not have read the tokens of the previous step: positions depend on counts only.
@@ -163,7 +164,7 @@ class Scheduler:
         return self._unregistered_chunks
 
     def _admit(self) -> Sequence | None:
-        """Admit the next sequence and allocate its blocks. None if it has to wait: none passes it."""
+        """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
         if not self.waiting or not self._has_free_row():
             return None
         sequence = self._next_waiting()
@@ -186,7 +187,7 @@ class Scheduler:
         return sequence
 
     def _next_waiting(self) -> Sequence:
-        """The first sequence of the waiting group with the fewest rows. One without a group is its own."""
+        """The first sequence of the waiting group with the fewest rows. One without a group forms its own group."""
         head, num_rows = self.waiting[0], self._rows_by_group()
         return min(self.waiting, key=lambda sequence: num_rows[sequence.group]) if num_rows[head.group] else head
 
@@ -198,9 +199,9 @@ class Scheduler:
         if not self.waiting or self._has_free_row():
             return
         num_rows, sequence = self._rows_by_group(), self._next_waiting()
-        [(largest, count)] = num_rows.most_common(1) or [(None, 0)]
+        [(largest_group, count)] = num_rows.most_common(1) or [(None, 0)]
         if count > 1 and not num_rows[sequence.group] and not sequence.in_flight:
-            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest))
+            self._preempt(next(other for other in reversed(self._admitted) if other.group == largest_group))
 
     def _account_for_chunk(self, chunk: Chunk) -> None:
         """Update the chunk's sequence as if the chunk had run. Only the chunk that ends the prompt samples a token."""

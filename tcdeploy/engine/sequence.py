@@ -170,7 +170,7 @@ class Sequence:
     token_ids: list[int]
     prompt_length: int
     params: SamplingParams
-    group: int | None = None  # sequences of one client request share decode rows with others as a group
+    group: int | None = None  # id of the client request; the scheduler shares decode rows fairly between groups
     blocks: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0
     in_flight: int = 0  # tokens of launched steps that the host has not read

@@ -59,9 +59,9 @@ def warm_buckets(
 ) -> list[BucketRecord]:
     """Warm all buckets; returns their records in the plan's order.
 
-    `measure` also times the eager and the compiled step. `on_finished` is called for each bucket that passed its parity
-    check. Raises CompileError for a bucket that fails its parity check,
-    and SpaceError if torch could not write all cache entries.
+    `measure` also times the eager and the compiled step. `on_finished` is called for each bucket that has passed its
+    parity check. Raises CompileError for a bucket that fails its parity check, and SpaceError if torch could not write
+    all cache entries.
     """
     plan = runner.plan
     attn_implementation = reference_attn_implementation(architecture)

@@ -1,11 +1,12 @@
 """Renders chat templates with a limit on their time, memory and output.
 
-Templates run in another process (chat_template_process.py), which is replaced when a template exceeds its limits. The
-text is that of transformers' `apply_chat_template`, which does the rendering there. The process starts in 1 s and holds
-60 MB; a short conversation takes 0.3 ms.
+Templates run in another process (chat_template_process.py), which is replaced when a template exceeds a limit. That
+process calls transformers' own function, so the text equals that of `apply_chat_template`. The process starts in 1 s
+and uses 60 MB; a short conversation takes 0.3 ms.
 
-Rejected: a limit inside this process. Counting loops and checking operators in Jinja's sandbox leaves gaps (`~`, `*`,
-filters and methods of strings each build values of any size), and what runs in C holds the GIL until it returns.
+Rejected: limits inside this process. It is not enough to count loop iterations and to check operators in Jinja's
+sandbox: `~`, `*`, filters and string methods can each build values of any size. Functions that are written in C hold
+the GIL until they return.
 """
 
 from __future__ import annotations
@@ -24,49 +25,49 @@ from typing import Any
 from tcdeploy.errors import ModelError
 
 RENDER_SECONDS = 5.0
-START_SECONDS = 120.0  # for imports on a machine that is busy with the start of a model
+START_SECONDS = 120.0  # for its imports, while the machine is busy with loading a model
 SCRIPT = Path(__file__).with_name("chat_template_process.py")
-# Variables that the process inherits: what Python and the template's `strftime_now` need, and no keys.
+# Variables that the process inherits: those that Python and the template's `strftime_now` need, but no keys.
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
 PROCESS_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_kwargs: Any) -> str:
-    """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` makes it.
+    """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
 
-    Blocks until the text is there, so the event loop calls it in `render_pool`. Raises ModelError if the template
-    fails or exceeds a limit.
+    Blocks until the text is rendered, so the event loop must call it in `render_pool`. Raises ModelError if the
+    template fails or exceeds a limit.
     """
     if not _uses_jinja(tokenizer):
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs))
-        except Exception as error:  # modelling code
+        except Exception as error:  # code of the model family may raise anything
             raise ModelError(f"the chat template failed: {error}") from error
     try:
         request = _make_request(tokenizer, conversation, template_kwargs)
-    except (TypeError, ValueError, RecursionError) as error:  # no template of that name, or not JSON, or too deep
+    except (TypeError, ValueError, RecursionError) as error:  # no template; arguments not JSON, or nested too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
     if "text" in reply:
         return str(reply["text"])
-    place = "" if reply["line"] is None else f" in line {reply['line']}"
-    raise ModelError(f"the chat template failed{place}: {reply['error']}", "check the messages and the template")
+    location = "" if reply["line"] is None else f" in line {reply['line']}"
+    raise ModelError(f"the chat template failed{location}: {reply['error']}", "check the messages and the template")
 
 
 def start_renderer() -> None:
-    """Start the process, without waiting for it, so that the first render does not wait for its imports."""
+    """Start the process in the background, so that its imports do not delay the first rendering."""
     _process.start()
 
 
 def _uses_jinja(tokenizer: Any) -> bool:
-    """Whether the tokenizer has transformers' own method; some families render messages in Python."""
+    """Whether the tokenizer uses transformers' `apply_chat_template`. Some model families override it in Python."""
     from transformers import PreTrainedTokenizerBase
 
     return type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
 
 
 def _make_request(tokenizer: Any, conversation: list[dict[str, Any]], template_kwargs: dict[str, Any]) -> bytes:
-    """The arguments that `apply_chat_template` passes to `render_jinja_template`. It drops values of None too."""
+    """The arguments that `apply_chat_template` passes to `render_jinja_template`; values of None are dropped too."""
     messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
     arguments = {
         "conversations": [messages],
@@ -91,7 +92,7 @@ class _RenderProcess:
             self._start()
 
     def exchange(self, request: bytes) -> dict[str, Any]:
-        """Raises ModelError if no reply comes in time, or the process ends."""
+        """Send a request and return the reply. Raises ModelError if no reply comes in time, or if the process exits."""
         with self._lock:
             connection = self._start()
             try:
@@ -104,7 +105,7 @@ class _RenderProcess:
                 )
             except (EOFError, OSError) as error:
                 self._stop()
-                raise ModelError("the chat template failed: the process that renders it has ended") from error
+                raise ModelError("the chat template failed: the process that renders it has exited") from error
             return reply
 
     def _receive(self, connection: Connection, timeout_s: float, failure: str) -> bytes:
@@ -117,14 +118,14 @@ class _RenderProcess:
     def _start(self) -> Connection:
         if self._connection is None or self._process is None or self._process.poll() is not None:
             self._stop()
-            self._connection, far_end = Pipe()
+            self._connection, child_connection = Pipe()
             self._process = subprocess.Popen(
-                # -P: no modules from the folder of the script
-                [sys.executable, "-P", str(SCRIPT), str(far_end.fileno())],
+                # -P: do not import modules from the script's folder
+                [sys.executable, "-P", str(SCRIPT), str(child_connection.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                env=_process_environment(), pass_fds=[far_end.fileno()],
+                env=_process_environment(), pass_fds=[child_connection.fileno()],
             )  # fmt: skip
-            far_end.close()
+            child_connection.close()
         return self._connection
 
     def _stop(self) -> None:
@@ -140,19 +141,19 @@ class _RenderProcess:
             self._stop()
 
     def forget(self) -> None:
-        """In a fork: the process belongs to the parent."""
+        """Drop the connection in a forked child, because the process belongs to the parent."""
         if self._connection is not None:
             self._connection.close()
         self.__init__()  # type: ignore[misc]
 
 
 def _process_environment() -> dict[str, str]:
-    """The import path is that of this process, which need not come from its own environment."""
+    """The variables of the process. PYTHONPATH is this process's `sys.path`, which may differ from its own variable."""
     inherited = {name: os.environ[name] for name in INHERITED_VARIABLES if name in os.environ}
     return {**inherited, **PROCESS_VARIABLES, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
 _process = _RenderProcess()
-render_pool = ThreadPoolExecutor(1, "chat-template")  # threads of others must not wait for a slow template
+render_pool = ThreadPoolExecutor(1, "chat-template")  # separate, so that slow templates block no other thread pool
 atexit.register(_process.stop)
 os.register_at_fork(after_in_child=_process.forget)

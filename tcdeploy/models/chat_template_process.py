@@ -1,8 +1,9 @@
 """The process that renders chat templates for chat_template.py. Run as a script: chat_template_process.py DESCRIPTOR
 
-A chat template is code of the model's author. Jinja's sandbox keeps it from files and from Python's internals, and sets
-no limit on its time and memory: two nested loops over range(100000) take hours, `9 ** 9 ** 9` holds the GIL all that
-time, and 40 doublings of a string take a terabyte. A thread cannot be stopped in either; this process can.
+A chat template is code of the model's author. Jinja's sandbox prevents access to files and to Python's internals, but
+does not limit time and memory: two nested loops over range(100000) take hours, `9 ** 9 ** 9` holds the GIL until it is
+computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped, but a process
+can be killed.
 
 Requests and replies are JSON objects: arguments of transformers' `render_jinja_template`, and {"text": ...} or
 {"error": ..., "line": ...}. Imports nothing of this package, and no torch.
@@ -18,10 +19,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
-CPU_SECONDS = 10  # for one request: ends this process if the parent, which waits for less time, was killed
-MEMORY_BYTES = 1 << 30  # beyond what the process has mapped after its imports
+CPU_SECONDS = 10  # of one request; the parent kills this process earlier, unless the parent itself was killed
+MEMORY_BYTES = 1 << 30  # in addition to what the process has mapped after its imports
 MAX_TEXT_CHARS = 16 << 20  # a request has at most 8 MiB
-TEMPLATE_FILE = "<template>"  # Jinja's name of a template's frames
+TEMPLATE_FILE = "<template>"  # the file name of templates in Jinja's tracebacks
 
 
 def main(descriptor: int) -> None:
@@ -34,7 +35,7 @@ def main(descriptor: int) -> None:
     while True:
         try:
             request = connection.recv_bytes()
-        except EOFError:  # the parent has ended
+        except EOFError:  # the parent has exited
             return
         _limit_cpu_time()
         connection.send_bytes(json.dumps(_render(render_jinja_template, request)).encode())
@@ -54,7 +55,7 @@ def _render(render_jinja_template: Any, request: bytes) -> dict[str, Any]:
 
 
 def _template_line(error: Exception) -> int | None:
-    """Of a syntax error, or the innermost of the template's lines that led to the error."""
+    """The line of a syntax error, else the innermost template line in the traceback; None if there is none."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == TEMPLATE_FILE]
     return getattr(error, "lineno", None) or (lines[-1] if lines else None)
@@ -72,7 +73,7 @@ def _limit_cpu_time() -> None:
 
 
 def _set_limit(kind: int, value: int) -> None:
-    """Only the soft limit can be raised again, and a lower limit of the user's stays."""
+    """Set the soft limit, which can be raised again later. A lower hard limit of the user has precedence."""
     _, hard = resource.getrlimit(kind)
     resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 

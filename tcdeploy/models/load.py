@@ -47,12 +47,12 @@ def resolve_model_path(model: str) -> str:
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
-    """Raises ModelError, or UsageError under `python -OO`."""
+    """Load the model's config. Raises ModelError, and UsageError under `python -OO`."""
     check_docstrings_exist()
     path = resolve_model_path(recipe.model)
     with _translate_errors(recipe.model):
         local_config = Path(path, "config.json")
-        if local_config.is_file():  # before transformers makes a list with one entry per layer
+        if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, json.loads(local_config.read_bytes()))
         config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
     _check_layer_count(recipe.model, config.to_dict())
@@ -60,7 +60,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 
 
 def _check_layer_count(model: str, config: Any) -> None:
-    """Raise UnsupportedModelError for more than MAX_LAYERS layers, in a config or in one that it contains."""
+    """Raise UnsupportedModelError if the config, or a config in it, has more than MAX_LAYERS layers."""
     if not isinstance(config, dict):
         return
     for name, value in config.items():

@@ -103,7 +103,7 @@ class Environment:
         return {**factors, "python": ".".join(self.python.split(".")[:2])}
 
 
-STAGING_PREFIX = ".start-"  # of the folders in a cache folder that starts point torch at
+STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
 DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
@@ -180,11 +180,11 @@ def detect_environment() -> Environment:
 
 
 def _requested_inductor_cache_dir() -> str:
-    """TORCHINDUCTOR_CACHE_DIR, unless torch or a start of this package set it.
+    """The value of TORCHINDUCTOR_CACHE_DIR that the user has set; empty if there is none.
 
-    torch 2.13 sets the variable to torchinductor_USER in the temporary folder when it is imported, and child processes
-    inherit that. In a shared temporary folder another user may own it. A start sets the variable to a staging folder
-    inside the cache folder (cache/staging.py).
+    When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
+    inherit the value. It is ignored, because another user may own that folder. A start sets the variable to a staging
+    folder (cache/staging.py); then the cache folder around it is returned.
     """
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
     parent, name = os.path.split(os.path.abspath(folder))

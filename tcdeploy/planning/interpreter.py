@@ -1,4 +1,4 @@
-"""What a model requires of the Python interpreter. Does not import torch."""
+"""Checks that the Python interpreter can run transformers. Does not import torch."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def check_docstrings_exist() -> None:
         raise UsageError(
             f"Python runs with optimization level {sys.flags.optimize} (-OO or PYTHONOPTIMIZE), which removes the "
             "docstrings that transformers needs to build a model",
-            "PYTHONOPTIMIZE=1 (or -O) removes assertions only",
+            "use PYTHONOPTIMIZE=1 or -O, which removes only assertions",
         )

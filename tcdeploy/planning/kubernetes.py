@@ -1,9 +1,9 @@
 """Recognises the variables that Kubernetes sets in each container for the Services of its namespace.
 
-A Service called tcdeploy, or tcdeploy-server, gives names that start with `TCDEPLOY_`, the prefix of recipe keys. They
-are ignored by name and value, as the kubelet writes them (pkg/kubelet/envvars in Kubernetes): an IP address, a port
-number, or a URL that repeats the port and protocol in the name. Everything else with the prefix remains a recipe key:
-`TCDEPLOY_PORT=8000` is not what Kubernetes writes.
+For a Service named tcdeploy or tcdeploy-server, the names of these variables start with `TCDEPLOY_`, as those of recipe
+keys do. A variable is ignored if both its name and its value have the form that the kubelet writes (pkg/kubelet/envvars
+in Kubernetes): the value is an IP address, a port number, or a URL that repeats the port and the protocol in the name.
+Other variables with the prefix are recipe keys, for example `TCDEPLOY_PORT=8000`, which Kubernetes does not write.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ import ipaddress
 import re
 
 _SERVICE = r"TCDEPLOY(?:_[A-Z0-9_]*[A-Z0-9])?"
-_HOST = re.compile(rf"{_SERVICE}_SERVICE_HOST")
-_NUMBER = re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?")  # the suffix is the name of a port
-_URL = re.compile(rf"{_SERVICE}_PORT")
-_PORT = re.compile(rf"{_SERVICE}_PORT_(?P<port>[0-9]+)_(?P<protocol>TCP|UDP|SCTP)(?:_(?P<part>PROTO|PORT|ADDR))?")
+# Names of variables, by the form of their value.
+_HOST_NAME = re.compile(rf"{_SERVICE}_SERVICE_HOST")
+_NUMBER_NAME = re.compile(rf"{_SERVICE}_SERVICE_PORT(?:_[A-Z0-9_]+)?")  # the suffix is the name of a port
+_URL_NAME = re.compile(rf"{_SERVICE}_PORT")
+_PORT_NAME = re.compile(rf"{_SERVICE}_PORT_(?P<port>[0-9]+)_(?P<protocol>TCP|UDP|SCTP)(?:_(?P<part>PROTO|PORT|ADDR))?")
 _URL_VALUE = re.compile(r"(?P<protocol>tcp|udp|sctp)://(?P<host>[0-9.]+|\[[0-9a-f:.]+\]):(?P<port>[0-9]+)")
 
 
 def is_service_variable(name: str, value: str) -> bool:
     """True for variables such as `TCDEPLOY_SERVICE_HOST=10.0.0.7` or `TCDEPLOY_PORT=tcp://10.0.0.7:8000`."""
-    # A name can have several shapes: TCDEPLOY_SERVICE_PORT is a number for the Service tcdeploy, and a URL for the
+    # One name can match several patterns: TCDEPLOY_SERVICE_PORT is a number for the Service tcdeploy, and a URL for the
     # Service tcdeploy-service.
     return (
-        (_HOST.fullmatch(name) is not None and _is_address(value))
-        or (_NUMBER.fullmatch(name) is not None and _is_port(value))
-        or (_URL.fullmatch(name) is not None and _is_url(value))
+        (_HOST_NAME.fullmatch(name) is not None and _is_address(value))
+        or (_NUMBER_NAME.fullmatch(name) is not None and _is_port(value))
+        or (_URL_NAME.fullmatch(name) is not None and _is_url(value))
         or _is_port_variable(name, value)
     )
 
 
 def _is_port_variable(name: str, value: str) -> bool:
-    match = _PORT.fullmatch(name)
+    match = _PORT_NAME.fullmatch(name)
     if match is None:
         return False
     port, protocol = match["port"], match["protocol"].lower()

@@ -167,7 +167,7 @@ class _Loader(yaml.SafeLoader):
 def _from_environment(environ: Mapping[str, str]) -> dict[str, Any]:
     """`TCDEPLOY_BATCH_SIZES=1,4` sets the key batch_sizes.
 
-    Variables that only the CLI reads are skipped, and those that Kubernetes sets for a Service named tcdeploy.
+    Skips variables that only the CLI reads, and those that Kubernetes sets for a Service named tcdeploy.
     """
     return {
         name.removeprefix(ENVIRONMENT_PREFIX).lower(): value

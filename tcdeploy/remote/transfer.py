@@ -62,7 +62,7 @@ def push(file: Path, destination: str, plan_key: str) -> PushResult:
 def pull(source: str, to: Path, check: Callable[[Path], None] | None = None) -> Path:
     """Download one bundle by its full URL; `to` is replaced atomically once all bytes are verified.
 
-    `check` gets the verified download before it replaces `to`, and may raise.
+    `check` is called with the path of the verified download before it replaces `to`. If `check` raises, `to` is kept.
 
     Raises IntegrityError for wrong or too many bytes; SpaceError, before the download if the store reports a size;
     NetworkError if the bundle does not exist, access is denied or the store fails; UsageError for an invalid URL or

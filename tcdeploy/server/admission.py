@@ -1,8 +1,8 @@
 """Admission control: accepts or rejects a request before the tokenizer or the engine. Does not import torch.
 
-Two things are counted: choices, from admission to their last token, and the bytes of large bodies, from their arrival
-until the prompt is tokenized. The last eighth of the choices is reserved for requests with a single choice, so that two
-requests with n = 128 do not fill a queue of 256.
+Two quantities are limited: choices, from admission to their last token, and the bytes of large bodies, from their
+arrival until the prompt is tokenized. The last eighth of the choices is reserved for requests with a single choice, so
+that two requests with n = 128 do not fill a queue of 256.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from tcdeploy.server.request_parsing import SMALL_BODY_BYTES
 
 RETRY_AFTER_S = 1
 REJECTION_REASONS = ("loading", "queue_full", "bodies_full", "draining", "dead")
-RESERVED_SHARE = 8
+RESERVED_DIVISOR = 8  # one eighth of the choices
 
 
 class Admission:
     """Counts the admitted choices: at most `max_running` that run and `max_queued` that wait.
 
-    Large bodies that are being received, parsed or tokenized have at most `max_waiting_bytes` together.
+    Large bodies that are being received, parsed or tokenized may have `max_waiting_bytes` in total.
     """
 
     def __init__(self, max_queued: int, max_waiting_bytes: int = 32 << 20) -> None:
@@ -51,7 +51,7 @@ class Admission:
         self.check_open()
         if count > self.limit:
             raise bad_request(f"the request has {count} choices (prompts times n); the limit is {self.limit}", "n")
-        limit = self.limit - self.limit // RESERVED_SHARE if count > 1 and self.num_admitted else self.limit
+        limit = self.limit - self.limit // RESERVED_DIVISOR if count > 1 and self.num_admitted else self.limit
         if self.num_admitted + count > limit:
             message = f"{self.num_admitted} choices are running or queued, and this request adds {count}"
             self._reject("queue_full", f"{message}; the limit is {limit}")
@@ -78,7 +78,7 @@ class Admission:
 class BodyReservation:
     """The bytes of one body that count as waiting, until `release` or the end of the `with` statement.
 
-    Small bodies do not count: large ones that arrive slowly cannot keep them out.
+    Bodies of at most SMALL_BODY_BYTES are not counted, so that slow large bodies cannot block small ones.
     """
 
     def __init__(self, admission: Admission) -> None:
@@ -93,7 +93,7 @@ class BodyReservation:
         self.release()
 
     def grow(self, size: int) -> None:
-        """The body has `size` bytes by now. Raises ApiError 503 if too many bytes wait."""
+        """Reserve `size` bytes in total, because so many have arrived. Raises ApiError 503 if too many bytes wait."""
         if size > SMALL_BODY_BYTES:
             self._admission.acquire_bytes(size - self._num_reserved)
             self._num_reserved = size

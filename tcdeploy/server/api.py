@@ -165,7 +165,7 @@ def _model_routes(state: ServerState) -> list[Route]:
 
 @contextlib.contextmanager
 def _admitted_body(state: ServerState) -> Iterator[tuple[Service, BodyReservation]]:
-    """Admits a request that needs the tokenizer only. It counts as one choice until it is answered."""
+    """Admit a request that needs only the tokenizer. It counts as one choice until the end of the block."""
     service = state.require_service()
     service.admission.acquire(1)
     try:
@@ -208,13 +208,13 @@ async def _complete(
             if active is None:
                 service.admission.release(num_choices)
             elif stream is None:
-                active.close()  # a stream closes it at its end
+                active.close()  # a stream closes it when it ends
 
 
 async def _parse_body(
     state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
 ) -> RequestT:
-    """The validated JSON body. Raises ApiError 408, 413, 415, 400, or 503 if too many bytes wait."""
+    """The validated JSON body. Raises ApiError 400, 408, 413 or 415, and 503 if too many bytes wait."""
     content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if content_type != "application/json":
         raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")

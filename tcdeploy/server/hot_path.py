@@ -67,8 +67,8 @@ async def read_body(request: Request, max_bytes: int, hot_path: HotPath, reserva
 
     Saves the generator of `Request.stream()`, and `asyncio.timeout` for a body that came in the same packets as its
     headers, as most do. If the switch is off, every body is read from `Request.stream()` under a timer.
-    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S, ClientDisconnect if
-    the client leaves. Its effect on one client is within the noise.
+    Raises ApiError 413 above `max_bytes`, 503 if too many bytes wait and 408 after BODY_TIMEOUT_S; ClientDisconnect if
+    the client disconnects. The effect of the switch with one client is within the noise.
     """
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > max_bytes:  # refused before it arrives
@@ -99,14 +99,14 @@ async def _receive_body(request: Request, body: _Body) -> bytearray:
 
 
 class _Body:
-    """A body while it arrives."""
+    """A body that is being received."""
 
     def __init__(self, max_bytes: int, reservation: BodyReservation) -> None:
         self.content = bytearray()
         self._max_bytes, self._reservation = max_bytes, reservation
 
     def append(self, chunk: bytes) -> None:
-        """Raises ApiError 413 or 503."""
+        """Raises ApiError 413 if the body is too large, and 503 if too many bytes wait."""
         size = len(self.content) + len(chunk)
         if size > self._max_bytes:
             raise _body_too_large(self._max_bytes)

@@ -21,7 +21,7 @@ from pydantic_core import from_json
 MAX_DEPTH = 128  # nested containers; from_json accepts 200
 MAX_VALUES = 50_000  # keys and values, without the integers of runs
 MAX_NUMBER_CHARS = 4300  # Python's limit for the digits of an integer
-STEP_WORK = 256  # values, or pieces of 256 bytes
+STEP_WORK = 256  # work of one step; a value is 1, and so are 256 bytes or 16 integers of a run
 STRING_PIECE_BYTES = 64 << 10
 Reader: TypeAlias = "Callable[[JsonSteps, bytes], None]"
 
@@ -36,7 +36,7 @@ _STRING_PIECE = re.compile(  # ends neither inside an escape nor between the two
 
 
 class JsonLimits(NamedTuple):
-    """What a valid request may contain, besides the constants of this module."""
+    """Limits that depend on the model. The others are constants of this module."""
 
     string_chars: int  # in one string
     integers: int  # in one list
@@ -51,7 +51,7 @@ class JsonLimitError(ValueError):
 
 
 class Integers(list[int]):
-    """A list that consists of integers, so that validators need not look at each of them."""
+    """A list that is known to contain only integers, so that validators can skip its items."""
 
 
 class JsonSteps:
@@ -64,10 +64,10 @@ class JsonSteps:
         self.value: Any = None
         self._body, self._limits = body, limits
         self._position = self._num_values = self._work = 0
-        self._containers: list[Any] = []  # around the position, the innermost last
-        self._keys: list[str] = []  # of the next value of each open object, the innermost last
-        self._string_pieces: list[str] | None = None  # of the string around the position
-        self._read: Reader = JsonSteps._read_value  # a bound method would make a cycle
+        self._containers: list[Any] = []  # open lists and objects, the innermost last
+        self._keys: list[str] = []  # the current key of each open object, the innermost last
+        self._string_pieces: list[str] | None = None  # of the open string; None outside of strings
+        self._read: Reader = JsonSteps._read_value  # a bound method would create a reference cycle
 
     def step(self) -> bool:
         """Parse for less than 1 ms. True if the whole body has been parsed."""
@@ -141,7 +141,7 @@ class JsonSteps:
 
     def _open(self, container: Any, read: Reader) -> None:
         if len(self._containers) == MAX_DEPTH:
-            raise JsonLimitError(f"the body is nested more than {MAX_DEPTH} deep", self._field)
+            raise JsonLimitError(f"the body has more than {MAX_DEPTH} nested lists and objects", self._field)
         self._add(container)
         self._containers.append(container)
         if isinstance(container, dict):
@@ -192,7 +192,7 @@ class JsonSteps:
         if not self._containers[-1]:
             self._replace_list(Integers())
         self._containers[-1].extend(numbers)
-        if len(self._containers[-1]) >= self._limits.integers:  # one more follows
+        if len(self._containers[-1]) >= self._limits.integers:  # another item follows the comma
             message = f"a list has more than {self._limits.integers} integers"
             raise JsonLimitError(f"{self._field}: {message}" if self._field else message, self._field)
         self._work -= len(numbers) >> 4
@@ -226,14 +226,14 @@ class JsonSteps:
             self._fail("unterminated string or invalid escape")
         end = piece.end()
         while start < end < len(self._body) and self._body[end] & 0xC0 == 0x80:
-            end -= 1  # not inside a UTF-8 sequence
-        end = end if end > start else piece.end()  # not UTF-8: fails below
+            end -= 1  # do not split a UTF-8 sequence
+        end = end if end > start else piece.end()  # not valid UTF-8, which from_json reports
         pieces.append(self._parse(b'"' + self._body[start:end] + b'"'))
         self._check_length(sum(map(len, pieces)))
         self._advance(end)
 
     def _add_string(self, text: str, end: int) -> None:
-        """Store a string as a value or as a key. It ends at `end`."""
+        """Store a string, which ends at `end`, as a value or as a key."""
         self._advance(end)
         if self._read in (JsonSteps._read_key, JsonSteps._read_first_key):
             self._count_value()
@@ -258,8 +258,8 @@ class JsonSteps:
         self._position = end
 
     def _fail(self, reason: str) -> NoReturn:
-        what = "unexpected end" if self._position >= len(self._body) else reason
-        raise ValueError(f"{what} at byte {self._position}")
+        problem = "unexpected end" if self._position >= len(self._body) else reason
+        raise ValueError(f"{problem} at byte {self._position}")
 
     @property
     def _field(self) -> str | None:

@@ -64,14 +64,18 @@ def bad_request(message: str, param: str | None, code: str | None = None) -> Api
 
 
 def _check_num_biases(value: Any) -> Any:
-    """pydantic's `max_length` validates all items first, and makes two errors for each invalid one."""
+    """Raise ValueError for too many biases.
+
+    pydantic's `max_length` would validate all items before it checks their number, and create two errors for each
+    invalid item.
+    """
     if isinstance(value, dict) and len(value) > MAX_LOGIT_BIASES:
         raise ValueError(f"there are {len(value)} logit biases; the limit is {MAX_LOGIT_BIASES}")
     return value
 
 
 def _keep_integers(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Do not validate each of a million integers again: the parser of large bodies has done so."""
+    """Accept a list of integers as it is, because the parser of large bodies has checked its items."""
     return value if type(value) is Integers else validate(value)
 
 

@@ -1,7 +1,7 @@
 """Parses and validates JSON bodies without blocking the event loop.
 
-A small body is parsed at once, which takes at most 5 ms whatever it contains. A large one is parsed in steps
-(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run in between.
+A small body is parsed in one call, which takes at most 5 ms for any content. A large body is parsed in steps
+(json_steps.py), one large body at a time, and its messages are validated in slices. Other tasks run between the steps.
 Does not import torch.
 """
 
@@ -21,9 +21,9 @@ from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
 from tcdeploy.server.protocol import MAX_MESSAGES, ApiError, Messages, bad_request
 
 SMALL_BODY_BYTES = 16 << 10
-SLICE_WEIGHT = 256  # messages and parts that are validated at once, about 1 ms
-MAX_FIELDS = 256  # of the body's object
-MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of an error: the field's path and the reason
+SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which takes about 1 ms
+MAX_FIELDS = 256  # top-level fields of a body
+MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of the field's path and of the reason in an error
 RequestT = TypeVar("RequestT", bound=BaseModel)
 _messages_adapter: TypeAdapter[Any] = TypeAdapter(Messages)
 
@@ -37,13 +37,13 @@ def parse(request_type: type[RequestT], body: bytes | bytearray) -> RequestT:
 
 
 class RequestParser:
-    """Parses large bodies one at a time, so that many of them cannot keep the event loop busy together."""
+    """Parses large bodies one at a time, so that other tasks get their share of the event loop."""
 
     def __init__(self) -> None:
         self._lock = asyncio.Lock()
 
     async def parse(self, request_type: type[RequestT], body: bytes | bytearray, limits: JsonLimits) -> RequestT:
-        """The validated body. Raises ApiError 400."""
+        """Parse and validate a large body. Raises ApiError 400."""
         async with self._lock:
             with _collector_paused():
                 fields = await _parse_in_steps(body, limits)
@@ -54,7 +54,7 @@ class RequestParser:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Without garbage collection: 50,000 new containers would cause collections of 50 ms. JSON has no cycles."""
+    """Pause garbage collection, because 50,000 new containers would cause collections of 50 ms. JSON has no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -80,7 +80,7 @@ async def _validate_messages(fields: dict[str, Any]) -> None:
     """Replace the messages of a body by validated ones, which pydantic does not validate again."""
     messages = fields.get("messages")
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
-        return  # rejected with the other fields
+        return  # `_validate` rejects it
     validated: list[Any] = []
     for piece in _slices(messages):
         try:
@@ -114,7 +114,10 @@ def _validate(request_type: type[RequestT], value: Any) -> RequestT:
 
 
 def _validation_error(error: ValidationError, list_offset: tuple[str, int] | None = None) -> ApiError:
-    """The first error. `list_offset` is the field whose items were validated, and the index of the first of them."""
+    """The response for the first error.
+
+    `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
+    """
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     location: tuple[int | str, ...] = first["loc"]
     if list_offset is not None:

@@ -65,7 +65,7 @@ class Service:
 
     @property
     def json_limits(self) -> JsonLimits:
-        """No text and no list of token ids beyond these can be valid in any field."""
+        """Limits for texts and lists of token ids. Longer ones are not valid in any field."""
         max_tokens, max_chars = self.limits.tokenize_tokens, self.tokenizer.encoder.max_chars_per_token
         return JsonLimits(self.settings.max_body_bytes if max_chars is None else max_tokens * max_chars, max_tokens)
 

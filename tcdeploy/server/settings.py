@@ -25,5 +25,5 @@ class ServerSettings:
     drain_timeout: float = 30.0  # seconds
     stall_timeout: float = 30.0  # seconds
     max_body_bytes: int = 8 << 20
-    max_waiting_bytes: int = 32 << 20  # of large bodies that are received, parsed or tokenized
+    max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
     hot_path: HotPath = HotPath()

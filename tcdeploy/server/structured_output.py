@@ -68,7 +68,7 @@ class StructuredOutputBackend:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
     def check_size(self, schemas: list[Any], field: str) -> None:
-        """Raises ApiError 400 that names `field` if the schemas have too many properties together."""
+        """Raises ApiError 400 that names `field` if the schemas have too many properties in total."""
         num_properties = sum(map(count_properties, schemas))
         if num_properties > MAX_PROPERTIES:
             raise bad_request(f"the schema has {num_properties} properties; the limit is {MAX_PROPERTIES}", field)
@@ -153,7 +153,7 @@ class GrammarMatcher:
 
 
 def count_properties(schema: Any) -> int:
-    """Properties of all objects in a JSON schema."""
+    """The number of properties of all objects in a JSON schema."""
     if isinstance(schema, list):
         return sum(map(count_properties, schema))
     if not isinstance(schema, dict):

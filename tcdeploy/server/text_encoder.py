@@ -1,11 +1,12 @@
-"""Text to token ids with bounded time and memory: refusal by length, a small thread pool, and counting in pieces.
+"""Tokenizes texts within limits on time and memory.
 
-A text of N characters has at least N / L tokens, where L is the length of the longest token. Texts that must exceed the
-limit are refused without tokenizing them. Large vocabularies have tokens of 128 spaces, so text that is eight times too
-long passes that test. Text with more than MANY_CHARS_PER_TOKEN characters per token of the limit is therefore counted
-in pieces first, and refused as soon as the count is twice the limit; a cut adds a few tokens only.
+A text of N characters has at least N / L tokens, where L is the length of the longest token. If N / L exceeds the
+limit, the text is refused without tokenizing it. Large vocabularies have tokens of 128 spaces, so ordinary text that is
+many times too long passes this test. A text with more than MANY_CHARS_PER_TOKEN characters per token of the limit is
+therefore tokenized in pieces first, and refused as soon as the pieces have twice as many tokens as the limit. (Cutting
+a text into pieces adds only a few tokens.)
 
-Long texts are tokenized by ENCODE_THREADS threads. tokenizers releases the GIL meanwhile. `encode_batch_fast` keeps no
+Long texts are tokenized by ENCODE_THREADS threads, while tokenizers releases the GIL. `encode_batch_fast` computes no
 character offsets, which halves the time and the memory. Does not import torch.
 """
 
@@ -24,7 +25,7 @@ ENCODE_THREADS = 2
 MAX_SHORT_COST = 8192  # about 3 ms on the event loop
 MANY_CHARS_PER_TOKEN = 8
 PIECE_CHARS = 32 << 10
-TRIM_COST = 1 << 20  # after a text of this size, free memory is returned to the system
+TRIM_COST = 1 << 20  # after a text of a higher cost, free memory is returned to the system
 COMPOSED_CHARS = 4  # most characters that NFC and NFKC compose into one
 # Steps of a tokenizer that neither drop nor merge characters, apart from Unicode composition.
 LENGTH_PRESERVING_STEPS = ("ByteLevel", "Digits", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase")
@@ -42,7 +43,7 @@ class TextEncoder:
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids. Raises ApiError 400 that names `field` if there are more than `max_tokens`."""
+        """The token ids of `text`. Raises ApiError 400 that names `field` if there are more than `max_tokens`."""
         self.check_length(text, max_tokens, field)
         return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens)
 
@@ -85,21 +86,22 @@ class TextEncoder:
 
 
 def text_cost(text: str) -> int:
-    """ASCII characters that take about as long to tokenize."""
+    """The estimated cost of tokenizing `text`: one per character, or four in a text that is not ASCII."""
     return len(text) if text.isascii() else 4 * len(text)
 
 
 def trim_memory() -> None:
-    """Return free memory of the C allocator to the system. No effect where the C library has no malloc_trim."""
+    """Return free memory of the C allocator to the system. No effect if the C library has no malloc_trim."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def max_chars_per_token(tokenizer: Any) -> int | None:
-    """Most characters of a text that become one token; None if a token may stand for any number of them.
+    """The largest number of characters that one token can stand for; None if it has no limit.
 
-    Bounded are byte-level BPE and BPE with byte fallback, if no step drops or merges characters.
+    It is limited for byte-level BPE, and for BPE with byte fallback, if no normalizer or pre-tokenizer drops or merges
+    characters.
     """
     backend = tokenizer.backend_tokenizer
     vocab = backend.get_vocab(with_added_tokens=True)
@@ -124,7 +126,7 @@ def _keeps_length(step: dict[str, Any]) -> bool:
 
 
 def _steps(component: Any) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json. A custom one has the type ""."""
+    """The steps of a normalizer or pre-tokenizer, as in tokenizer.json. Custom ones have the type ""."""
     if component is None:
         return
     try:
@@ -142,7 +144,7 @@ def _byte_alphabet() -> list[str]:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Consecutive pieces of PIECE_CHARS characters or less, cut before a space if there is one."""
+    """Consecutive pieces of at most PIECE_CHARS characters, cut before a space if there is one."""
     start = 0
     while start < len(text):
         end = start + PIECE_CHARS
@@ -153,5 +155,5 @@ def _pieces(text: str) -> Iterator[str]:
         start = end
 
 
-def _too_long(what: str, max_tokens: int, field: str) -> ApiError:
-    return bad_request(f"{what}; the limit is {max_tokens}", field, "context_length_exceeded")
+def _too_long(problem: str, max_tokens: int, field: str) -> ApiError:
+    return bad_request(f"{problem}; the limit is {max_tokens}", field, "context_length_exceeded")

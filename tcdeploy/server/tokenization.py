@@ -1,6 +1,6 @@
 """Prompts to token ids and back: chat templates, tokenizer calls, and checks of token ids.
 
-Lengths are checked before the work that depends on them. Long texts are tokenized in threads (text_encoder.py).
+The length of a prompt is checked before it is tokenized. Long texts are tokenized in threads (text_encoder.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tools import ToolSupport
 from tcdeploy.server.validation import ModelLimits
 
-SLICE_TOKENS = 8192  # token ids that are checked or written as JSON at once: the GIL is free between slices
+SLICE_TOKENS = 8192  # token ids that are checked or written as JSON in one call; other threads can run between calls
 INFO_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
 
 
@@ -64,7 +64,7 @@ class PromptTokenizer:
                 prompts.append(Prompt(content, await self.detokenize(content, "prompt") if request.echo else None))
             if not prompts[-1].token_ids:
                 raise bad_request("the prompt has 0 tokens; it must have at least 1", "prompt")
-            await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds
+            await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds of them
         return prompts
 
     def _checked_template_kwargs(self, request: ChatRequest) -> dict[str, Any]:
@@ -112,7 +112,7 @@ class PromptTokenizer:
         return await self.encoder.run(len(token_ids), decode)
 
     async def tokens_json(self, token_ids: list[int]) -> bytes:
-        """The response of /tokenize."""
+        """The response body of /tokenize."""
 
         def write() -> bytes:
             slices = (json.dumps(part)[1:-1] for part in _slices(token_ids))
@@ -129,13 +129,13 @@ class PromptTokenizer:
         }
 
     async def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
-        last = self.limits.vocab_size - 1
+        largest = self.limits.vocab_size - 1
 
         def are_valid() -> bool:
-            return all(0 <= min(part) <= max(part) <= last for part in _slices(token_ids))
+            return all(0 <= min(part) <= max(part) <= largest for part in _slices(token_ids))
 
         if not await self.encoder.run(len(token_ids), are_valid):
-            raise bad_request(f"{field} contains token ids outside 0..{last}", field)
+            raise bad_request(f"{field} contains token ids outside 0..{largest}", field)
 
     async def _render_chat(
         self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]], max_tokens: int

@@ -16,7 +16,7 @@ MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128  # OpenAI's limit
-MIN_TOKENIZE_TOKENS = 1 << 15
+MIN_TOKENIZE_TOKENS = 1 << 15  # that /tokenize and /detokenize accept with any context
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that have no effect, and are accepted
     "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "echo": (None, False), "bad_words": (None, []),
     "chat_template": (None,), "continue_final_message": (None, False), "truncate_prompt_tokens": (None,),
@@ -37,7 +37,10 @@ class ModelLimits(NamedTuple):
 
     @property
     def tokenize_tokens(self) -> int:
-        """Limit of /tokenize and /detokenize. Clients tokenize whole documents, and cut them to the context."""
+        """The most tokens that /tokenize and /detokenize accept.
+
+        More than the context, because clients tokenize whole documents before they cut them to the context.
+        """
         return max(4 * self.context, MIN_TOKENIZE_TOKENS)
 
 

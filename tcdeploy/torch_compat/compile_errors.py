@@ -38,7 +38,7 @@ INTERNAL = Internal(
     "compile errors",
     "torch",
     "torch._dynamo.exc.TorchDynamoException",
-    "errors of torch.compile may be shown as tracebacks without a hint, and those of g++ without its message",
+    "errors of torch.compile may be shown as tracebacks without a hint, and errors of g++ without its message",
     supported,
 )
 
@@ -55,17 +55,17 @@ def is_graph_break(error: BaseException) -> bool:
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:
     """The failed call of the C++ compiler that caused an error of torch.compile."""
-    for link in _causes(error):
-        command, output = getattr(link, "cmd", None), getattr(link, "output", None)
-        if type(link).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
+    for cause in _causes(error):
+        command, output = getattr(cause, "cmd", None), getattr(cause, "output", None)
+        if type(cause).__name__ == CPP_COMPILE_ERROR and isinstance(command, list) and isinstance(output, str):
             sources = [word for word in command[1:] if word.endswith(SOURCE_SUFFIXES)]
-            status = getattr(link.__cause__, "returncode", None)
+            status = getattr(cause.__cause__, "returncode", None)
             return CompilerFailure(sources[0] if sources else " ".join(command), output, status)
     return None
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and those that it replaces: torch keeps the one of a backend in an attribute of its own."""
+    """The error and the chain of its causes. torch stores a backend's error in the attribute `inner_exception`."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))

@@ -1,13 +1,13 @@
 """Place Inductor's precompiled C++ headers in the cache folder, and switch them off for a warm start.
 
-Inductor prepares the headers in a folder of its own below TMPDIR, 156 MB for each set of compiler options, at every
-start that loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine that has none yet. They halve a cold start and
-do nothing for a warm one. The public setting cannot be used, because it is part of the cache key and of program names,
-so a cold start would have to do without headers too. One patch replaces the function that names the header by one that
+Inductor prepares the headers in a folder below TMPDIR, 156 MB for each set of compiler options, at every start that
+loads a C++ program, hit or miss: 0.4 s, or 12 s on a machine without headers. They halve the time of a cold start, and
+have no effect on a warm one. The public setting cannot be used, because it is part of the cache key and of program
+names, so a cold start would have no headers either. One patch replaces the function that names the header with one that
 returns None; the other sets the folder.
 
-Without the first, a warm start prepares headers. Without the second, they lie below TMPDIR, and `cache du` and `cache
-gc` do not see them. tests/cache/test_toolchain.py fails when torch calls another function.
+Without the first patch, a warm start prepares headers. Without the second, headers are written below TMPDIR, where
+`cache du` and `cache gc` do not find them. tests/cache/test_toolchain.py fails when torch calls another function.
 """
 
 from __future__ import annotations
@@ -33,15 +33,16 @@ INTERNAL = Internal(
     "precompiled headers",
     "torch",
     "codecache._get_cpp_prefix_header",
-    "a warm start on a CPU prepares C++ headers that it does not use, and they lie below TMPDIR",
+    "a warm start on a CPU prepares C++ headers that it does not use, and writes them below TMPDIR",
     supported,
 )
 
 
 def use_precompiled_headers(enabled: bool, folder: str | None = None) -> None:
-    """Set whether Inductor may prepare headers, and where; a process that has prepared them keeps using those.
+    """Set whether Inductor may prepare headers, and in which folder (None: leave it unchanged).
 
-    Without headers, compiling a C++ kernel takes twice as long.
+    Headers that this process has prepared before stay in use. Without headers, compiling a C++ kernel takes twice as
+    long.
     """
     global _original_get_prefix_header
     if not supported():

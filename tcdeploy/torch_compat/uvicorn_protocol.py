@@ -1,14 +1,14 @@
 """uvicorn's HTTP/1.1 protocol with limits, and with the server's error format.
 
-uvicorn's own class reads a head of any size and waits for the rest of a request without limit. It parses a packet of
-256 KiB at once, in which thousands of pipelined requests, headers or chunks fit, and answers bytes that are not HTTP
-with plain text. The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`,
+uvicorn's own class reads a head of any size, and waits for the rest of a request without a time limit. It parses up to
+256 KiB in one call, which can contain thousands of pipelined requests, headers or chunks, and it answers bytes that are
+not HTTP with plain text. The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`,
 `on_headers_complete`, `on_body` and `on_message_complete`, on httptools' `on_chunk_header`, on `send_400_response`, and
-on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. An exception in a callback ends the
-parsing of a packet. The subclass also puts three functions into the ASGI scope's extensions.
+on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. It stops the parser with an exception in
+a callback. The subclass also puts three functions into the ASGI scope's extensions.
 
-Without those names, the server runs uvicorn's own protocol without limits, and says so. tests/server/test_http.py and
-test_abuse.py fail when the class changes. server/http.py reads the extensions.
+If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
+tests/server/test_http.py and test_abuse.py fail when the class changes. server/http.py reads the extensions.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tcdeploy.torch_compat.internal import Internal, find, mentions
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
 METHODS = ("connection_made", "connection_lost", "data_received", "send_400_response", *CALLBACKS)
-MAX_HEADER_BYTES = 64 << 10  # of the head, and of the trailers; of chunk extensions plus one packet
+MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packet) of chunk extensions
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
-CHUNK_FRAME_BYTES = 16  # a chunk's size and line breaks; its extensions count as trailers
+CHUNK_FRAME_BYTES = 16  # estimate for a chunk's size and line breaks; chunk extensions count as trailers
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
 ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
 
@@ -79,7 +79,7 @@ class _Bounds(_Base):
         self._head_bytes = self._trailer_bytes = self._header_lines = 0  # of complete lines
         self._body_bytes = self._num_chunks = 0  # of the current request
         self._parsed_bytes = 0  # of the connection: lines, bodies, and frames of chunks
-        self._unparsed_bytes = 0  # of the current request: received, but part of no complete line, body or frame
+        self._unparsed_bytes = 0  # of the current request: received, but not counted in `_parsed_bytes`
         self._has_partial_request = False  # a part of a request has arrived, and not its end
         self._rejection: tuple[int, str, str] | None = None
         self._deadline: asyncio.TimerHandle | None = None
@@ -105,7 +105,7 @@ class _Bounds(_Base):
             self._send_error_and_close(*_too_large("head" if self._in_headers else "trailers"))
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn calls it for bytes that are not HTTP, and after an exception in a callback."""
+        """Answer invalid HTTP, or a rejected request. uvicorn also calls it after an exception in a callback."""
         self._send_error_and_close(*(self._rejection or (400, "Bad Request", "the request is not valid HTTP/1.1")))
 
     # Parser callbacks
@@ -114,7 +114,7 @@ class _Bounds(_Base):
         if len(self.pipeline) >= MAX_PIPELINED:
             self._reject(400, "Bad Request", f"more than {MAX_PIPELINED} requests are pipelined")
         super().on_message_begin()
-        self._has_partial_request = True  # the last request may have ended in the same packet
+        self._has_partial_request = True  # again, because the previous request may have ended in the same packet
         self._in_headers = True
         self._head_bytes = self._trailer_bytes = self._header_lines = 0
         self._body_bytes = self._num_chunks = self._unparsed_bytes = 0
@@ -128,7 +128,10 @@ class _Bounds(_Base):
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Trailers are counted and ignored: uvicorn would add them to the headers of a request that has started."""
+        """Count a line of the head or of the trailers.
+
+        Trailers are then dropped, because uvicorn would add them to the headers of a request that is being served.
+        """
         self._count_line(len(name) + len(value) + 4)
         if self._in_headers:
             super().on_header(name, value)
@@ -186,6 +189,7 @@ class _Bounds(_Base):
             )
 
     def _reject(self, status: int, reason: str, message: str) -> NoReturn:
+        """Stop the parser. uvicorn then calls `send_400_response`."""
         self._rejection = (status, reason, message)
         raise ValueError(message)
 
@@ -201,7 +205,10 @@ class _Bounds(_Base):
         self.transport.close()
 
     def _can_respond(self) -> bool:
-        """Whether no earlier response is missing, and the current request has none. Its cycle exists after its head."""
+        """Whether all earlier responses are complete and the current request's has not started.
+
+        uvicorn creates a request's `cycle` when its head is complete.
+        """
         if self.cycle is None:
             return True
         if self._in_headers:

@@ -240,7 +240,7 @@ def test_an_older_bundle_does_not_replace_a_newer_one(
     unpack(dated[2000], folder, keys.trusted)
     before = contents(folder)
     for older in (dated[1000], small.bundle):  # the second has no date
-        with pytest.raises(TrustError, match="is older than the bundle from which") as caught:
+        with pytest.raises(TrustError, match="is older than the unpacked bundle of plan") as caught:
             unpack(older, folder, keys.trusted)
         assert caught.value.exit_code == 4 and "--allow-rollback" in caught.value.hint
         assert contents(folder) == before

@@ -161,7 +161,7 @@ def test_a_manifest_or_stored_header_of_another_plan_is_refused(unpacked: Path, 
     stored_header = unpacked / "bundles" / f"{small.key}.head"
     other = make_small(unpacked, bucket=64)
     shutil.copy(path_of(unpacked, other), unpacked / "manifests" / "0123456789abcdef.json")
-    with pytest.raises(IntegrityError, match=r"0123456789abcdef\.json is corrupt: it is of another plan"):
+    with pytest.raises(IntegrityError, match=r"0123456789abcdef\.json is corrupt: it belongs to plan"):
         verify_folder(unpacked, keys.trusted)
     (unpacked / "manifests" / "0123456789abcdef.json").unlink()
     shutil.copy(stored_header, stored_header.with_name(f"{key_of(other)}.head"))
@@ -222,7 +222,7 @@ def test_files_compiled_here_are_counted_beside_the_signed_ones(unpacked: Path, 
     [verified] = verify_folder(unpacked, keys.trusted)
     assert verified.signer is not None and (verified.is_from_bundle, verified.files_not_from_bundle) == (True, 1)
     assert verified.paths_not_from_bundle == ("6n/more.so",)
-    with pytest.raises(TrustError, match="1 files of plan .* were made on this machine, such as 6n/more.so"):
+    with pytest.raises(TrustError, match="1 files of plan .* were compiled on this machine, for example 6n/more.so"):
         verify_folder(unpacked, keys.trusted, require_signed=True)
 
 
@@ -247,7 +247,7 @@ def test_a_rewritten_manifest_is_refused_even_if_the_signed_files_are_there(
     first, *others = small.manifest.files
     for files in ([*others, evil], [first, *others, replace(evil, path=first.path)]):
         write_manifest(path_of(unpacked, small.manifest), replace(small.manifest, files=tuple(files)))
-        with pytest.raises(IntegrityError, match=f"does not list {first.path} as|lists an invalid or duplicate file"):
+        with pytest.raises(IntegrityError, match=f"does not list {first.path} with|lists an invalid or duplicate file"):
             verify_folder(unpacked, keys.trusted)
 
 

@@ -41,7 +41,7 @@ def test_a_model_without_docstrings_is_refused_before_torch_is_imported() -> Non
     lines = [line for line in result.stderr.splitlines() if not line.startswith("import time:")]
     assert result.returncode == 2
     assert lines[0].startswith("error: Python runs with optimization level 2 (-OO or PYTHONOPTIMIZE), which removes")
-    assert lines[1] == "hint: PYTHONOPTIMIZE=1 (or -O) removes assertions only" and len(lines) == 2
+    assert lines[1] == "hint: use PYTHONOPTIMIZE=1 or -O, which removes only assertions" and len(lines) == 2
     assert not any(line.endswith("| torch") for line in result.stderr.splitlines())
 
 

@@ -61,7 +61,7 @@ def test_the_first_error_line_and_the_file_are_in_the_message(wrap: Any, plan: A
 @pytest.mark.parametrize(
     ("output", "message"),
     [
-        ("", "it wrote no message"),
+        ("", "it printed no message"),
         ("\ncp: cannot stat 'a'\nb", "cp: cannot stat 'a'"),
         ("x.cpp:3:1: internal compiler error: Segmentation fault", "internal compiler error: Segmentation fault"),
     ],
@@ -77,7 +77,7 @@ def test_a_compiler_without_a_message_shows_its_exit_status(command: list[str], 
         cpp_builder.run_compile_cmd(shlex.join(command), cwd=str(tmp_path))
     error = translate(InductorError(failure.value, None), plan, tmp_path)
     status = "1" if command == ["false"] else "-9"
-    assert error.message.endswith(f"it wrote no message and exited with status {status}")
+    assert error.message.endswith(f"it printed no message and exited with status {status}")
 
 
 def test_a_compiler_without_memory_exits_with_code_7(plan: Any, tmp_path: Path) -> None:

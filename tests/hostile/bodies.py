@@ -1,13 +1,15 @@
-"""Hostile bodies and heads at a running server under load: the event loop, memory, and other clients' latency.
+"""Hostile request bodies and heads: sends them to a server under load, and measures delays and memory.
 
-The server of the embedded model generates two streams meanwhile. Attackers send seeded bodies and heads, CONNECTIONS at
-a time. A canary in a process of its own tokenizes a short text again and again. (A completion would wait for a decode
-row: the model has four, and many attacks are valid requests for a thousand tokens.) In the server's process a task
-measures how late it wakes: a block of the event loop delays it.
+The server of the embedded model generates two streams during the attack. CONNECTIONS attackers send bodies and heads
+that are random, but reproducible with the seed. A separate client process, the canary, measures the latency of other
+clients: it tokenizes a short text repeatedly. (A completion would wait for a decode row: the server has four, and many
+attacks are valid requests for a thousand tokens.) A task in the server's process sleeps repeatedly and measures how
+late it wakes, which is how long the event loop was blocked.
 
-Three figures of the same delays, because other processes compete for the CPU: `wall` is the delay; `block` is without
-the time that the loop's thread was ready to run but had no CPU (/proc/self/task/N/schedstat); `cpu` is the CPU time of
-that thread between two wake-ups, which is work of the event loop only. `block` includes waits for the GIL.
+Other processes compete for the CPU, so each delay is measured in three ways. `wall` is the whole delay. `block`
+excludes the time in which the loop's thread was ready to run but had no CPU (/proc/self/task/N/schedstat); it includes
+waits for the GIL. `cpu` is the CPU time of that thread between two wake-ups, so it includes only work of the event
+loop.
 """
 
 from __future__ import annotations
@@ -32,19 +34,19 @@ from tests.server.conftest import ServerProcess, serving
 DEFAULT_COUNT = 10_000
 CONNECTIONS = 8
 RESPONSE_TIMEOUT_S = 60
-CANARY_P99_MS = 100
-LOOP_CPU_MS = 20
-GROWTH_BYTES = 512 << 20
+MAX_CANARY_P99_MS = 100
+MAX_LOOP_CPU_MS = 20
+MAX_GROWTH_BYTES = 512 << 20  # of the server's resident memory
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-TEXT, MESSAGES = '{"max_tokens":1,"prompt":"a",', '{"max_tokens":1,"messages":'  # what follows is hostile
-LARGE_SHARE = 0.03  # of the bodies have megabytes, the others kilobytes
+TEXT, MESSAGES = '{"max_tokens":1,"prompt":"a",', '{"max_tokens":1,"messages":'  # valid beginnings of hostile bodies
+LARGE_SHARE = 0.03  # the share of bodies of 1 to 8 MiB; the others have at most 100 kB
 
-# Runs in the server's process. Writes [wall, block, cpu] in ms of the worst delays to a file every 0.2 s.
+# Runs in the server's process. Every 0.2 s, writes the largest delays so far to a file: [wall, block, cpu] in ms.
 INSTRUMENT = """
 import asyncio, json, os, threading, time
 from tcdeploy.server import hot_path, run
 from tcdeploy.torch_compat import uvicorn_protocol
-uvicorn_protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 5.0  # incomplete requests would wait for a minute
+uvicorn_protocol.REQUEST_TIMEOUT_S = hot_path.BODY_TIMEOUT_S = 5.0  # so that incomplete requests do not wait 60 s
 run_server = run._Server.run
 async def measure(path):
     with open(f"/proc/self/task/{threading.get_native_id()}/schedstat") as schedstat:
@@ -94,10 +96,12 @@ def instrument(path: Path) -> str:
     return INSTRUMENT.replace("PATH)", f"{str(path)!r})")
 
 
-# Bodies. Each function returns a path and a body of about `size` bytes.
+# Bodies. Each attack is a function (source of randomness, size) -> path, body of about `size` bytes.
 
 
 def repeated(prefix: str, item: str, suffix: str, path: str = COMPLETIONS) -> Callable[[random.Random, int], Any]:
+    """Attacks with a long list of equal items."""
+
     def body(_: random.Random, size: int) -> tuple[str, bytes]:
         return path, (prefix + ",".join([item] * max(1, size // (len(item) + 1))) + suffix).encode()
 
@@ -105,6 +109,8 @@ def repeated(prefix: str, item: str, suffix: str, path: str = COMPLETIONS) -> Ca
 
 
 def keys(prefix: str, value: str, suffix: str, path: str = COMPLETIONS) -> Callable[[random.Random, int], Any]:
+    """Attacks with an object of many keys."""
+
     def body(_: random.Random, size: int) -> tuple[str, bytes]:
         items = ",".join(f'"k{number}":{value}' for number in range(max(1, size // (len(value) + 9))))
         return path, (prefix + items + suffix).encode()
@@ -113,7 +119,7 @@ def keys(prefix: str, value: str, suffix: str, path: str = COMPLETIONS) -> Calla
 
 
 def text(source: random.Random, size: int) -> tuple[str, bytes]:
-    """A long text of one kind of character, in each place for text."""
+    """A long text that repeats one piece, in one of the fields that contain text."""
     piece = source.choice(
         ["a", "lorem ipsum ", " ", "\n", "\u6f22", "\U0001f469\u200d", "1,", "\\u0041", "\\ud83d\\ude00", "{}<|end|>"]
     )
@@ -133,7 +139,7 @@ def text(source: random.Random, size: int) -> tuple[str, bytes]:
 
 
 def token_ids(source: random.Random, size: int) -> tuple[str, bytes]:
-    """Long lists of token ids, valid and invalid, flat and nested."""
+    """A long list of token ids, valid or invalid, flat or nested."""
     numbers = [str(source.randrange(source.choice([10, 1000, 2**40]))) for _ in range(64)] * (size // 400 + 1)
     flat = "[" + ",".join(numbers) + source.choice(["]", ",true]", ',"a"]', ",1.5]"])
     path, template = source.choice(
@@ -147,7 +153,7 @@ def token_ids(source: random.Random, size: int) -> tuple[str, bytes]:
 
 
 def mutated(source: random.Random, size: int) -> tuple[str, bytes]:
-    """One of the other bodies with random bytes in it, or cut."""
+    """One of the other bodies, with random edits or truncated."""
     path, body = source.choice(BODIES[:-1])(source, size)
     edited = bytearray(body)
     for _ in range(source.randint(1, 4)):
@@ -159,12 +165,12 @@ def mutated(source: random.Random, size: int) -> tuple[str, bytes]:
 
 
 def costly(source: random.Random, _: int) -> tuple[str, bytes]:
-    """Small valid requests with much work behind them."""
+    """A small valid request that causes much work."""
     biases = {str(number): 1 for number in range(source.choice([10, 500]))}
     fields = source.choice(
         [
             {"n": 128}, {"n": 128, "logit_bias": biases, "seed": 1}, {"n": 16, "logprobs": 5},
-            {"echo": True, "logprobs": 5}, 
+            {"echo": True, "logprobs": 5},
             {"response_format": {"type": "json_object"}}, {"prompt": ["a"] * 200}, {"prompt": [[5]] * 250, "n": 1},
             {"stop": ["a" * 1000] * 16}, {"max_tokens": 2**62}, {"temperature": 1e308},
             {"prompt": "a" * 5000, "n": 128},
@@ -244,7 +250,7 @@ def hostile_head(source: random.Random) -> bytes:
 
 
 def attack(source: random.Random) -> bytes:
-    """One attack: the bytes of a connection."""
+    """One attack: the bytes to send on a new connection."""
     if source.random() < 0.3:
         return hostile_head(source)
     size = (
@@ -258,19 +264,22 @@ def attack(source: random.Random) -> bytes:
 # The run
 
 
-async def send(address: tuple[str, int], data: bytes, is_cut: bool) -> str:
-    """Send `data` on a new connection. Returns the first response's status, or what happened instead."""
+async def send(address: tuple[str, int], data: bytes, aborts: bool) -> str:
+    """Send `data` on a new connection. Returns the first response's status, or what happened instead.
+
+    `aborts`: close the connection without waiting for a response.
+    """
     reader, writer = await asyncio.open_connection(*address)
     try:
         async with asyncio.timeout(RESPONSE_TIMEOUT_S):
             writer.write(data)
-            if is_cut:
+            if aborts:
                 return "cut"
             with contextlib.suppress(ConnectionError):
                 await writer.drain()
             response = await reader.read(1 << 16)
             status = response.split(b" ", 2)[1:2]
-            while status and status[0] >= b"400" and not response.endswith(b"}"):  # the body may be another packet
+            while status and status[0] >= b"400" and not response.endswith(b"}"):  # the body may be in another packet
                 part = await reader.read(1 << 16)
                 if not part:
                     break
@@ -285,6 +294,7 @@ async def send(address: tuple[str, int], data: bytes, is_cut: bool) -> str:
 
 
 def outcome(response: bytes, status: list[bytes]) -> str:
+    """The status, with a remark if an error response has no OpenAI error object."""
     if not response:
         return "closed"
     code = status[0].decode("latin-1")
@@ -298,13 +308,13 @@ def outcome(response: bytes, status: list[bytes]) -> str:
 
 
 async def attack_all(address: tuple[str, int], source: random.Random, count: int, statuses: Counter[str]) -> list[str]:
-    """The attacks that were not answered as they should be."""
+    """Run the attacks, count their `statuses`, and return those that were not answered correctly."""
     numbers, failures = iter(range(count)), []
 
     async def attacker() -> None:
         for number in numbers:
             data = await asyncio.to_thread(attack, source)
-            status = await send(address, data, is_cut=source.random() < 0.05)
+            status = await send(address, data, aborts=source.random() < 0.05)
             statuses[status] += 1
             is_server_error = status[0] == "5" and status not in ("501", "503")
             if is_server_error or "without" in status or status == "no response":
@@ -316,7 +326,7 @@ async def attack_all(address: tuple[str, int], source: random.Random, count: int
 
 @contextlib.contextmanager
 def canary(address: str) -> Iterator[list[tuple[int, float]]]:
-    """Status and milliseconds of short /tokenize requests."""
+    """Send short /tokenize requests from another process. Yields a list that receives (status, latency in ms)."""
     command = [sys.executable, "-c", CANARY, address]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     samples: list[tuple[int, float]] = []
@@ -336,7 +346,7 @@ def canary(address: str) -> Iterator[list[tuple[int, float]]]:
 
 @contextlib.contextmanager
 def background_streams(server: ServerProcess, count: int = 2) -> Iterator[None]:
-    """Clients that read one stream after another."""
+    """Run `count` clients that each read one stream after another."""
     stop = threading.Event()
     body = json.dumps({"prompt": [5, 6], "max_tokens": 300, "ignore_eos": True, "stream": True}).encode()
 
@@ -377,42 +387,43 @@ def attack_server(server: ServerProcess, figures: Path, source: random.Random, c
     watcher = threading.Thread(target=watch_memory)
     begin = time.monotonic()
     with background_streams(server), canary(f"{host}:{port}") as samples:
-        calm_ms, calm_p99_ms = calm(figures, samples)
-        num_calm = len(samples)
+        baseline_ms, baseline_p99_ms = measure_without_attack(figures, samples)
+        num_baseline = len(samples)
         watcher.start()
         failures = asyncio.run(attack_all((host, int(port)), source, count, statuses))
-        attacked = list(samples[num_calm:])
+        canary_samples = list(samples[num_baseline:])
         time.sleep(0.5)
         worst_ms = json.loads(figures.read_text())
     is_done.set()
     watcher.join()
     idle_seconds = server.wait_until_idle(60)
     time.sleep(1)
-    latencies = [ms for _, ms in attacked]
+    latencies = [ms for _, ms in canary_samples]
     kinds = ("wall", "block", "cpu")
     result: dict[str, Any] = {
         "attacks": count,
         "seconds": round(time.monotonic() - begin),
         "statuses": dict(sorted(statuses.items())),
         "loop_delay_ms": dict(zip(kinds, (round(ms, 1) for ms in worst_ms), strict=True)),
-        "loop_delay_ms_without_attack": dict(
-            zip(("wall", "block", "cpu"), (round(ms, 1) for ms in calm_ms), strict=True)
-        ),
+        "loop_delay_ms_without_attack": dict(zip(kinds, (round(ms, 1) for ms in baseline_ms), strict=True)),
         "rss_mib": {"before": before >> 20, "highest": peak >> 20, "after": server.resident_bytes >> 20},
         "canary": "POST /tokenize, 15 characters",
-        "canary_statuses": dict(Counter(str(status) for status, _ in attacked)),
+        "canary_statuses": dict(Counter(str(status) for status, _ in canary_samples)),
         "canary_count": len(latencies),
         "canary_ms": {f"p{share}": round(percentile(latencies, share / 100), 1) for share in (50, 90, 99, 100)},
-        "canary_p99_ms_without_attack": round(calm_p99_ms, 1),
+        "canary_p99_ms_without_attack": round(baseline_p99_ms, 1),
         "connections_left": open_connections(server),
         "idle_after_s": round(idle_seconds, 1),
     }
-    result["succeeded"] = failures + broken_bounds(result, server)
+    result["succeeded"] = failures + exceeded_limits(result, server)
     return result
 
 
-def calm(figures: Path, samples: list[tuple[int, float]]) -> tuple[list[float], float]:
-    """The loop's delays and the canary's p99 during two seconds without attack. Resets the delays."""
+def measure_without_attack(figures: Path, samples: list[tuple[int, float]]) -> tuple[list[float], float]:
+    """The largest delays of the event loop and the canary's p99, in ms, during 2.5 s without an attack.
+
+    Then resets the delays.
+    """
     time.sleep(1)
     figures.with_name(figures.name + ".reset").touch()
     start = len(samples)
@@ -423,19 +434,19 @@ def calm(figures: Path, samples: list[tuple[int, float]]) -> tuple[list[float], 
     return delays, p99
 
 
-def broken_bounds(result: dict[str, Any], server: ServerProcess) -> list[str]:
-    broken = []
-    if result["loop_delay_ms"]["cpu"] > LOOP_CPU_MS:
-        broken.append(f"the event loop worked {result['loop_delay_ms']['cpu']} ms without a break")
-    if result["rss_mib"]["highest"] - result["rss_mib"]["before"] > GROWTH_BYTES >> 20:
-        broken.append(f"memory grew: {result['rss_mib']}")
+def exceeded_limits(result: dict[str, Any], server: ServerProcess) -> list[str]:
+    problems = []
+    if result["loop_delay_ms"]["cpu"] > MAX_LOOP_CPU_MS:
+        problems.append(f"the event loop used {result['loop_delay_ms']['cpu']} ms of CPU time between two wake-ups")
+    if result["rss_mib"]["highest"] - result["rss_mib"]["before"] > MAX_GROWTH_BYTES >> 20:
+        problems.append(f"the server's memory grew by over {MAX_GROWTH_BYTES >> 20} MiB: {result['rss_mib']}")
     if server.process.poll() is not None:
-        broken.append("the server exited")
+        problems.append("the server exited")
     if result["connections_left"] > 2:
-        broken.append(f"{result['connections_left']} connections are open after the attack")
+        problems.append(f"{result['connections_left']} connections are open after the attack")
     if set(result["canary_statuses"]) - {"200", "503"}:
-        broken.append(f"the canary was answered {result['canary_statuses']}")
-    return broken
+        problems.append(f"the canary got the statuses {result['canary_statuses']}")
+    return problems
 
 
 def open_connections(server: ServerProcess) -> int:
@@ -446,7 +457,7 @@ def open_connections(server: ServerProcess) -> int:
 
 
 def run(source: random.Random, count: int) -> dict[str, Any]:
-    """Start a server and attack it. Also reports a canary whose p99 is over CANARY_P99_MS."""
+    """Start a server and attack it. A p99 of the canary above MAX_CANARY_P99_MS counts as a successful attack."""
     with tempfile.TemporaryDirectory() as folder:
         home, cache, figures = Path(folder), Path(folder) / "cache", Path(folder) / "figures.json"
         warm = [*cli_command("warm", TINY, *TINY_FLAGS, "--cache-dir", str(cache))]
@@ -455,6 +466,6 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
         )
         with serving(home, cache, script=instrument(figures)) as server:
             result = attack_server(server, figures, source, count)
-    if result["canary_ms"]["p99"] > CANARY_P99_MS:
+    if result["canary_ms"]["p99"] > MAX_CANARY_P99_MS:
         result["succeeded"].append(f"the canary's p99 is {result['canary_ms']['p99']} ms")
     return result

@@ -1,9 +1,9 @@
-"""Damaged and rewritten caches and bundles: no changed byte may reach a start, and `verify` may accept none.
+"""Damaged and rewritten caches and bundles: a start must use no changed file, and `verify` must reject each change.
 
-A cache folder with two plans, each unpacked from a signed bundle, is copied and attacked; so is a bundle. What a start
-uses is decided without torch: `restore_plan` fills a staging folder, and every file that arrives there must be one of
-the signed bundles. An attack that leaves the signed header in place is refused by every start. One that removes the
-header makes the plan look as if it had been compiled here; `--require-signed` must refuse it.
+Each attack changes a copy of a bundle, or of a cache folder with two plans from signed bundles. `restore_plan`, which
+needs no torch, copies the files that a start uses into a staging folder; all of them must be from the signed bundles.
+Without its signed header, a plan looks as if it had been compiled on this machine. Attacks that remove the header are
+therefore tested only with `--require-signed`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tcdeploy.errors import IntegrityError, TrustError
 from tests.bundle.fake_caches import key_of, make_small, manifest_for, path_of
 
 DEFAULT_COUNT = 3000
-EVIL = b"cos\nsystem\n(S'true'\ntR."
+EVIL = b"cos\nsystem\n(S'true'\ntR."  # a pickle that runs the command `true`
 REFUSALS = (IntegrityError, TrustError)
 OTHER_BUCKET, LOCAL_BUCKET = 64, 128
 
@@ -72,7 +72,7 @@ def make_target(root: Path) -> Target:
     )  # fmt: skip
 
 
-# Attacks on a folder: (folder, target, random) -> None. They change something in every case.
+# Attacks on a folder: (folder, target, source of randomness) -> None. Each call changes the folder.
 
 Attack = Callable[[Path, Target, random.Random], None]
 
@@ -97,8 +97,8 @@ def put(folder: Path, path: str, content: bytes = EVIL) -> FileRecord:
     return record_of(path, content)
 
 
-def with_files(folder: Path, key: str, edit: Callable[[list[FileRecord]], None], **changes: Any) -> None:
-    """Rewrite a manifest, with a valid checksum."""
+def edit_manifest(folder: Path, key: str, edit: Callable[[list[FileRecord]], None], **changes: Any) -> None:
+    """Rewrite a manifest with edited files and other `changes`. Its checksum stays valid."""
     manifest = manifest_of(folder, key)
     files = list(manifest.files)
     edit(files)
@@ -132,7 +132,7 @@ def swap(folder: Path, target: Target, source: random.Random) -> None:
 
 
 def remove(folder: Path, target: Target, source: random.Random) -> None:
-    """A file or folder, but not a signed header: see `remove_only_header`."""
+    """Remove a file or folder, but not a signed header, which `remove_only_header` does."""
     path = any_file(folder, source)
     while path.parent.name == "bundles":
         path = any_file(folder, source)
@@ -164,55 +164,57 @@ def link_folder(folder: Path, target: Target, source: random.Random) -> None:
 
 
 def rewrite_manifest(folder: Path, target: Target, source: random.Random) -> None:
-    """Change a program, and the manifest with it."""
+    """Change a program, and its record in the manifest."""
 
     def edit(files: list[FileRecord]) -> None:
         number = source.randrange(len(files))
         shutil.rmtree(folder / "conflicts", ignore_errors=True)
         files[number] = put(folder, files[number].path, source.randbytes(files[number].bytes))
 
-    with_files(folder, target.key, edit)
+    edit_manifest(folder, target.key, edit)
 
 
 def drop_from_manifest(folder: Path, target: Target, source: random.Random) -> None:
-    with_files(folder, target.key, lambda files: files.pop(source.randrange(len(files))))
+    edit_manifest(folder, target.key, lambda files: files.pop(source.randrange(len(files))))
 
 
 def list_twice(folder: Path, target: Target, source: random.Random) -> None:
+    """Add a second record for a file's path, and store its content in conflicts/."""
+
     def edit(files: list[FileRecord]) -> None:
         file = source.choice(files)
         evil = record_of(file.path, EVIL)
         put(folder, f"conflicts/{evil.sha256}")
         files.insert(source.randrange(len(files) + 1), evil)
 
-    with_files(folder, target.key, edit)
+    edit_manifest(folder, target.key, edit)
 
 
 def list_outside(folder: Path, target: Target, source: random.Random) -> None:
     path = source.choice(["../../evil/x", "/evil/x", "fxgraph/../../../evil/x", "a//b", "./x"])
-    with_files(folder, target.key, lambda files: files.append(record_of(path, EVIL)))
+    edit_manifest(folder, target.key, lambda files: files.append(record_of(path, EVIL)))
 
 
 def second_manifest(folder: Path, target: Target, source: random.Random) -> None:
-    """Change a program, and make up the manifest of another plan that lists it."""
+    """Change a program, and forge the manifest of another plan that lists the changed file."""
     file = source.choice(manifest_of(folder, target.key).files)
     shutil.rmtree(folder / "conflicts", ignore_errors=True)
     evil = put(folder, file.path, source.randbytes(file.bytes))
-    made_up = manifest_for(folder, [file.path], bucket=LOCAL_BUCKET)
-    write_manifest(path_of(folder, made_up), made_up)
+    forged = manifest_for(folder, [file.path], bucket=LOCAL_BUCKET)
+    write_manifest(path_of(folder, forged), forged)
     if source.random() < 0.5:
-        with_files(folder, target.key, lambda files: files.__setitem__(files.index(file), evil))
+        edit_manifest(folder, target.key, lambda files: files.__setitem__(files.index(file), evil))
 
 
 def copy_manifest(folder: Path, target: Target, source: random.Random) -> None:
-    """The other plan's manifest in place of the plan's, under the plan's name."""
+    """Replace the plan's manifest with that of the other plan, with or without its key."""
     manifest = manifest_of(folder, target.other_key)
     plan = {**manifest.plan, "key": source.choice([target.key, target.other_key])}
     write_manifest(manifest_path(folder, target.key), replace(manifest, plan=plan))
 
 
 def forge_header(folder: Path, target: Target, source: random.Random) -> None:
-    """Change a program, the manifest and the signed header, and keep its signature, with a valid checksum."""
+    """Change a program, the manifest and the signed header. The checksums are valid; the signature is the old one."""
     rewrite_manifest(folder, target, source)
     path = stored_header_path(folder, target.key)
     with open(path, "rb") as file:
@@ -228,7 +230,7 @@ def swap_headers(folder: Path, target: Target, source: random.Random) -> None:
     stored_header_path(folder, target.key).write_bytes(content)
 
 
-# Without the signed header, the plan looks as if it had been compiled here.
+# After these attacks, a plan or a file looks as if it had been compiled on this machine.
 
 
 def remove_only_header(folder: Path, target: Target, source: random.Random) -> None:
@@ -251,25 +253,26 @@ def sign_with_unknown_key(folder: Path, target: Target, source: random.Random) -
 def add_to_manifest(folder: Path, target: Target, source: random.Random) -> None:
     beside = source.choice(manifest_of(folder, target.key).files).path
     evil = put(folder, f"{os.path.dirname(beside)}/added.so")
-    with_files(folder, target.key, lambda files: files.append(evil))
+    edit_manifest(folder, target.key, lambda files: files.append(evil))
 
 
 def second_plan(folder: Path, target: Target, source: random.Random) -> None:
-    """A made-up plan with programs of its own, for a start that takes those of all plans."""
+    """Add a forged plan with its own programs, because some starts copy the files of all plans."""
     put(folder, "fxgraph/evil/entry")
-    made_up = manifest_for(folder, ["fxgraph/evil/entry"], bucket=LOCAL_BUCKET)
-    write_manifest(path_of(folder, made_up), made_up)
-    with_files(folder, target.key, lambda files: None, is_first_start=source.random() < 0.5)
+    forged = manifest_for(folder, ["fxgraph/evil/entry"], bucket=LOCAL_BUCKET)
+    write_manifest(path_of(folder, forged), forged)
+    edit_manifest(folder, target.key, lambda files: None, is_first_start=source.random() < 0.5)
 
 
 def leave_journal(folder: Path, target: Target, source: random.Random) -> None:
-    """A staging folder as a killed start leaves it."""
+    """Remove the plan, and add a staging folder as a killed start leaves it."""
     stored_header_path(folder, target.key).unlink()
     manifest_path(folder, target.key).unlink()
     evil = put(folder / ".start-evil", "fxgraph/evil/entry")
     (folder / ".start-evil" / "finished.jsonl").write_text(json.dumps([asdict(evil)]) + "\n")
 
 
+# PROTECTED: attacks that must fail on every start. NEED_REQUIRE_SIGNED: on a start with --require-signed.
 PROTECTED: tuple[Attack, ...] = (
     flip_bit, cut, append, swap, remove, add, link_file, link_folder, rewrite_manifest, drop_from_manifest, list_twice,
     list_outside, second_manifest, copy_manifest, forge_header, swap_headers,
@@ -279,7 +282,7 @@ NEED_REQUIRE_SIGNED: tuple[Attack, ...] = (
 )  # fmt: skip
 
 
-# Attacks on a bundle: (content, target, random) -> content
+# Attacks on a bundle: (content, target, source of randomness, kind) -> changed content
 
 
 def changed_bundle(content: bytes, target: Target, source: random.Random, kind: str) -> bytes:
@@ -331,11 +334,11 @@ BUNDLE_KINDS = tuple(
 )  # fmt: skip
 
 
-# Judgement
+# Effects of an attack
 
 
 def used_files(folder: Path, target: Target, require_signed: bool) -> set[tuple[str, str]] | None:
-    """Path and sha256 of all files that a start would load; None if it is refused."""
+    """Path and sha256 of all files that a start would load; None if the start refuses the folder."""
     try:
         check_folder(folder)
         staging = create_staging_folder(str(folder))
@@ -381,6 +384,7 @@ def effects_of_bundle(path: Path, folder: Path, target: Target) -> list[str]:
 
 
 def attack_once(number: int, source: random.Random, target: Target) -> tuple[str, list[str]]:
+    """Make one attack. `number` selects its kind. Returns the name of the kind, and the effects."""
     work = target.root / "work"
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(mode=0o700)

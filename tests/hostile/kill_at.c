@@ -1,10 +1,11 @@
-/* Preloaded into a process, kills it just before (or, for a write, in the middle of) one of its system calls that
- * change files below a folder. Counts the calls in a shared file: 8 bytes of count, then one letter per call.
+/* A library for LD_PRELOAD. It counts the system calls of a process that change files in some folders, and kills the
+ * process at one of them: before the call, or after half of a write. The count is in a shared file: 8 bytes with the
+ * number of calls, then one letter per call. Variables:
  *
- * KILL_PID    the process to count in; its children are left alone
+ * KILL_PID    the id of the process; its children are neither counted nor killed
  * KILL_BELOW  the folders, separated by ':'
  * KILL_COUNT  the shared file
- * KILL_AT     the number of the call to die at, from 1; 0 only counts
+ * KILL_AT     the number of the call to kill the process at, from 1; 0: only count
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -32,8 +33,8 @@ static int is_below(const char *path) {
     return 0;
 }
 
-/* Whether this call is the one to die at. */
-static int step(char kind, const char *path) {
+/* Count a call. Whether it is the call to kill the process at. */
+static int count_call(char kind, const char *path) {
     const char *pid = getenv("KILL_PID"), *file = getenv("KILL_COUNT"), *at = getenv("KILL_AT");
     if (!pid || !file || !at || atol(pid) != getpid() || !is_below(path)) return 0;
     if (!shared) {
@@ -66,7 +67,9 @@ static const char *resolve(int folder, const char *path, char *buffer) {
 }
 
 #define NEXT(name) static __typeof__(name) *next; if (!next) next = (__typeof__(name) *)dlsym(RTLD_NEXT, #name)
-#define AT_PATH(kind, folder, path) char buffer[PATH_MAX * 2]; if (step(kind, resolve(folder, path, buffer))) die()
+#define AT_PATH(kind, folder, path) \
+    char buffer[PATH_MAX * 2]; \
+    if (count_call(kind, resolve(folder, path, buffer))) die()
 
 int rename(const char *from, const char *to) { NEXT(rename); AT_PATH('r', AT_FDCWD, to); return next(from, to); }
 int renameat(int f, const char *from, int t, const char *to) {
@@ -85,7 +88,7 @@ ssize_t write(int descriptor, const void *bytes, size_t size) {
     NEXT(write);
     if (descriptor > 2) {
         char buffer[PATH_MAX * 2];
-        if (step('w', resolve(descriptor, "", buffer))) { next(descriptor, bytes, size / 2); die(); }
+        if (count_call('w', resolve(descriptor, "", buffer))) { next(descriptor, bytes, size / 2); die(); }
     }
     return next(descriptor, bytes, size);
 }

@@ -1,9 +1,9 @@
-"""Kills warm, pack, unpack, push and pull at their system calls, then runs what a user would run next.
+"""Kills warm, pack, unpack, push and pull at their system calls, then runs the command that a user would run next.
 
-A preloaded library (kill_at.c) counts the calls that change files below the command's folders: renames, removals,
-writes, flushes, links and new folders. Each command runs once to count its calls, and then once per chosen call: the
-process dies before it, or after half of a write. Nothing may be lost, and the next run must succeed: a start computes
-the right tokens (warming checks them), and a command that is repeated gives what it would have given.
+A preloaded library (kill_at.c) counts the calls that change files in the command's folders: renames, removals, writes,
+flushes, links and new folders. Each command runs once to count its calls, and then once per chosen call: the process is
+killed before the call, or after half of a write. Nothing may be lost, and the next run must succeed: a start computes
+the correct tokens (warming checks them), and a repeated command gives the same result as a command that was not killed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,17 @@ DEFAULT_COUNT = 220
 ROOT = Path(__file__).resolve().parents[2]
 KINDS = {"r": "rename", "u": "remove", "w": "write", "f": "fsync", "l": "link", "m": "mkdir"}
 START = ("warm", "builtin:tiny", "--buckets", "16", "--batch-sizes", "1")
-OTHER_START = ("warm", "builtin:tiny", "--buckets", "32", "--batch-sizes", "1")  # shares the program of decode:1
+OTHER_START = ("warm", "builtin:tiny", "--buckets", "32", "--batch-sizes", "1")  # its decode:1 is the same program
 COUNTING = "import os; os.environ.update(KILL_PID=str(os.getpid()), {})"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command to kill. `prepare` makes its folders; `check` runs what a user would run next and returns what is
-    wrong."""
+    """A command to kill.
+
+    `prepare` creates its folders. `check` gets the number of the call at which the command was killed, runs the command
+    that a user would run next, and returns the problem that it found, or an empty string.
+    """
 
     name: str
     share: float  # of all kills
@@ -50,8 +53,8 @@ class Command:
 
 
 class Campaign:
-    """The folders of a campaign: `filled` and `other` are caches of one plan each; commands change `folder`, `out` and
-    `remote`."""
+    """The folders of a campaign. `filled` and `other` are caches with one plan each. The commands change `folder`,
+    `out` and `remote`."""
 
     def __init__(
         self, work_dir: Path, start: tuple[str, ...] = START, other_start: tuple[str, ...] = OTHER_START
@@ -144,7 +147,7 @@ class Campaign:
                 os.truncate(self.folder / file.path, file.bytes // 2)
 
     def _check_start(self, number: int) -> str:
-        """A start succeeds and leaves nothing behind; the other plan, if there was one, is intact."""
+        """Check that a start succeeds and leaves no temporary files, and that the other plan, if any, is intact."""
         had_other = self._has_plan(self.other)
         started = time.perf_counter()
         done = self.run(*self.start, "--cache-dir", str(self.folder))
@@ -159,7 +162,7 @@ class Campaign:
         return f"left behind: {left}" if left and number % 2 else ""
 
     def _has_plan(self, source: Path) -> bool:
-        """Whether `folder` has the plan of another cache, with undamaged files."""
+        """Whether `folder` has the plan of the cache `source`, with undamaged files."""
         [key] = read_manifests(source)
         plan = read_manifests(self.folder).get(key)
         return plan is not None and not find_damage(self.folder, plan.files)
@@ -187,8 +190,8 @@ class Campaign:
         return self._check_file(target, "cache", "pull", self.url, "-o", str(target))
 
     def _check_push(self, number: int) -> str:
-        complete = [path for path in self.remote.rglob("*.tcb") if path.read_bytes() != self.bundle.read_bytes()]
-        if complete:
+        incomplete = [path for path in self.remote.rglob("*.tcb") if path.read_bytes() != self.bundle.read_bytes()]
+        if incomplete:
             return "an incomplete bundle has the final name"
         done = self.run("cache", "push", str(self.bundle), str(self.remote))
         pushed = [path for path in self.remote.rglob("*.tcb") if path.read_bytes() == self.bundle.read_bytes()]
@@ -197,12 +200,12 @@ class Campaign:
     def _check_file(self, target: Path, *again: str) -> str:
         done = self.run(*again)
         if done.returncode or target.read_bytes() != self.bundle.read_bytes():
-            return f"repeated, it gave another file: {done.stderr}"
+            return f"the repeated command failed or wrote another file: {done.stderr}"
         left = sorted(path.name for path in self.out.iterdir() if path != target)
         return f"left behind: {left}" if left else ""
 
     def count_calls(self, command: Command) -> str:
-        """One letter per system call of a complete run."""
+        """Run the command to its end, and return one letter per system call (KINDS)."""
         command.prepare()
         self.count_file.unlink(missing_ok=True)
         done = self.run(*command.arguments, kill_at=0)
@@ -211,11 +214,11 @@ class Campaign:
         return content[8 : 8 + int.from_bytes(content[:8], sys.byteorder)].decode()
 
     def kill(self, command: Command, number: int) -> str:
-        """Kill the command at its call `number`, from 1, and check; returns what is wrong."""
+        """Kill the command at its call `number`, from 1. Returns the problem that `check` found."""
         command.prepare()
         self.count_file.unlink(missing_ok=True)
         done = self.run(*command.arguments, kill_at=number)
-        if done.returncode != -signal.SIGKILL:  # another order of threads gave fewer calls
+        if done.returncode != -signal.SIGKILL:  # the number of calls varies with the order of threads
             return "" if done.returncode == 0 else f"not killed, but it exited with {done.returncode}: {done.stderr}"
         return command.check(number)
 
@@ -230,7 +233,7 @@ def campaign(work_dir: Path, **options: Any) -> Iterator[Campaign]:
 
 
 def choose(source: random.Random, calls: str, count: int) -> list[int]:
-    """Numbers of distinct calls: at least half of them other than writes, which are the most."""
+    """Choose the numbers of `count` calls. At least half of them are not writes, because most calls are writes."""
     writes = [number for number, kind in enumerate(calls, 1) if kind == "w"]
     others = [number for number, kind in enumerate(calls, 1) if kind != "w"]
     chosen = source.sample(others, min(len(others), max(count // 2, count - len(writes))))

@@ -1,4 +1,4 @@
-"""A few hundred hostile bodies and heads at a server under load; `scripts/attack bodies` sends thousands."""
+"""Sends 300 hostile bodies and heads to a server under load; `scripts/attack bodies` sends thousands."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.hostile.bodies import attack_server, instrument
 from tests.server.conftest import prepared_fork_server, serve, warm_cache  # noqa: F401 - fixtures
 
 
-def test_hostile_bodies_and_heads_do_not_block_the_event_loop_or_keep_memory(
+def test_hostile_bodies_and_heads_neither_block_the_event_loop_nor_leak_memory(
     serve: Callable[..., Any],  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    """Latencies are reported by the campaign only: they depend on what else the machine does."""
+    """Latencies are not asserted, because they depend on the load of the machine."""
     with serve(script=instrument(tmp_path / "figures.json")) as server:
         result = attack_server(server, tmp_path / "figures.json", random.Random(19), 300)
         assert not result["succeeded"], result

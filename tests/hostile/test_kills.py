@@ -18,12 +18,12 @@ OTHER_START = ("warm", TINY, "--buckets", "32", "--batch-sizes", "1")
 
 @pytest.fixture(scope="module")
 def kills(tmp_path_factory: pytest.TempPathFactory, filled_cache: Path) -> Iterator[Campaign]:
-    """The plans are those of the shared cache and one of fewer buckets, which uses the same programs."""
+    """A campaign with the plan of the shared cache, and a plan with fewer buckets that uses the same programs."""
     work_dir = tmp_path_factory.mktemp("kills")
     for name in ("filled", "other"):
         shutil.copytree(filled_cache, work_dir / name)
-    with campaign(work_dir, start=START, other_start=OTHER_START) as made:
-        yield made
+    with campaign(work_dir, start=START, other_start=OTHER_START) as kills_campaign:
+        yield kills_campaign
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_list_of_integers_is_marked() -> None:
     [
         (b'{"n": 1, "prompt": [' + b"1," * 100 + b"1]}", "prompt: a list has more than 99 integers", "prompt"),
         (b'{"prompt": "' + b"\\u0041" * 3000 + b'"}', "prompt: a text has more than 2000 characters", "prompt"),
-        (b'{"prompt": ' + b"[" * 200, f"nested more than {MAX_DEPTH} deep", "prompt"),
+        (b'{"prompt": ' + b"[" * 200, f"more than {MAX_DEPTH} nested lists and objects", "prompt"),
         (b"[" + b"[]," * MAX_VALUES + b"[]]", f"more than {MAX_VALUES} keys and values", None),
         (b"{" + b'"k":1,' * MAX_VALUES + b'"k":1}', f"more than {MAX_VALUES} keys and values", "k"),
     ],

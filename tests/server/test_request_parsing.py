@@ -72,7 +72,7 @@ def test_an_error_in_a_large_request_is_that_of_a_small_one(fields: Any) -> None
         (b'{"prompt": "a"' + b"".join(b',"k%d":1' % n for n in range(2_000)) + b"}", None, "the body has 2001 fields"),
         (b'{"prompt": [' + b"1," * 1_500_000 + b"1]}", "prompt", "a list has more than 131072 integers"),
         (b'{"prompt": "' + b"\\u0041" * 1_300_000 + b'"}', "prompt", "a text has more than 1048576 characters"),
-        (b'{"prompt": ' + b"[" * 100_000, "prompt", "nested more than 128 deep"),
+        (b'{"prompt": ' + b"[" * 100_000, "prompt", "more than 128 nested lists and objects"),
     ],
     ids=["keys", "lists", "parts", "biases", "fields", "ids", "escapes", "depth"],
 )  # fmt: skip
