@@ -28,9 +28,9 @@ from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
-from tcdeploy.cache.contents import TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
+from tcdeploy.cache.contents import AUTOTUNE_DIR, TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
 from tcdeploy.cache.folder_error import translate_os_errors
-from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.integrity import remove_unlisted, restore_plan, stored_paths
 from tcdeploy.cache.leases import acquire_lease, folder_lock
 from tcdeploy.cache.manifest import (
     BucketRecord,
@@ -134,6 +134,8 @@ def prepare(
         acquire_lease(staging.target, plan.key)
         policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
+        if earlier is None:
+            staging.link_headers()
         use_precompiled_headers(earlier is None, staging.headers_folder)
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
@@ -143,7 +145,7 @@ def prepare(
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(staging.path).track() as tracker:
-            on_finished = partial(_record_finished_bucket, staging, tracker)
+            on_finished = partial(_record_finished_bucket, staging, plan.key, tracker)
             records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, on_finished)
     with stages.stage("record"):
         files = _hash_used_files(staging, tracker.paths(), earlier)
@@ -168,25 +170,30 @@ def prepare(
     )
 
 
-def _record_finished_bucket(staging: StagingFolder, tracker: FileAccessTracker, record: BucketRecord) -> None:
-    """Add a compiled bucket's files to the journal, so that the next start can reuse them if this one is killed."""
+def _record_finished_bucket(
+    staging: StagingFolder, plan_key: str, tracker: FileAccessTracker, record: BucketRecord
+) -> None:
+    """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish."""
     if record.outcome == "miss":
         with translate_os_errors(staging.source):
-            staging.add_to_journal(hash_files(staging.path, tracker.paths()))
+            staging.add_to_journal(plan_key, tracker.paths())
 
 
 def _publish(staging: StagingFolder, manifest: Manifest) -> None:
-    """Copy new files into the cache folder, then write the manifest. Raises SpaceError and TcdeployError.
+    """Copy new files into the cache folder, write the manifest, and delete the files that only the old one listed.
 
-    Does nothing if another process has unpacked or discarded the plan's bundle since this start has read it.
+    Does nothing if another process has unpacked or discarded the plan's bundle since this start has read it. Raises
+    SpaceError and TcdeployError.
     """
-    key = str(manifest.plan["key"])
-    with folder_lock(staging.target), translate_os_errors(staging.target):
-        if not staging.is_private_copy and has_bundle_changed(staging.target, key, staging.bundle):
-            return
-        others = read_manifests(staging.target, skip_damaged=True)
-        staging.publish(manifest.files, [file for name in others if name != key for file in others[name].files])
-        write_manifest(manifest_path(staging.target, key), manifest)
+    key, folder = str(manifest.plan["key"]), staging.target
+    with folder_lock(folder), translate_os_errors(folder):
+        if staging.is_private_copy or not has_bundle_changed(folder, key, staging.bundle):
+            replaced = stored_paths(folder, key)
+            manifests = read_manifests(folder, skip_damaged=True).values()
+            staging.publish(manifest.files, [file for listing in manifests for file in listing.files])
+            write_manifest(manifest_path(folder, key), manifest)
+            remove_unlisted(folder, replaced)
+        staging.discard_journal()
 
 
 def _compiled_at(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
@@ -214,14 +221,16 @@ def _hash_used_files(staging: StagingFolder, used_paths: list[str], earlier: Man
     """Hash the cache files that this start used, and the record of the C++ toolchain.
 
     If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
-    included. For a plan from a bundle, all files of the bundle are included, with the bundle's records.
+    included. Timings of max-autotune's choices are included too, because only a start that compiles reads them. For a
+    plan from a bundle, all files of the bundle are included, with the bundle's records.
     """
     folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
     earlier_paths = [file.path for file in earlier.files] if earlier else []
     toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
     if not toolchain_paths and not bundled and (toolchain_path := toolchain.save_toolchain(folder)):
         toolchain_paths = [toolchain_path]
-    reused_paths = [] if _is_first_prepare() else earlier_paths
+    autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
+    reused_paths = autotune_paths if _is_first_prepare() else earlier_paths
     used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
     by_path = {file.path: file for file in (*used, *bundled)}
     return tuple(by_path[path] for path in sorted(by_path))

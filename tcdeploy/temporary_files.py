@@ -46,6 +46,19 @@ def temporary_file(target: Path) -> Iterator[Path]:
 @contextlib.contextmanager
 def temporary_folder(purpose: str) -> Iterator[Path]:
     """Create a private folder in TMPDIR, named after `purpose`, and delete it at the end. Raises OSError."""
+    path, descriptor = create_temporary_folder(purpose)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(descriptor)
+
+
+def create_temporary_folder(purpose: str) -> tuple[Path, int]:
+    """Create a private folder in TMPDIR, named after `purpose`: returns its path and the descriptor that locks it.
+
+    The folder is in use until the descriptor is closed, or the process ends. Raises OSError.
+    """
 
     def create() -> tuple[Path, int]:
         path = root / f"tcdeploy-{purpose}-{HOST}-{secrets.token_hex(6)}"
@@ -54,12 +67,7 @@ def temporary_folder(purpose: str) -> Iterator[Path]:
 
     root = Path(tempfile.gettempdir())
     _remove_abandoned(root, FOLDER_PATTERN)
-    path, descriptor = _create_locked(create)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(descriptor)
+    return _create_locked(create)
 
 
 def _create_locked(create: Callable[[], tuple[Path, int]]) -> tuple[Path, int]:

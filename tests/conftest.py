@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tcdeploy.cache.staging import HEADERS_DIR
+from tcdeploy.cache.stored_headers import HEADERS_DIR
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tests.fork_server import HAS_GPU, ForkServer
 

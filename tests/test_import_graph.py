@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"errors", "gc_policy", "temporary_files"},
+    {"durable", "errors", "gc_policy", "temporary_files"},
     {"planning"},
     {"progress", "torch_compat"},
     {"models", "attention", "linear", "remote"},

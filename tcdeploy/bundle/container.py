@@ -29,7 +29,7 @@ from typing import IO
 from tcdeploy.cache.bundle_header import Payload
 from tcdeploy.cache.contents import CHUNK_BYTES, FileRecord, stored_path
 from tcdeploy.cache.signed_header import Signature, SignedHeader, damaged_error, signed_header_bytes
-from tcdeploy.cache.staging import sync_folders
+from tcdeploy.durable import sync_folders
 from tcdeploy.errors import IntegrityError
 from tcdeploy.temporary_files import temporary_file
 

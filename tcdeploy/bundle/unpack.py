@@ -24,16 +24,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tcdeploy.bundle.container import check_payload, read_files
-from tcdeploy.cache.bundle_header import Header, is_plain_record, parse_header, rollback_reason
-from tcdeploy.cache.contents import find_damage, group_by_path, list_cache_files, path_to_publish, stored_path
+from tcdeploy.cache.bundle_header import Header, parse_header, rollback_reason
+from tcdeploy.cache.contents import find_damage, group_by_path, path_to_publish
 from tcdeploy.cache.folder import UNPACKING_PREFIX, check_folder
+from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
 from tcdeploy.cache.provenance import read_stored_bundle, stored_header_path
 from tcdeploy.cache.signed_header import SignedHeader, read_signed_header, signed_header_bytes
 from tcdeploy.cache.signing import TrustedKey, verify_signature
-from tcdeploy.cache.staging import sync_files, sync_folders
 from tcdeploy.cache.trust import check_no_links, make_private_folder
+from tcdeploy.durable import sync_files, sync_folders
 from tcdeploy.errors import IntegrityError, SpaceError, TcdeployError, TrustError
 
 SPARE_BYTES = 16 << 20
@@ -167,7 +168,7 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool
     manifest, key = opened.header.manifest, opened.header.plan_key
     stored_header, content = stored_header_path(folder, key), _stored_header_content(opened)
     is_header_present = stored_header.is_file() and stored_header.read_bytes() == content
-    replaced = _replaced_files(folder, manifest, key)
+    replaced = stored_paths(folder, key) | {file.path for file in manifest.files}
     staging = Path(tempfile.mkdtemp(prefix=UNPACKING_PREFIX, dir=folder))
     try:
         if not already_present:
@@ -183,7 +184,7 @@ def _stage_and_publish(opened: OpenedBundle, folder: Path, already_present: bool
             _write_bytes(staging / STAGED_HEADER, content)
             sync_files(staging, [STAGED_HEADER])
             _publish(folder, staging / STAGED_HEADER, stored_header)
-        _remove_unlisted(folder, replaced)
+        remove_unlisted(folder, replaced)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -203,25 +204,6 @@ def _publish(folder: Path, staged: Path, target: Path) -> None:
     make_private_folder(target.parent)
     os.replace(staged, target)
     sync_folders(folder, [target.relative_to(folder).as_posix()])
-
-
-def _replaced_files(folder: Path, manifest: Manifest, key: str) -> set[str]:
-    """Paths that can be unlisted after the unpack, and must then be deleted.
-
-    These are the files of the plan's earlier version, and a bundled file's own path if the file goes to CONFLICTS_DIR.
-    """
-    earlier = None
-    with contextlib.suppress(IntegrityError):
-        earlier = read_manifest(manifest_path(folder, key))
-    files = (file for file in (earlier.files if earlier is not None else ()) if is_plain_record(file))
-    return {stored_path(folder, file) for file in files} | {file.path for file in manifest.files}
-
-
-def _remove_unlisted(folder: Path, paths: set[str]) -> None:
-    manifests = read_manifests(folder, skip_damaged=True).values()
-    listed = {stored_path(folder, file) for manifest in manifests for file in manifest.files}
-    for path in (paths & set(list_cache_files(folder))) - listed:
-        (folder / path).unlink(missing_ok=True)
 
 
 def _write_files(opened: OpenedBundle, staging: Path) -> None:

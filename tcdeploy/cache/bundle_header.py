@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import re
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tcdeploy.cache.contents import FileRecord, is_cache_file
+from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_text, parse_manifest
 from tcdeploy.cache.signed_header import SignedHeader, damaged_error
 from tcdeploy.errors import IntegrityError
@@ -143,17 +142,3 @@ def check_files(files: tuple[FileRecord, ...], name: str) -> None:
 
 def _is_safe_file(file: FileRecord) -> bool:
     return is_plain_record(file) and file.bytes > 0 and not file.path.startswith(".") and is_cache_file(file.path)
-
-
-def is_plain_record(file: FileRecord) -> bool:
-    """Whether the path is relative and stays inside its folder, and size and sha256 have their types."""
-    path = file.path
-    if not isinstance(path, str) or not isinstance(file.bytes, int) or isinstance(file.bytes, bool):
-        return False
-    parts = path.split("/")
-    is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
-    is_printable = not any(
-        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
-    )
-    is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
-    return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256

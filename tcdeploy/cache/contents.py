@@ -28,8 +28,9 @@ CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
 CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
+AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
-CACHE_DIRS = ("fxgraph", "aotautograd", TRITON_DIR, TOOLCHAIN_DIR)
+CACHE_DIRS = ("fxgraph", "aotautograd", AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR)
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,24 @@ def is_cache_file(path: str) -> bool:
     parts = PurePosixPath(path).parts
     name = parts[-1]
     is_lock = name.endswith((".lock", ".tmp")) or name == "lock"
+    if parts[0] == AUTOTUNE_DIR:
+        return len(parts) == 2 and re.fullmatch("[0-9a-f]{64}", name) is not None
     is_known = parts[0] in CACHE_DIRS or (len(parts) == 2 and re.fullmatch("[a-z0-9]{2}", parts[0]) is not None)
     return is_known and len(parts) > 1 and not is_lock and not any(part.startswith(".") for part in parts)
+
+
+def is_plain_record(file: FileRecord) -> bool:
+    """Whether the path is relative and stays inside its folder, and size and sha256 have their types."""
+    path = file.path
+    if not isinstance(path, str) or not isinstance(file.bytes, int) or isinstance(file.bytes, bool):
+        return False
+    parts = path.split("/")
+    is_plain = all(part not in ("", ".", "..") and len(part) < 256 for part in parts)
+    is_printable = not any(
+        ord(char) < 32 or ord(char) == 127 or char == "\\" or 0xD800 <= ord(char) < 0xE000 for char in path
+    )
+    is_sha256 = isinstance(file.sha256, str) and re.fullmatch("[0-9a-f]{64}", file.sha256) is not None
+    return is_plain and is_printable and len(path) < 1024 and file.bytes >= 0 and is_sha256
 
 
 def list_cache_files(folder: str | Path) -> list[str]:

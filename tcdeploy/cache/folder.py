@@ -31,13 +31,8 @@ from tcdeploy.cache.contents import CACHE_DIRS, CONFLICTS_DIR, TRITON_DIR
 from tcdeploy.cache.folder_error import folder_error
 from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE
 from tcdeploy.cache.manifest import MANIFESTS_DIR, manifest_path
-from tcdeploy.cache.staging import (
-    HEADERS_DIR,
-    StagingFolder,
-    create_private_copy,
-    create_staging_folder,
-    own_staging_folder,
-)
+from tcdeploy.cache.staging import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
+from tcdeploy.cache.stored_headers import HEADERS_DIR
 from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.errors import SpaceError, TcdeployError
 

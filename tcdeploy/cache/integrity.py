@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
-from tcdeploy.cache.contents import DamagedFile, FileRecord, find_damage, intact_files, list_cache_files, stored_path
+from tcdeploy.cache.contents import (
+    DamagedFile,
+    FileRecord,
+    find_damage,
+    intact_files,
+    is_plain_record,
+    list_cache_files,
+    stored_path,
+)
+from tcdeploy.cache.journal import remove_abandoned_folders
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.cache.provenance import (
@@ -23,9 +31,10 @@ from tcdeploy.cache.provenance import (
     stored_header_path,
 )
 from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder, remove_abandoned_folders, take_over_finished_buckets
+from tcdeploy.cache.staging import StagingFolder, take_over_finished_buckets
 from tcdeploy.errors import IntegrityError, TrustError
 
+READ_ATTEMPTS = 3  # if another process replaces the plan during each of them, the start fails
 log = logging.getLogger("tcdeploy.cache")
 
 
@@ -34,44 +43,102 @@ def restore_plan(
 ) -> Manifest | None:
     """Fill the staging folder and return the plan's manifest; None if the plan must be compiled.
 
-    If the plan is cached, its files are copied. Otherwise the files of all other plans are copied, because plans share
-    programs, and the finished buckets of killed starts. Plans from bundles are compared with the signed headers
-    (provenance.py). Sets `staging.bundle` to the bundle of this plan.
+    If the plan is cached, its files are copied. Otherwise the undamaged files of all other plans are copied, because
+    plans share programs, and the finished buckets of starts that did not finish. Plans from bundles are compared with
+    the signed headers (provenance.py). Sets `staging.bundle` to the bundle of this plan.
 
-    If a file is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan and returns
-    None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises TrustError for a file
-    that is not in a signed bundle, and ignores `rebuild`.
+    If a file of the plan is damaged, raises IntegrityError that names the first one; with `rebuild`, discards the plan
+    and returns None instead. Raises TrustError for an invalid signature. With `policy.require_signed`, raises
+    TrustError for a file that is not in a signed bundle, and ignores `rebuild`.
     """
     policy = policy or SigningPolicy(default_trusted_keys_folder())
     rebuild = rebuild and not policy.require_signed
-    folder = staging.source
-    try:
-        # The lock keeps a concurrent unpack from replacing the manifest and the header between the two reads.
-        with contextlib.nullcontext() if staging.is_private_copy else folder_lock(folder):
-            manifests = _read_needed_manifests(folder, plan_key)
-            staging.bundle = check_manifests(folder, plan_key, manifests, policy)
-            if plan_key not in manifests and not staging.is_private_copy:  # the manifest has another schema
-                stored_header_path(folder, plan_key).unlink(missing_ok=True)
-        manifest = manifests.get(plan_key)
-        damage = staging.fill(_needed_files(manifests, plan_key))
-        if damage and not rebuild:
-            raise _damage_error(Path(folder), damage)
-    except IntegrityError:
-        if not rebuild:
-            raise
-        manifest, damage = None, []
-        _start_over(staging, plan_key, policy.trusted_keys)
-    if damage:
-        manifest = None
-        _start_over(staging, plan_key, policy.trusted_keys)
+    manifest = _fill_undamaged(staging, plan_key, rebuild, policy)
     if manifest is None:
-        if buckets := take_over_finished_buckets(staging):
-            log.warning("an earlier start was killed; the %d buckets that it had finished are reused", buckets)
+        if buckets := take_over_finished_buckets(staging, plan_key):
+            log.warning("an earlier start did not finish; the %d buckets that it had finished are reused", buckets)
     elif not staging.is_private_copy:
-        with folder_lock(folder):
-            remove_abandoned_folders(folder, keep_journals=True)
+        with folder_lock(staging.source):
+            remove_abandoned_folders(staging.source, keep_journals=True)
         _report_files_made_here(staging, manifest)
     return manifest
+
+
+def _fill_undamaged(staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy) -> Manifest | None:
+    """Fill the staging folder, again if another process replaces the plan at the same time."""
+    folder, attempts = staging.source, READ_ATTEMPTS
+    while True:
+        attempts -= 1
+        before = _content(manifest_path(folder, plan_key))
+        try:
+            return _fill(staging, plan_key, policy)
+        except IntegrityError:
+            staging.clear()
+            if rebuild and staging.is_private_copy:  # the folder cannot be written, and so the plan not discarded
+                _fill_from_other_plans(staging, plan_key, set(), policy)
+                return None
+            if not attempts or not (rebuild or _content(manifest_path(folder, plan_key)) != before):
+                raise
+            if rebuild:
+                discard_if_damaged(folder, plan_key, policy.trusted_keys)
+
+
+def _fill(staging: StagingFolder, plan_key: str, policy: SigningPolicy) -> Manifest | None:
+    """Fill the staging folder once. Raises IntegrityError and TrustError for this plan."""
+    folder = staging.source
+    # The lock keeps a concurrent unpack from replacing the manifest and the header between the two reads.
+    with contextlib.nullcontext() if staging.is_private_copy else folder_lock(folder):
+        manifest = _read_manifest_of(folder, plan_key)
+        staging.bundle = check_manifests(folder, plan_key, {} if manifest is None else {plan_key: manifest}, policy)
+        if manifest is None and not staging.is_private_copy:  # the manifest has another schema
+            stored_header_path(folder, plan_key).unlink(missing_ok=True)
+    files = manifest.files if manifest is not None else ()
+    if damage := staging.fill(files):
+        raise _damage_error(Path(folder), damage)
+    # A start that was not the first of its process may have found programs in memory, whose files it does not list.
+    if manifest is None or not (manifest.is_first_start or staging.bundle is not None):
+        _fill_from_other_plans(staging, plan_key, {file.path for file in files}, policy)
+    return manifest
+
+
+def _read_manifest_of(folder: str, plan_key: str) -> Manifest | None:
+    path = manifest_path(folder, plan_key)
+    if stored_header_path(folder, plan_key).exists() and not path.exists():
+        raise IntegrityError(
+            f"plan {plan_key} was unpacked into {folder}, but its manifest is missing",
+            "unpack the bundle again, or discard the plan and compile: --on-bad-cache rebuild",
+        )
+    return read_manifest(path)
+
+
+def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[str], policy: SigningPolicy) -> None:
+    """Copy the undamaged files of all other plans whose paths are not in `present`. Warns about the others."""
+    folder = staging.source
+    files: dict[str, FileRecord] = {}
+    for path in sorted(Path(folder, MANIFESTS_DIR).glob("*.json")):
+        if path.stem == plan_key:
+            continue
+        try:
+            if (manifest := read_manifest(path)) is not None:
+                bundle = read_stored_bundle(folder, path.stem, policy.trusted_keys)
+                check_manifest(folder, path.stem, manifest, bundle)
+                files |= {file.path: file for file in manifest.files if file.path not in present}
+        except (IntegrityError, TrustError) as error:
+            log.warning("no programs of plan %s are reused: %s", path.stem, error.message)
+    if damage := staging.fill(files.values()):
+        log.warning(
+            "%d files of other plans are damaged and not reused, for example %s, which %s; to see all: "
+            "tcdeploy cache verify %s",
+            len(damage), Path(folder, damage[0].path), damage[0].reason, folder,
+        )  # fmt: skip
+
+
+def _content(path: Path) -> bytes:
+    """The bytes of a file; none if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
@@ -83,60 +150,28 @@ def _report_files_made_here(staging: StagingFolder, manifest: Manifest) -> None:
         )  # fmt: skip
 
 
-def _read_needed_manifests(folder: str, plan_key: str) -> dict[str, Manifest]:
-    """The manifests whose files the start needs, by plan key.
-
-    The plan's own manifest is enough if it lists all files of the plan: if it is from a bundle, or if the start that
-    wrote it was the first of its process. (A later start may have found programs in memory, whose files it does not
-    list.) Otherwise the manifests of all plans are needed. Raises IntegrityError.
-    """
-    path, stored_header = manifest_path(folder, plan_key), stored_header_path(folder, plan_key)
-    manifest = read_manifest(path)
-    if manifest is not None and (manifest.is_first_start or stored_header.exists()):
-        return {plan_key: manifest}
-    if stored_header.exists() and not path.exists():
-        raise IntegrityError(
-            f"plan {plan_key} was unpacked into {folder}, but its manifest is missing",
-            "unpack the bundle again, or discard the plan and compile: --on-bad-cache rebuild",
-        )
-    return read_manifests(folder)
-
-
-def _needed_files(manifests: Mapping[str, Manifest], plan_key: str) -> list[FileRecord]:
-    """One file per path. If two plans list different content for a path, the file of `plan_key` is used."""
-    own_last = sorted(manifests, key=lambda key: key == plan_key)
-    return list({file.path: file for key in own_last for file in manifests[key].files}.values())
-
-
-def _start_over(staging: StagingFolder, plan_key: str, trusted_keys: Path) -> None:
-    """Discard the plan, and fill the staging folder with the undamaged files of the other plans."""
-    if not staging.is_private_copy:
-        discard_plan(staging.source, plan_key)
-    staging.clear()
-    others = {}
-    for key, manifest in read_manifests(staging.source, skip_damaged=True).items():
-        with contextlib.suppress(IntegrityError, TrustError):
-            if key != plan_key:
-                check_manifest(staging.source, key, manifest, read_stored_bundle(staging.source, key, trusted_keys))
-                others[key] = manifest
-    staging.fill(_needed_files(others, plan_key))
-
-
 def discard_if_damaged(folder: str, plan_key: str, trusted_keys: Path | None = None) -> bool:
     """Discard the plan if it is damaged, and return whether it was.
 
     A plan is damaged if its manifest or a file is missing or changed, or if it does not match the signed header of its
     bundle.
     """
-    try:
+    trusted_keys = trusted_keys or default_trusted_keys_folder()
+    if not _is_damaged(folder, plan_key, trusted_keys):
+        return False
+    with folder_lock(folder):
+        if not _is_damaged(folder, plan_key, trusted_keys):  # another process has replaced it meanwhile
+            return False
+        _discard(folder, plan_key)
+    return True
+
+
+def _is_damaged(folder: str, plan_key: str, trusted_keys: Path) -> bool:
+    with contextlib.suppress(IntegrityError, TrustError):
         manifest = read_manifest(manifest_path(folder, plan_key))
         if manifest is not None and not find_damage(folder, manifest.files):
-            bundle = read_stored_bundle(folder, plan_key, trusted_keys or default_trusted_keys_folder())
-            check_manifest(folder, plan_key, manifest, bundle)
+            check_manifest(folder, plan_key, manifest, read_stored_bundle(folder, plan_key, trusted_keys))
             return False
-    except (IntegrityError, TrustError):
-        pass
-    discard_plan(folder, plan_key)
     return True
 
 
@@ -155,23 +190,44 @@ def unlisted_files(folder: str | Path) -> list[str]:
     return [path for path in list_cache_files(folder) if path not in listed]
 
 
+def stored_paths(folder: str | Path, plan_key: str) -> set[str]:
+    """Where the folder stores the files that the plan's manifest lists, relative to the folder."""
+    manifest = None
+    with contextlib.suppress(IntegrityError):
+        manifest = read_manifest(manifest_path(folder, plan_key))
+    files = manifest.files if manifest is not None else ()
+    return {stored_path(folder, file) for file in files if is_plain_record(file)}
+
+
+def remove_unlisted(folder: str | Path, paths: set[str]) -> None:
+    """Delete those of the paths that no manifest lists. The caller holds the folder's lock."""
+    manifests = read_manifests(folder, skip_damaged=True).values()
+    unlisted = paths - {stored_path(folder, file) for manifest in manifests for file in manifest.files}
+    for path in unlisted & set(list_cache_files(folder)) if unlisted else ():
+        Path(folder, path).unlink(missing_ok=True)
+
+
 def discard_plan(folder: str, plan_key: str) -> None:
     """Remove the plan's manifest and every cache file, except undamaged files that another plan's manifest lists.
 
     Manifests of other plans are removed too if they are damaged or have another schema, and the files they list.
     """
     with folder_lock(folder):
-        _remove_manifest(folder, plan_key)
-        paths = list(Path(folder, MANIFESTS_DIR).glob("*.json"))  # before reading: a manifest written later must stay
-        others = read_manifests(folder, skip_damaged=True)
-        for path in paths:
-            if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
-                _remove_manifest(folder, path.stem)
-        listed = {file for manifest in others.values() for file in manifest.files}
-        valid = {stored_path(folder, file) for file in intact_files(folder, listed)}
-        for name in list_cache_files(folder):
-            if name not in valid:
-                Path(folder, name).unlink(missing_ok=True)
+        _discard(folder, plan_key)
+
+
+def _discard(folder: str, plan_key: str) -> None:
+    _remove_manifest(folder, plan_key)
+    paths = list(Path(folder, MANIFESTS_DIR).glob("*.json"))  # before reading: a manifest written later must stay
+    others = read_manifests(folder, skip_damaged=True)
+    for path in paths:
+        if path.stem not in others:  # damaged, or of another schema: the files that it lists are removed below
+            _remove_manifest(folder, path.stem)
+    listed = {file for manifest in others.values() for file in manifest.files}
+    valid = {stored_path(folder, file) for file in intact_files(folder, listed)}
+    for name in list_cache_files(folder):
+        if name not in valid:
+            Path(folder, name).unlink(missing_ok=True)
 
 
 def _remove_manifest(folder: str, plan_key: str) -> None:

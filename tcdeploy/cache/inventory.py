@@ -18,9 +18,10 @@ from pathlib import Path
 
 from tcdeploy.cache.contents import FileRecord, list_cache_files, stored_path
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.cache.leases import folder_lock, is_leased
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifests
-from tcdeploy.cache.staging import HEADERS_DIR, abandoned_folders, remove_abandoned_folders
+from tcdeploy.cache.stored_headers import HEADERS_DIR
 from tcdeploy.planning.environment import STAGING_PREFIX
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0

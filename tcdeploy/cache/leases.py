@@ -43,13 +43,17 @@ def acquire_lease(folder: str, plan_key: str) -> None:
 
 
 def is_leased(folder: str | Path, plan_key: str) -> bool:
-    """Whether any process, this one included, holds a lease on the plan. Writes nothing."""
-    try:
-        with open(Path(folder) / LEASES_DIR / plan_key, "rb") as file:
+    """Whether any process, this one included, holds a lease on the plan. Writes nothing.
+
+    A lease that cannot be read counts as held, as on a file system without locks.
+    """
+    path = Path(folder) / LEASES_DIR / plan_key
+    try:  # NFS refuses an exclusive lock on a file that is open for reading
+        with open(path, "r+b" if os.access(path, os.W_OK) else "rb") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
-    except BlockingIOError:
+    except OSError:
         return True
     return False
 

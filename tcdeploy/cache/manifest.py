@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from tcdeploy.cache.contents import FileRecord
+from tcdeploy.durable import sync
 from tcdeploy.errors import IntegrityError, SpaceError
 from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
@@ -190,7 +191,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(staging, path)
-        _sync_folder(path.parent)
+        sync(path.parent)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise SpaceError(
@@ -200,14 +201,6 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
     finally:
         with contextlib.suppress(FileNotFoundError):
             staging.unlink()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def manifest_text(manifest: Manifest) -> str:

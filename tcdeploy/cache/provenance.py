@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.bundle_header import Header, is_plain_record, parse_header
-from tcdeploy.cache.contents import FileRecord
+from tcdeploy.cache.bundle_header import Header, parse_header
+from tcdeploy.cache.contents import FileRecord, is_plain_record
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
 from tcdeploy.cache.manifest import Manifest, manifest_path
 from tcdeploy.cache.signed_header import SignedHeader, read_signed_header

@@ -3,14 +3,14 @@
     ROOT/.start-XXXX/                      TORCHINDUCTOR_CACHE_DIR while the process runs
     ROOT/.start-XXXX/triton/               TRITON_CACHE_DIR
     ROOT/.start-XXXX/precompiled_headers/  hard links to ROOT/precompiled_headers/
-    ROOT/.start-XXXX/finished.jsonl        the journal of a cold start: one line of file records per finished bucket
+    ROOT/.start-XXXX/finished.jsonl        the journal of a cold start (journal.py)
     ROOT/.start-XXXX/lock                  locked while the process runs
 
 torch loads every file in its cache folder, even a library that a killed compiler left incomplete. A start therefore
 works in a folder of its own. The files that a manifest lists are copied into it and compared with their records during
 the copy, so exactly the checked bytes are loaded. When all buckets have passed their checks, the new files are copied
-to the cache folder, and then the manifest is written. A killed start leaves its staging folder; the next start that has
-to compile takes over the buckets in its journal and deletes it.
+to the cache folder, and then the manifest is written. A start that is killed or fails leaves its staging folder; the
+next start that has to compile takes over the buckets in its journal.
 
 If the cache folder is read-only (a container image, a read-only mount), the staging folder is created in TMPDIR, and
 the manifest is written into it. Does not import torch.
@@ -22,35 +22,47 @@ import atexit
 import contextlib
 import errno
 import fcntl
-import json
+import logging
 import os
 import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from tcdeploy.cache.contents import (
     DamagedFile,
     FileRecord,
-    find_damage,
     group_by_path,
+    hash_files,
+    intact_files,
     path_to_publish,
     read_checked,
+    stored_path,
+)
+from tcdeploy.cache.journal import (
+    HOST_PREFIX,
+    JOURNAL,
+    LOCK,
+    FinishedBucket,
+    append_to_journal,
+    read_journal,
+    remove_taken_over,
+    unlocked_folders,
 )
 from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.trust import FOLDER_MODE, check_contents, check_no_links, make_private_folder
-from tcdeploy.errors import SpaceError, TcdeployError
-from tcdeploy.planning.environment import STAGING_PREFIX
+from tcdeploy.cache.stored_headers import HEADERS_DIR, link_headers, publish_headers
+from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
+from tcdeploy.durable import copy_durably, sync_files, sync_folders
+from tcdeploy.errors import SpaceError, TcdeployError, TrustError
+from tcdeploy.temporary_files import create_temporary_folder
 
 if TYPE_CHECKING:
     from tcdeploy.cache.provenance import StoredBundle
 
-HEADERS_DIR = "precompiled_headers"
-JOURNAL, LOCK = "finished.jsonl", "lock"
+log = logging.getLogger("tcdeploy.cache")
 COPY_THREADS = 4
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _own_folders: dict[str, StagingFolder] = {}  # those of this process, by the real path of their cache folder
@@ -66,11 +78,12 @@ class StagingFolder:
     bundle: the bundle that the plan was unpacked from, once `restore_plan` has read it; None for a local plan.
     """
 
-    def __init__(self, path: str, source: str, target: str, lock: IO[bytes], is_trusted: bool = False) -> None:
+    def __init__(self, path: str, source: str, target: str, lock: int, is_trusted: bool = False) -> None:
         self.path, self.source, self.target, self.is_trusted = os.path.realpath(path), source, target, is_trusted
-        self._lock, self._pid = lock, os.getpid()
+        self._lock, self._pid = lock, os.getpid()  # the lock is a descriptor, held until the process ends
         self._copied: set[FileRecord] = set()  # files that the cache folder has too
-        self._in_journal: set[FileRecord] = set()
+        self._in_journal: dict[str, FileRecord] = {}  # by path
+        self._hashed: dict[str, tuple[int, int]] = {}  # size and modification time of files when they were hashed
         self.bundle: StoredBundle | None = None
 
     @property
@@ -132,54 +145,87 @@ class StagingFolder:
             "set TMPDIR to a writable folder, or choose another --cache-dir",
         )
 
-    def add_to_journal(self, files: Iterable[FileRecord]) -> None:
-        """Record the files of a finished bucket, so that the next start can use them if this one is killed.
+    def link_headers(self) -> None:
+        """Make the precompiled headers of the cache folder available to this start."""
+        if not self.is_private_copy:
+            link_headers(Path(self.source), Path(self.path))
 
-        Raises OSError.
-        """
-        new = [file for file in files if file not in self._copied | self._in_journal]
-        if not new or self.is_private_copy:
-            return
-        sync_files(Path(self.path), [file.path for file in new])
-        with open(Path(self.path, JOURNAL), "a", encoding="utf-8") as journal:
-            journal.write(json.dumps([asdict(file) for file in new]) + "\n")
-            journal.flush()
-            os.fsync(journal.fileno())
-        self._in_journal.update(new)
+    def add_to_journal(self, plan_key: str, paths: Iterable[str]) -> None:
+        """Record the files of a finished bucket, so that a later start can use them if this one does not finish.
 
-    def publish(self, files: Iterable[FileRecord], others: Iterable[FileRecord]) -> None:
-        """Copy the files that the cache folder does not have into it, and flush them. The caller holds its lock.
-
-        `others` are the files that manifests of other plans list. If one of them has the same path and different
-        content, it is kept, and the new file goes to CONFLICTS_DIR.
+        Files that the cache folder has, or that are recorded already, are left out. Raises OSError.
         """
         if self.is_private_copy:
             return
-        root, others_by_path = Path(self.target), group_by_path(others)
-        new = [file for file in files if file not in self._copied or find_damage(root, [file])]
-        published = []
-        for file in new:
-            same_path = others_by_path.get(file.path, [])
-            if file not in same_path or find_damage(root, [file]):
-                path = path_to_publish(root, file, same_path)
-                _copy_durably(Path(self.path, file.path), root / path)
-                published.append(path)
-            self._copied.add(file)
-        sync_folders(root, published)
-        _link_headers(Path(self.path), root)
+        states = {path: _size_and_time(Path(self.path, path)) for path in paths}
+        changed = [path for path, state in states.items() if self._hashed.get(path) != state]
+        self._hashed |= states
+        self._write_to_journal(plan_key, hash_files(self.path, changed))
+
+    def _write_to_journal(self, plan_key: str, files: Iterable[FileRecord]) -> None:
+        new = [file for file in files if file not in self._copied and self._in_journal.get(file.path) != file]
+        if new:
+            sync_files(Path(self.path), [file.path for file in new])
+            append_to_journal(Path(self.path), FinishedBucket(plan_key, tuple(new)))
+            self._in_journal |= {file.path: file for file in new}
+
+    def take_over(self, folder: Path, plan_key: str) -> int:
+        """Copy the files in the journal of another staging folder. Returns the number of buckets.
+
+        Buckets of this plan are added to this start's journal. Files that do not match their records are not copied.
+        """
+        buckets = read_journal(folder)
+        for bucket in buckets:
+            damaged = {file.path for file in self.fill(bucket.files, folder)}
+            if bucket.plan_key == plan_key:
+                self._write_to_journal(plan_key, (file for file in bucket.files if file.path not in damaged))
+        return len(buckets)
+
+    def discard_journal(self) -> None:
+        """Delete the journal: its files are in the cache folder, or are not needed. Raises OSError."""
         Path(self.path, JOURNAL).unlink(missing_ok=True)
+        self._in_journal.clear()
+
+    def publish(self, files: Iterable[FileRecord], listed: Iterable[FileRecord]) -> None:
+        """Copy the files that the cache folder does not have into it, and flush them. The caller holds its lock.
+
+        `listed` are the files that the manifests in the folder list. If one of them has the same path and different
+        content, it is kept, and the new file goes to CONFLICTS_DIR. Raises TrustError and OSError.
+        """
+        if self.is_private_copy:
+            return
+        root, files, listed = Path(self.target), list(files), set(listed)
+        check_no_links(root, (Path(file.path).parent.as_posix() for file in files))
+        present = {file for file in files if file in self._copied and _has_size(root, file)}
+        present |= intact_files(root, (listed & set(files)) - present)
+        listed_by_path, published = group_by_path(listed), []
+        for file in files:
+            if file not in present:
+                path = path_to_publish(root, file, listed_by_path.get(file.path, []))
+                make_private_folder((root / path).parent)
+                copy_durably(Path(self.path, file.path), root / path)
+                published.append(path)
+        sync_folders(root, published)
+        self._copied.update(files)
+        publish_headers(Path(self.path), root)
 
     def clear(self) -> None:
-        """Remove all files but the lock and precompiled headers, before this process starts another plan."""
-        for entry in os.scandir(self.path):
-            if entry.name not in (LOCK, HEADERS_DIR):
-                shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
+        """Remove all files but the lock, precompiled headers, and finished buckets that have not been published."""
+        kept = {LOCK, JOURNAL, *self._in_journal}
+        for parent, _, names in os.walk(self.path, topdown=False):
+            for path in (Path(parent, name) for name in names):
+                relative = path.relative_to(self.path)
+                if relative.as_posix() not in kept and relative.parts[0] != HEADERS_DIR:
+                    path.unlink()
+            with contextlib.suppress(OSError):  # not empty
+                os.rmdir(parent)
         self._copied.clear()
-        self._in_journal.clear()
+        self._hashed.clear()
         self.bundle = None
 
     def remove(self) -> None:
-        if self.is_usable:
+        """Delete the folder, unless its journal has buckets that a later start can take over."""
+        if self.is_usable and not Path(self.path, JOURNAL).exists():
             shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -196,23 +242,28 @@ def own_staging_folder(root: str, clear: bool = True) -> StagingFolder | None:
 def create_staging_folder(root: str, is_trusted: bool = False) -> StagingFolder:
     """Create the staging folder of this process in the cache folder. Raises TcdeployError and OSError."""
     with folder_lock(root):  # without it, another process could delete the new folder before its lock is taken
-        path = tempfile.mkdtemp(prefix=STAGING_PREFIX, dir=root)
-        lock = open(Path(path, LOCK), "wb")  # noqa: SIM115 - held open until the process exits
+        path = tempfile.mkdtemp(prefix=HOST_PREFIX, dir=root)
+        lock = os.open(Path(path, LOCK), os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         fcntl.flock(lock, fcntl.LOCK_EX)
-    _link_headers(Path(root), Path(path))
     return _register(StagingFolder(path, root, root, lock, is_trusted))
 
 
 def create_private_copy(root: str, is_trusted: bool = False) -> StagingFolder:
-    """Create a staging folder in TMPDIR, for a cache folder that cannot be written. Raises TcdeployError."""
+    """Create a staging folder in TMPDIR, for a cache folder that cannot be written.
+
+    Raises TrustError if another user could replace it, and TcdeployError.
+    """
     try:
-        path = os.path.realpath(tempfile.mkdtemp(prefix="tcdeploy-cache-"))
-        return _register(StagingFolder(path, root, path, open(Path(path, LOCK), "wb"), is_trusted))
+        path, lock = create_temporary_folder("cache")
     except OSError as error:
         raise TcdeployError(
             f"the cache folder {root} cannot be written, and no private copy can be made: {error.strerror}",
             "set TMPDIR to a writable folder, or choose another --cache-dir",
         ) from error
+    staging = _register(StagingFolder(str(path), root, str(path), lock, is_trusted))
+    if not is_trusted:
+        check_ownership(staging.path)
+    return staging
 
 
 def _register(staging: StagingFolder) -> StagingFolder:
@@ -228,56 +279,22 @@ def remove_own_staging_folders() -> None:
         staging.remove()
 
 
-def abandoned_folders(root: str | Path) -> list[Path]:
-    """Staging folders whose process has ended. The caller holds the folder's lock."""
-    return [path for path in sorted(Path(root).glob(f"{STAGING_PREFIX}*")) if not _is_locked(path)]
+def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> int:
+    """Copy the files in the journals of starts that did not finish, and delete the folders of those of this plan.
 
-
-def take_over_finished_buckets(staging: StagingFolder) -> int:
-    """Copy the files in the journals of abandoned staging folders, and delete those folders.
-
-    Returns the number of buckets. Files that do not match their records in the journal are not copied.
+    Returns the number of buckets.
     """
     if staging.is_private_copy:
         return 0
-    buckets = 0
     with folder_lock(staging.target):
-        for folder in abandoned_folders(staging.target):
-            for files in _read_journal(folder):
-                staging.fill(files, folder)
-                buckets += 1
-            shutil.rmtree(folder, ignore_errors=True)
-    return buckets
-
-
-def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> list[Path]:
-    """Delete abandoned staging folders and return them. The caller holds the folder's lock.
-
-    `keep_journals` keeps the folders that have a journal, for the next start that has to compile.
-    """
-    folders = [path for path in abandoned_folders(root) if not (keep_journals and (path / JOURNAL).exists())]
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
-    return folders
-
-
-def _is_locked(folder: Path) -> bool:
-    try:
-        with open(folder / LOCK, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # the process was killed before it created the lock file
-        return False
-    return False
-
-
-def _read_journal(folder: Path) -> list[list[FileRecord]]:
-    """The records in a journal, one list per bucket. An incomplete last line is skipped."""
-    buckets: list[list[FileRecord]] = []
-    with contextlib.suppress(OSError, ValueError, TypeError):
-        for line in (folder / JOURNAL).read_text(encoding="utf-8").splitlines():
-            buckets.append([FileRecord(**record) for record in json.loads(line)])
+        folders = unlocked_folders(staging.target)
+        buckets = 0
+        for folder in folders:
+            try:
+                buckets += staging.take_over(folder, plan_key)
+            except TrustError as error:
+                log.warning("%s is not used: %s", folder, error.message)
+        remove_taken_over(staging.target, folders, plan_key)
     return buckets
 
 
@@ -290,57 +307,16 @@ def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile |
         os.replace(temporary, path)
     else:
         temporary.unlink()
-        path.unlink(missing_ok=True)
     return damage
 
 
-def _copy_durably(source: Path, target: Path) -> None:
-    """Copy to a temporary file, flush and rename it, so that `target` is complete or absent at any time."""
-    make_private_folder(target.parent)
-    temporary = target.with_name(f".{secrets.token_hex(8)}.tmp")
+def _has_size(root: Path, file: FileRecord) -> bool:
     try:
-        with open(source, "rb") as read, open(temporary, "wb") as written:
-            shutil.copyfileobj(read, written)
-            written.flush()
-            os.fsync(written.fileno())
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return os.lstat(root / stored_path(root, file)).st_size == file.bytes
+    except OSError:
+        return False
 
 
-def _link_headers(source: Path, target: Path) -> None:
-    """Hard-link precompiled headers and their sources into `target`, unless it has them.
-
-    Headers are linked into the cache folder after a start has succeeded, so all headers there are complete.
-    """
-    if not (source / HEADERS_DIR).is_dir():
-        return
-    with contextlib.suppress(OSError):  # a file system without hard links: the next start precompiles again
-        (target / HEADERS_DIR).mkdir(mode=FOLDER_MODE, exist_ok=True)
-        for compiled in (source / HEADERS_DIR).glob("*.gch"):
-            if (target / HEADERS_DIR / compiled.name).exists():
-                continue
-            for path in (compiled.with_suffix(""), compiled):
-                _sync(path)
-                with contextlib.suppress(FileExistsError):
-                    os.link(path, target / HEADERS_DIR / path.name)
-
-
-def sync_files(folder: Path, paths: Iterable[str]) -> None:
-    """Flush files to disk, several in parallel, because an fsync mostly waits. Raises OSError."""
-    with ThreadPoolExecutor(COPY_THREADS) as pool:
-        list(pool.map(lambda path: _sync(folder / path), paths))
-
-
-def sync_folders(root: Path, paths: Iterable[str]) -> None:
-    """Flush `root`, and all folders between it and these files, to disk. Raises OSError."""
-    folders = {parent for path in paths for parent in Path(path).parents}
-    sync_files(root, (folder.as_posix() for folder in folders))
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _size_and_time(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -17,11 +17,11 @@ import os
 import shlex
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
 from tcdeploy.cache.contents import TOOLCHAIN_DIR
+from tcdeploy.temporary_files import create_temporary_folder
 from tcdeploy.torch_compat.compiler_queries import COMPILER_QUERIES
 
 COMPILER = "g++"  # Inductor's default without CXX
@@ -87,12 +87,12 @@ def load_toolchains(folder: str | Path) -> list[Toolchain]:
 
 def install_compiler_stub(toolchain: Toolchain) -> None:
     """Put the stub on PATH for this process and its children. Raises OSError if TMPDIR is not writable."""
-    folder = tempfile.mkdtemp(prefix="tcdeploy-toolchain-")
+    folder, _ = create_temporary_folder("toolchain")  # its lock is held until the process ends
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    script = Path(folder) / COMPILER
+    script = folder / COMPILER
     script.write_text(_stub_script(toolchain), encoding="utf-8")
     script.chmod(0o755)
-    os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", "")]).rstrip(os.pathsep)
+    os.environ["PATH"] = os.pathsep.join([str(folder), os.environ.get("PATH", "")]).rstrip(os.pathsep)
 
 
 def _stub_script(toolchain: Toolchain) -> str:

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from tcdeploy.durable import sync
 from tcdeploy.remote.address import CHUNK_BYTES, BundleName, parse_bundle_name
 from tcdeploy.remote.store import Body, ObjectInfo, StoredBundle
 from tcdeploy.temporary_files import temporary_file
@@ -46,7 +47,8 @@ class LocalFolder:
                 target.flush()
                 os.fsync(target.fileno())
             _link_or_rename(staging, self.path / str(name))
-        fsync_folder(self.path)
+        with contextlib.suppress(OSError):  # the bundle itself is flushed
+            sync(self.path)
 
     def list(self, plan_key: str) -> list[StoredBundle]:
         try:
@@ -68,13 +70,3 @@ def _link_or_rename(staging: Path, final: Path) -> None:
         if final.exists():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final)) from error
         os.rename(staging, final)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Make new names in a folder survive a power failure. Errors are ignored: the files themselves are synced."""
-    with contextlib.suppress(OSError):
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 
+from tcdeploy.durable import sync
 from tcdeploy.errors import IntegrityError, SpaceError, UsageError
 from tcdeploy.remote.address import Address, BundleName, bundle_name_of, check_plan_key
 from tcdeploy.remote.fsspec_folder import open_folder
-from tcdeploy.remote.local_folder import fsync_folder
 from tcdeploy.remote.retry import Deadline, with_retries
 from tcdeploy.remote.store import Body, Store
 from tcdeploy.temporary_files import temporary_file
@@ -200,7 +200,8 @@ def _atomic_replace(to: Path) -> Iterator[Path]:
         yield staging
         with _translate_local_errors(to.parent):
             os.replace(staging, to)
-        fsync_folder(to.parent)
+        with contextlib.suppress(OSError):  # the bundle itself is flushed
+            sync(to.parent)
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ process that compiled it. After the folder is moved, copied or unpacked from a b
 every start times all variants again, may choose another, and creates folders named as on the first machine.
 
 Sources are stored two levels below the cache folder, by the hash of their text, so the last two parts of a path
-identify the file. Without the patch, kernels are timed again in a moved folder. tests/torch_compat/
-test_autotune_cache.py fails when torch no longer needs the patch.
+identify the file. Without the patch, kernels are timed again at every start, because each start has its own staging
+folder. tests/torch_compat/test_autotune_cache.py fails when torch no longer needs the patch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def supported() -> bool:
 
 
 INTERNAL = Internal(
-    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again in a moved cache folder", supported
+    "autotune cache", "torch", "AutotuneCache.create", "kernels are timed again at every start", supported
 )
 
 

@@ -5,8 +5,9 @@ folder that was moved, copied or unpacked from a bundle it finds none of them an
 beside a hit that Inductor reports. This manager stores file names and resolves them next to the list.
 
 Triton imports the class that TRITON_CACHE_MANAGER names, in Inductor's compile workers too. Without it, kernels
-compile again in a moved folder, and kernels that compile are not counted, so a bucket's outcome on a GPU is "unknown".
-tests/torch_compat/test_triton_cache.py fails when Triton no longer needs it.
+compile again at every start, because each start has its own staging folder. Kernels that compile are then not counted,
+so a bucket's outcome on a GPU is "unknown". tests/torch_compat/test_triton_cache.py fails when Triton no longer needs
+the manager.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ INTERNAL = Internal(
     "Triton's cache",
     "triton",
     "triton.runtime.cache.FileCacheManager",
-    "Triton kernels compile again in a moved cache folder, and are not counted",
+    "Triton kernels compile again at every start, and are not counted",
     supported,
 )
 

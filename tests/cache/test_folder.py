@@ -133,11 +133,24 @@ def files_in(folder: Path) -> set[Path]:
     return {Path(parent, name) for parent, _, names in os.walk(folder) for name in names}
 
 
-@pytest.mark.parametrize(("finished_buckets", "environ"), [(0, COMPILES), (1, {}), (2, {})], ids=["0", "1", "2"])
+@pytest.mark.parametrize(
+    ("finished_buckets", "number", "environ"),
+    [(0, signal.SIGKILL, COMPILES), (1, signal.SIGINT, {}), (2, signal.SIGKILL, {})],
+    ids=["0", "1", "2"],
+)
 def test_the_run_after_a_kill_recovers(
-    run_cli: Any, fork_server: ForkServer, model: str, tmp_path: Path, finished_buckets: int, environ: dict[str, str]
+    run_cli: Any,
+    fork_server: ForkServer,
+    model: str,
+    tmp_path: Path,
+    finished_buckets: int,
+    number: signal.Signals,
+    environ: dict[str, str],
 ) -> None:
-    """kill -9 when the bucket after `finished_buckets` begins to write: the finished buckets hit afterwards."""
+    """A signal when the bucket after `finished_buckets` begins to write: the finished buckets hit afterwards.
+
+    After Ctrl-C, exit handlers run; after kill -9, none do.
+    """
     cache = tmp_path / "cache"
     run = fork_server.popen(*warm(model, cache), environ=cli_environment(tmp_path, **environ))
     assert run.stderr is not None
@@ -148,14 +161,14 @@ def test_the_run_after_a_kill_recovers(
     before = files_in(cache)
     while run.poll() is None and files_in(cache) == before:
         time.sleep(0.01)
-    os.killpg(run.pid, signal.SIGKILL)
+    os.killpg(run.pid, number)
     run.wait()
-    assert run.returncode == -signal.SIGKILL, "the run ended before the kill"
+    assert run.returncode == (-number if number == signal.SIGKILL else 130), "the run ended before the signal"
     assert not list((cache / "manifests").glob("*.json")), "a manifest is written after the last bucket"
     assert len(list(cache.glob(".start-*"))) == 1
     again = run_cli(*warm(model, cache))
     assert not list(cache.glob(".start-*")), "the staging folder of the killed run"
-    assert ("an earlier start was killed" in again.stderr) == (finished_buckets > 0)
+    assert ("an earlier start did not finish" in again.stderr) == (finished_buckets > 0)
     assert outcomes(again).count("hit") >= finished_buckets
     assert outcomes(again).count("miss") >= 1, "the kill came before the last compilation"
     last = run_cli(*warm(model, cache, "--require-hit"))

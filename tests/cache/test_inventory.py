@@ -21,6 +21,7 @@ from tcdeploy.cache.leases import acquire_lease, folder_lock, is_leased
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.cache.staging import create_staging_folder
 from tcdeploy.errors import IntegrityError
+from tcdeploy.temporary_files import HOST
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
 from tests.conftest import mounted_tmpfs
@@ -286,12 +287,13 @@ def test_old_leftovers_are_removed_during_a_start(three: tuple[Path, list[str]])
 
 def test_headers_and_staging_folders_of_killed_starts_are_removed(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
-    fill(folder, {"precompiled_headers/x.h": 5, "precompiled_headers/x.h.gch": 1000, ".start-killed/fxgraph/y": 50})
+    killed = f".start-{HOST}-killed"
+    fill(folder, {"precompiled_headers/x.h": 5, "precompiled_headers/x.h.gch": 1000, f"{killed}/fxgraph/y": 50})
     usage = usage_by_kind(folder)
     assert usage["precompiled headers"] == (2, 1005) and usage["staging folders of starts"] == (1, 50)
     removed = collect_garbage(folder, None, None)
     assert (removed.plan_keys, removed.files, removed.bytes) == ((), 3, 1055)
-    assert not (folder / ".start-killed").exists() and not list(folder.glob("precompiled_headers/*"))
+    assert not (folder / killed).exists() and not list(folder.glob("precompiled_headers/*"))
     assert keys_in(folder) == keys
 
 

@@ -269,7 +269,8 @@ def leave_journal(folder: Path, target: Target, source: random.Random) -> None:
     stored_header_path(folder, target.key).unlink()
     manifest_path(folder, target.key).unlink()
     evil = put(folder / ".start-evil", "fxgraph/evil/entry")
-    (folder / ".start-evil" / "finished.jsonl").write_text(json.dumps([asdict(evil)]) + "\n")
+    line = {"plan": target.key, "files": [asdict(evil)]}
+    (folder / ".start-evil" / "finished.jsonl").write_text(json.dumps(line) + "\n")
 
 
 # PROTECTED: attacks that must fail on every start. NEED_REQUIRE_SIGNED: on a start with --require-signed.

@@ -159,7 +159,7 @@ class Campaign:
         if not self._has_plan(self.filled):
             return "the next start recorded no plan"
         left = [path.name for path in self.folder.iterdir() if path.name.startswith(".") and path.name != ".lock"]
-        return f"left behind: {left}" if left and number % 2 else ""
+        return f"left behind: {left}" if left else ""
 
     def _has_plan(self, source: Path) -> bool:
         """Whether `folder` has the plan of the cache `source`, with undamaged files."""

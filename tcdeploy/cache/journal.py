@@ -1,0 +1,112 @@
+"""The journal of a cold start, from which a later start takes over the buckets that it finished.
+
+A staging folder keeps its journal when its process is killed or fails, and loses it when the plan has been published.
+The journal has one JSON line per finished bucket, with the plan's key and the records of the files. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
+from tcdeploy.planning.environment import STAGING_PREFIX
+from tcdeploy.temporary_files import HOST
+
+JOURNAL, LOCK = "finished.jsonl", "lock"
+HOST_PREFIX = f"{STAGING_PREFIX}{HOST}-"  # of the names of this host's staging folders
+LONGEST_START_S = 24 * 3600.0  # no start compiles longer; once a server is ready, it does not need its staging folder
+
+
+@dataclass(frozen=True)
+class FinishedBucket:
+    plan_key: str
+    files: tuple[FileRecord, ...]
+
+
+def append_to_journal(folder: Path, bucket: FinishedBucket) -> None:
+    """Append a bucket and flush the journal. The caller has flushed the files. Raises OSError."""
+    line = json.dumps({"plan": bucket.plan_key, "files": [asdict(file) for file in bucket.files]})
+    with open(folder / JOURNAL, "a", encoding="utf-8") as journal:
+        journal.write(line + "\n")
+        journal.flush()
+        os.fsync(journal.fileno())
+
+
+def read_journal(folder: Path) -> list[FinishedBucket]:
+    """The buckets in a folder's journal. Lines that are incomplete or damaged are skipped."""
+    try:
+        lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    return [bucket for line in lines if (bucket := _parse_line(line)) is not None]
+
+
+def _parse_line(line: str) -> FinishedBucket | None:
+    with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
+        document = json.loads(line)
+        files = tuple(FileRecord(**record) for record in document["files"])
+        is_valid = all(is_plain_record(file) and is_cache_file(file.path) for file in files)
+        if is_valid and isinstance(document["plan"], str):
+            return FinishedBucket(document["plan"], files)
+    return None
+
+
+def unlocked_folders(root: str | Path) -> list[Path]:
+    """Staging folders whose lock is free. On a network file system, locks of other hosts may be invisible."""
+    folders = sorted(Path(root).glob(f"{STAGING_PREFIX}*"))
+    return [folder for folder in folders if not folder.is_symlink() and not _is_locked(folder)]
+
+
+def abandoned_folders(root: str | Path) -> list[Path]:
+    """Staging folders whose process has ended. The caller holds the folder's lock.
+
+    A folder of another host must also be older than LONGEST_START_S.
+    """
+    return [folder for folder in unlocked_folders(root) if folder.name.startswith(HOST_PREFIX) or _is_old(folder)]
+
+
+def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> None:
+    """Delete abandoned staging folders. The caller holds the folder's lock.
+
+    `keep_journals` keeps the folders that have a journal, for the next start that has to compile.
+    """
+    for folder in abandoned_folders(root):
+        if not (keep_journals and (folder / JOURNAL).exists()):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_taken_over(root: str | Path, folders: Iterable[Path], plan_key: str) -> None:
+    """Delete those of `folders` that are abandoned and have finished buckets of no other plan.
+
+    The caller holds the folder's lock.
+    """
+    for folder in set(folders).intersection(abandoned_folders(root)):
+        if {bucket.plan_key for bucket in read_journal(folder)} <= {plan_key}:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process holds the lock. An unknown error, as on a file system without locks, counts as locked."""
+    try:
+        with open(folder / LOCK, "r+b") as file:  # NFS refuses an exclusive lock on a file that is open for reading
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:  # the process was killed before it created the lock file
+        return False
+    except OSError:
+        return not _is_old(folder)
+    return False
+
+
+def _is_old(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return time.time() - folder.lstat().st_mtime > LONGEST_START_S
+    return False

@@ -1,0 +1,342 @@
+"""Staging folders and their journals, without torch: what a start that did not finish leaves for the next one."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tcdeploy.cache import journal, staging
+from tcdeploy.cache.contents import FileRecord, hash_files
+from tcdeploy.cache.folder import make_private_folder
+from tcdeploy.cache.inventory import collect_garbage
+from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
+from tcdeploy.cache.leases import acquire_lease, is_leased
+from tcdeploy.cache.staging import (
+    StagingFolder,
+    create_private_copy,
+    create_staging_folder,
+    remove_own_staging_folders,
+    take_over_finished_buckets,
+)
+from tcdeploy.cache.stored_headers import HEADERS_DIR
+from tcdeploy.temporary_files import HOST
+
+FIRST, SECOND = "fxgraph/aa/first", "ab/second.so"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "cache"
+    make_private_folder(folder)
+    yield folder
+    staging._own_folders.pop(str(folder), None)
+
+
+def start(root: Path) -> StagingFolder:
+    return create_staging_folder(str(root))
+
+
+def write(folder: str | Path, path: str, content: bytes = b"program") -> str:
+    file = Path(folder, path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content)
+    return path
+
+
+def end(folder: StagingFolder) -> None:
+    """What the kernel does when a process ends, even by kill -9."""
+    os.close(folder._lock)
+
+
+def paths_in(folder: str | Path) -> set[str]:
+    files = (path.relative_to(folder).as_posix() for path in Path(folder).rglob("*") if path.is_file())
+    return set(files) - {LOCK, JOURNAL}
+
+
+# Ends of a start
+
+
+def test_an_exit_keeps_the_finished_buckets_of_a_start_that_failed(root: Path) -> None:
+    """SIGTERM, Ctrl-C, an error in a later bucket: exit handlers run, and the next start goes on."""
+    failed = start(root)
+    failed.add_to_journal("plan", [write(failed.path, FIRST)])
+    write(failed.path, SECOND)  # of a bucket that did not finish
+    remove_own_staging_folders()
+    end(failed)
+    following = start(root)
+    assert take_over_finished_buckets(following, "plan") == 1
+    assert paths_in(following.path) == {FIRST}
+    assert not Path(failed.path).exists()
+
+
+def test_an_exit_removes_a_folder_without_a_journal(root: Path) -> None:
+    finished = start(root)
+    finished.add_to_journal("plan", [write(finished.path, FIRST)])
+    finished.discard_journal()
+    remove_own_staging_folders()
+    assert not Path(finished.path).exists()
+
+
+def test_buckets_that_were_taken_over_survive_a_second_kill(root: Path) -> None:
+    """The second start is killed before it has compiled anything."""
+    first = start(root)
+    first.add_to_journal("plan", [write(first.path, FIRST)])
+    end(first)
+    second = start(root)
+    assert take_over_finished_buckets(second, "plan") == 1
+    end(second)
+    third = start(root)
+    assert take_over_finished_buckets(third, "plan") == 1
+    assert paths_in(third.path) == {FIRST}
+
+
+def test_another_plan_copies_finished_buckets_and_leaves_the_journal(root: Path) -> None:
+    first = start(root)
+    first.add_to_journal("plan", [write(first.path, FIRST)])
+    end(first)
+    other = start(root)
+    assert take_over_finished_buckets(other, "other plan") == 1
+    assert paths_in(other.path) == {FIRST} and not Path(other.path, JOURNAL).exists()
+    assert take_over_finished_buckets(start(root), "plan") == 1
+    assert not Path(first.path).exists()
+
+
+def test_a_second_plan_of_a_process_keeps_the_journal_of_the_first(root: Path) -> None:
+    folder = start(root)
+    folder.add_to_journal("plan", [write(folder.path, FIRST)])
+    write(folder.path, SECOND)
+    folder.clear()
+    assert paths_in(folder.path) == {FIRST}
+    assert not Path(folder.path, SECOND).parent.exists(), "Triton skips a kernel whose folder exists"
+    assert len(read_journal(Path(folder.path))) == 1
+
+
+def test_a_file_is_recorded_again_only_if_it_has_changed(root: Path) -> None:
+    folder = start(root)
+    folder.add_to_journal("plan", [write(folder.path, FIRST)])
+    folder.add_to_journal("plan", [FIRST, write(folder.path, SECOND)])
+    write(folder.path, FIRST, b"timed again")
+    folder.add_to_journal("plan", [FIRST, SECOND])
+    recorded = [[file.path for file in bucket.files] for bucket in read_journal(Path(folder.path))]
+    assert recorded == [[FIRST], [SECOND], [FIRST]]
+    end(folder)
+    following = start(root)
+    assert take_over_finished_buckets(following, "plan") == 3
+    assert Path(following.path, FIRST).read_bytes() == b"timed again"
+
+
+# Damage
+
+
+BROKEN_LINES: dict[str, Any] = {
+    "not JSON": "{",
+    "no object": [],
+    "no files": {"plan": "plan"},
+    "a number as path": {"plan": "plan", "files": [{"path": 5, "bytes": 7, "sha256": "0" * 64}]},
+    "an absolute path": {"plan": "plan", "files": [{"path": "/etc/x", "bytes": 7, "sha256": "0" * 64}]},
+    "a path above": {"plan": "plan", "files": [{"path": "fxgraph/../../x", "bytes": 7, "sha256": "0" * 64}]},
+    "an unknown field": {"plan": "plan", "files": [{"path": FIRST, "bytes": 7, "sha256": "0" * 64, "x": 1}]},
+    "a hidden file": {"plan": "plan", "files": [{"path": "ab/.hidden", "bytes": 7, "sha256": "0" * 64}]},
+}
+
+
+@pytest.mark.parametrize("name", BROKEN_LINES)
+def test_a_damaged_line_of_a_journal_is_skipped(root: Path, name: str) -> None:
+    killed = start(root)
+    line = BROKEN_LINES[name]
+    Path(killed.path, JOURNAL).write_text((line if isinstance(line, str) else json.dumps(line)) + "\n")
+    killed.add_to_journal("plan", [write(killed.path, FIRST)])
+    end(killed)
+    following = start(root)
+    assert take_over_finished_buckets(following, "plan") == 1
+    assert paths_in(following.path) == {FIRST} and not Path(killed.path).exists()
+
+
+def test_a_changed_file_of_a_journal_is_not_taken_over(root: Path) -> None:
+    killed = start(root)
+    killed.add_to_journal("plan", [write(killed.path, FIRST), write(killed.path, SECOND)])
+    write(killed.path, FIRST, b"changed")
+    end(killed)
+    following = start(root)
+    take_over_finished_buckets(following, "plan")
+    assert paths_in(following.path) == {SECOND}
+
+
+def test_a_staging_folder_with_a_link_is_not_used_and_does_not_stop_a_start(root: Path, tmp_path: Path) -> None:
+    killed = start(root)
+    killed.add_to_journal("plan", [write(killed.path, FIRST)])
+    end(killed)
+    shutil.move(Path(killed.path, "fxgraph"), tmp_path / "elsewhere")
+    Path(killed.path, "fxgraph").symlink_to(tmp_path / "elsewhere")
+    assert take_over_finished_buckets(start(root), "plan") == 0
+    assert (tmp_path / "elsewhere").exists()
+
+
+def test_a_link_that_is_named_like_a_staging_folder_is_not_followed(root: Path, tmp_path: Path) -> None:
+    write(tmp_path / "elsewhere", FIRST)
+    (root / f".start-{HOST}-link").symlink_to(tmp_path / "elsewhere")
+    assert abandoned_folders(root) == []
+    collect_garbage(root, None, None)
+    assert (tmp_path / "elsewhere" / FIRST).exists()
+
+
+# Locks
+
+
+def test_a_staging_folder_in_use_is_not_abandoned(root: Path) -> None:
+    folder = start(root)
+    assert abandoned_folders(root) == []
+    end(folder)
+    assert abandoned_folders(root) == [Path(folder.path)]
+
+
+@pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_folder_whose_lock_cannot_be_read_counts_as_in_use(
+    root: Path, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS emulates flock, and some file systems have no locks."""
+    end(start(root))
+
+    def fail(*arguments: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    acquire_lease(str(root), "plan")
+    monkeypatch.setattr(fcntl, "flock", fail)
+    assert abandoned_folders(root) == []
+    assert is_leased(root, "plan")
+
+
+def test_locks_are_opened_for_writing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS refuses an exclusive lock on a file that is open for reading."""
+    folder, locks = start(root), []
+
+    def record(file: Any, operation: int) -> None:
+        locks.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE)
+
+    acquire_lease(str(root), "plan")
+    monkeypatch.setattr(fcntl, "flock", record)
+    abandoned_folders(root), is_leased(root, "plan")
+    assert locks == [os.O_RDWR, os.O_RDWR], folder.path
+
+
+def test_the_folder_of_another_host_is_copied_from_and_kept_for_a_day(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a network file system, locks of other hosts may be invisible."""
+    monkeypatch.setattr(staging, "HOST_PREFIX", ".start-0123abcd-")
+    foreign = start(root)
+    monkeypatch.undo()
+    foreign.add_to_journal("plan", [write(foreign.path, FIRST)])
+    end(foreign)
+    following = start(root)
+    assert take_over_finished_buckets(following, "plan") == 1
+    assert paths_in(following.path) == {FIRST} and Path(foreign.path).exists()
+    yesterday = time.time() - journal.LONGEST_START_S - 1
+    os.utime(foreign.path, (yesterday, yesterday))
+    assert abandoned_folders(root) == [Path(foreign.path)]
+
+
+# Publishing
+
+
+def record(path: str, content: bytes) -> FileRecord:
+    import hashlib
+
+    return FileRecord(path, len(content), hashlib.sha256(content).hexdigest())
+
+
+def test_the_file_of_another_start_of_the_plan_is_not_overwritten(root: Path) -> None:
+    """Two starts of a new plan: a kill of the second before its manifest must leave the first one's files."""
+    write(root, FIRST, b"of the first start")
+    published = record(FIRST, b"of the first start")
+    second = start(root)
+    files = hash_files(second.path, [write(second.path, FIRST, b"of the second start")])
+    second.publish(files, [published])
+    assert (root / FIRST).read_bytes() == b"of the first start"
+    assert (root / "conflicts" / files[0].sha256).read_bytes() == b"of the second start"
+
+
+def test_a_copied_file_that_was_deleted_meanwhile_is_published_again(root: Path) -> None:
+    write(root, FIRST)
+    folder = start(root)
+    files = [record(FIRST, b"program")]
+    assert folder.fill(files) == []
+    (root / FIRST).unlink()
+    folder.publish(files, [])
+    assert (root / FIRST).read_bytes() == b"program"
+
+
+def test_timings_of_max_autotune_are_cache_files() -> None:
+    from tcdeploy.cache.contents import is_cache_file
+
+    assert is_cache_file(f"cache/{'0a' * 32}")
+    assert not any(map(is_cache_file, ("cache/models", f"cache/{'0a' * 32}/x", "cache/x/y")))
+
+
+# Precompiled headers
+
+
+def compile_header(folder: StagingFolder, content: bytes = b"image") -> None:
+    write(folder.path, f"{HEADERS_DIR}/x.h", b"source")
+    write(folder.path, f"{HEADERS_DIR}/x.h.gch", content)
+
+
+def test_a_published_header_is_linked_into_the_next_start(root: Path) -> None:
+    first = start(root)
+    compile_header(first)
+    first.publish([], [])
+    second = start(root)
+    second.link_headers()
+    assert Path(second.headers_folder, "x.h.gch").samefile(root / HEADERS_DIR / "x.h.gch")
+    assert Path(second.headers_folder, "x.h").read_bytes() == b"source"
+
+
+@pytest.mark.parametrize("name", ["x.h", "x.h.gch", "x.h.gch.json"])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_a_damaged_header_is_compiled_again(root: Path, name: str, is_removed: bool) -> None:
+    first = start(root)
+    compile_header(first)
+    first.publish([], [])
+    (root / HEADERS_DIR / name).unlink()
+    if not is_removed:
+        write(root, f"{HEADERS_DIR}/{name}", b"damag")
+    second = start(root)
+    second.link_headers()
+    assert paths_in(second.path) == set()
+    compile_header(second, b"image again")
+    second.publish([], [])
+    third = start(root)
+    third.link_headers()
+    assert Path(third.headers_folder, "x.h.gch").read_bytes() == b"image again"
+
+
+# Private copies
+
+
+def test_the_private_copy_of_a_killed_start_is_removed_by_the_next_one(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    killed, running = create_private_copy(str(root)), create_private_copy(str(root))
+    end(killed)
+    create_private_copy(str(root))
+    assert not Path(killed.path).exists() and Path(running.path).exists()
+
+
+def test_finished_buckets_are_one_line_each(root: Path) -> None:
+    folder = start(root)
+    folder.add_to_journal("plan", [write(folder.path, FIRST)])
+    [line] = Path(folder.path, JOURNAL).read_text().splitlines()
+    [bucket] = read_journal(Path(folder.path))
+    assert bucket == FinishedBucket("plan", (record(FIRST, b"program"),))
+    assert json.loads(line) == {"plan": "plan", "files": [asdict(file) for file in bucket.files]}
