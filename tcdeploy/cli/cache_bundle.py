@@ -22,7 +22,7 @@ from tcdeploy.cli.cache_target import (
 )
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
-from tcdeploy.errors import IntegrityError, MismatchError, ThresholdError, UsageError
+from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.recipe import Recipe, build_recipe
 from tcdeploy.temporary_files import temporary_folder
@@ -170,10 +170,28 @@ def _temporary_copy(target: Path, trusted: Path, allow_unsigned: bool) -> Iterat
 
     with temporary_folder("verify") as folder:
         if target.is_dir():
-            shutil.copytree(target, folder, dirs_exist_ok=True)
+            _copy_plans(target, folder)
         else:
             unpack_bundle(target, folder, trusted, allow_unsigned)
         yield folder
+
+
+def _copy_plans(source: Path, folder: Path) -> None:
+    """Copy what plans consist of. Raises TcdeployError, for example if another process removes a plan meanwhile.
+
+    Staging folders (STAGING_PREFIX, UNPACKING_PREFIX), locks and temporary files all have hidden names. They belong to
+    no plan, and other processes remove them at any time. Precompiled headers are only used by starts that compile.
+    """
+    from tcdeploy.cache.staging import HEADERS_DIR
+
+    try:
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*", HEADERS_DIR), dirs_exist_ok=True)
+    except shutil.Error as error:
+        path, _, reason = error.args[0][0]
+        raise TcdeployError(
+            f"{path} cannot be copied to {folder}: {reason}",
+            "run the command again while no other process changes the folder, or set TMPDIR to another disk",
+        ) from error
 
 
 def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay]:

@@ -12,6 +12,7 @@ the GIL until they return.
 from __future__ import annotations
 
 import atexit
+import inspect
 import json
 import os
 import subprocess
@@ -29,10 +30,11 @@ START_SECONDS = 120.0  # for its imports, while the machine is busy with loading
 SCRIPT = Path(__file__).with_name("chat_template_process.py")
 # Variables that the process inherits: those that Python and the template's `strftime_now` need, but no keys.
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
+JINJA_ARGUMENTS = ("messages", "self")  # of Jinja's `Template.render`, as `render_jinja_template` calls it
 PROCESS_VARIABLES = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
-def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_kwargs: Any) -> str:
+def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], /, **template_kwargs: Any) -> str:
     """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
 
     Blocks until the text is rendered, so the event loop must call it in `render_pool`. Raises ModelError if the
@@ -54,6 +56,17 @@ def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], **template_k
     raise ModelError(f"the chat template failed{location}: {reply['error']}", "check the messages and the template")
 
 
+def reserved_names(tokenizer: Any) -> set[str]:
+    """Names that template variables of a client cannot have, because they are arguments of the functions that render.
+
+    Some have fields of their own in the API; the others could replace the messages or the template.
+    """
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    functions = (tokenizer.apply_chat_template, render_jinja_template)
+    return {*JINJA_ARGUMENTS}.union(*(inspect.signature(function).parameters for function in functions))
+
+
 def start_renderer() -> None:
     """Start the process in the background, so that its imports do not delay the first rendering."""
     _process.start()
@@ -70,10 +83,10 @@ def _make_request(tokenizer: Any, conversation: list[dict[str, Any]], template_k
     """The arguments that `apply_chat_template` passes to `render_jinja_template`; values of None are dropped too."""
     messages = [{name: value for name, value in message.items() if value is not None} for message in conversation]
     arguments = {
+        **tokenizer.special_tokens_map,
+        **template_kwargs,  # after the special tokens, as in `apply_chat_template`
         "conversations": [messages],
         "chat_template": tokenizer.get_chat_template(None, template_kwargs.get("tools")),
-        **tokenizer.special_tokens_map,
-        **template_kwargs,
     }
     return json.dumps(arguments).encode()
 

@@ -12,7 +12,7 @@ import contextlib
 import hmac
 import logging
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
@@ -41,8 +41,8 @@ from tcdeploy.server.protocol import (
 )
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.service import Service
 from tcdeploy.server.sse import EventStream
+from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
@@ -143,16 +143,14 @@ def _model_routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of chat messages."""
-        with _admitted_body(state) as (service, reservation):
-            body = await _parse_body(state, request, TokenizeRequest, reservation)
-            ids = await service.tokenizer.tokenize(body)
-            return Response(await service.tokenizer.tokens_json(ids), media_type="application/json")
+        async with _admitted_body(state, request, TokenizeRequest) as (tokenizer, body):
+            ids = await tokenizer.tokenize(body)
+            return Response(await tokenizer.tokens_json(ids), media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        with _admitted_body(state) as (service, reservation):
-            body = await _parse_body(state, request, DetokenizeRequest, reservation)
-            return JSONResponse({"prompt": await service.tokenizer.detokenize(body.tokens)})
+        async with _admitted_body(state, request, DetokenizeRequest) as (tokenizer, body):
+            return JSONResponse({"prompt": await tokenizer.detokenize(body.tokens)})
 
     return [
         Route("/v1/models", models, methods=["GET"]),
@@ -163,16 +161,23 @@ def _model_routes(state: ServerState) -> list[Route]:
     ]
 
 
-@contextlib.contextmanager
-def _admitted_body(state: ServerState) -> Iterator[tuple[Service, BodyReservation]]:
-    """Admit a request that needs only the tokenizer. It counts as one choice until the end of the block."""
+@contextlib.asynccontextmanager
+async def _admitted_body(
+    state: ServerState, request: Request, request_type: type[RequestT]
+) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
+    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
+
+    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
+    """
     service = state.require_service()
-    service.admission.acquire(1)
-    try:
-        with BodyReservation(state.admission) as reservation:
-            yield service, reservation
-    finally:
-        service.admission.release(1)
+    service.admission.check_open()
+    with BodyReservation(service.admission) as reservation:
+        body = await _parse_body(state, request, request_type, reservation)
+        service.admission.acquire(1)
+        try:
+            yield service.tokenizer, body
+        finally:
+            service.admission.release(1)
 
 
 async def _complete(

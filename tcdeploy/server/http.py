@@ -1,8 +1,8 @@
 """The server's HTTP/1.1 protocol, and the connection's state that it exposes to the application.
 
-The protocol limits the size of a request's head and the time until a request is complete
-(torch_compat/uvicorn_protocol.py). It adds functions to the ASGI scope's extensions, which the functions here read.
-Under another server, or if uvicorn's class is not supported, they return a safe default.
+The protocol limits the size of a request's head, the time until a request is complete, and the time for which a client
+does not read a response (torch_compat/uvicorn_protocol.py). It adds functions to the ASGI scope's extensions, which the
+functions here read. Under another server, or if uvicorn's class is not supported, they return a safe default.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from collections.abc import MutableMapping
 from typing import Any
 
 from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.settings import ServerSettings
 from tcdeploy.torch_compat.uvicorn_protocol import ABORT, IS_BODY_RECEIVED, IS_WRITE_PAUSED, bounded_protocol
 
 
-def http_protocol() -> Any:
+def http_protocol(stall_timeout_s: float = ServerSettings.stall_timeout) -> Any:
     """The `http` argument of uvicorn.Config."""
-    return bounded_protocol(lambda status, message: json.dumps(ApiError(status, message).body).encode())
+    return bounded_protocol(_error_body, stall_timeout_s)
+
+
+def _error_body(status: int, message: str) -> bytes:
+    return json.dumps(ApiError(status, message).body).encode()
 
 
 def abort(scope: MutableMapping[str, Any]) -> None:

@@ -146,7 +146,7 @@ class _Server:
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
-        make_app(state), interface="asgi3", http=http_protocol(), ws="none", lifespan="off",
+        make_app(state), interface="asgi3", http=http_protocol(state.settings.stall_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
         timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
     )  # fmt: skip

@@ -6,14 +6,13 @@ The length of a prompt is checked before it is tokenized. Long texts are tokeniz
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import render_chat, render_pool
+from tcdeploy.models.chat_template import render_chat, render_pool, reserved_names
 from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -68,10 +67,9 @@ class PromptTokenizer:
         return prompts
 
     def _checked_template_kwargs(self, request: ChatRequest) -> dict[str, Any]:
-        """Variables for the template. Arguments of `apply_chat_template` are rejected: one replaces the template."""
+        """Variables for the template. Names of other arguments are rejected: they could replace the messages."""
         template_kwargs = request.chat_template_kwargs or {}
-        reserved = {"tools", "chat_template", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
-        if conflicts := sorted(reserved & template_kwargs.keys()):
+        if conflicts := sorted(reserved_names(self.tokenizer) & template_kwargs.keys()):
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
         return template_kwargs
 

@@ -1,11 +1,12 @@
 """uvicorn's HTTP/1.1 protocol with limits, and with the server's error format.
 
-uvicorn's own class reads a head of any size, and waits for the rest of a request without a time limit. It parses up to
-256 KiB in one call, which can contain thousands of pipelined requests, headers or chunks, and it answers bytes that are
-not HTTP with plain text. The subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`,
-`on_headers_complete`, `on_body` and `on_message_complete`, on httptools' `on_chunk_header`, on `send_400_response`, and
-on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. It stops the parser with an exception in
-a callback. The subclass also puts three functions into the ASGI scope's extensions.
+uvicorn's own class reads a head of any size, and waits without a time limit for the rest of a request and for clients
+that do not read a response, whose unsent part it keeps in memory. It parses up to 256 KiB in one call, which can
+contain thousands of pipelined requests, headers or chunks, and it answers bytes that are not HTTP with plain text. The
+subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and
+`on_message_complete`, on httptools' `on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and
+`resume_writing`, and on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. It stops the
+parser with an exception in a callback. The subclass also puts three functions into the ASGI scope's extensions.
 
 If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
 tests/server/test_http.py and test_abuse.py fail when the class changes. server/http.py reads the extensions.
@@ -14,6 +15,7 @@ tests/server/test_http.py and test_abuse.py fail when the class changes. server/
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -22,14 +24,19 @@ from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
 CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
-METHODS = ("connection_made", "connection_lost", "data_received", "send_400_response", *CALLBACKS)
+METHODS = (
+    "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "send_400_response",
+    *CALLBACKS,
+)  # fmt: skip
 MAX_HEADER_BYTES = 64 << 10  # of the head, of the trailers, and (plus one packet) of chunk extensions
 MAX_HEADER_LINES = 1000  # of head and trailers together
 MAX_PIPELINED = 32  # requests that wait for the responses to earlier ones of their connection
 MAX_TINY_CHUNKS, MIN_CHUNK_BYTES = 1024, 16  # a body may have more chunks if they are larger on average
 CHUNK_FRAME_BYTES = 16  # estimate for a chunk's size and line breaks; chunk extensions count as trailers
+MIN_READ_BYTES = 32 << 10  # that a client must read in each `stall_timeout_s` while more than 64 KiB are unsent
 REQUEST_TIMEOUT_S = 30.0  # from the connection or the first byte of the next request; a running response extends it
 ABORT, IS_WRITE_PAUSED, IS_BODY_RECEIVED = "tcdeploy.abort", "tcdeploy.is_write_paused", "tcdeploy.is_body_received"
+log = logging.getLogger("tcdeploy.server")
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol as _Base
@@ -58,20 +65,23 @@ INTERNAL = Internal(
 )
 
 
-def bounded_protocol(error_body: Callable[[int, str], bytes]) -> Any:
+def bounded_protocol(error_body: Callable[[int, str], bytes], stall_timeout_s: float) -> Any:
     """The protocol for uvicorn.Config(http=...); "auto", uvicorn's own choice, if the class is not supported.
 
-    `error_body` makes the JSON of a response from status and message.
+    `error_body` makes the JSON of a response from status and message. A client that reads almost nothing of a response
+    for `stall_timeout_s` is disconnected.
     """
     if not supported():
         return "auto"
-    return type("BoundedProtocol", (_Bounds, find(PROTOCOL)), {"error_body": staticmethod(error_body)})
+    attributes = {"error_body": staticmethod(error_body), "stall_timeout_s": stall_timeout_s}
+    return type("BoundedProtocol", (_Bounds, find(PROTOCOL)), attributes)
 
 
 class _Bounds(_Base):
     """Closes a connection whose request exceeds a limit, or is not complete in time, with an error response."""
 
     error_body: Any  # (status, message) -> JSON
+    stall_timeout_s: float
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -83,6 +93,8 @@ class _Bounds(_Base):
         self._has_partial_request = False  # a part of a request has arrived, and not its end
         self._rejection: tuple[int, str, str] | None = None
         self._deadline: asyncio.TimerHandle | None = None
+        self._stall_timer: asyncio.TimerHandle | None = None
+        self._unsent_bytes = 0  # when the timer was set
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -90,7 +102,16 @@ class _Bounds(_Base):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
+        self._cancel_stall_timer()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._set_stall_timer()
+
+    def resume_writing(self) -> None:
+        self._cancel_stall_timer()
+        super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -187,6 +208,23 @@ class _Bounds(_Base):
             self._send_error_and_close(
                 408, "Request Timeout", f"the request was not complete after {REQUEST_TIMEOUT_S:.0f} s"
             )
+
+    def _set_stall_timer(self) -> None:
+        self._unsent_bytes = self.transport.get_write_buffer_size()
+        self._stall_timer = self.loop.call_later(self.stall_timeout_s, self._on_stall_timer)
+
+    def _cancel_stall_timer(self) -> None:
+        if self._stall_timer is not None:
+            self._stall_timer.cancel()
+            self._stall_timer = None
+
+    def _on_stall_timer(self) -> None:
+        """Disconnect a client that does not read. `close` would wait until it has read everything."""
+        if self._unsent_bytes - self.transport.get_write_buffer_size() >= MIN_READ_BYTES:
+            self._set_stall_timer()
+            return
+        log.warning("closed a connection: the client did not read for %.0f s", self.stall_timeout_s)
+        self.transport.abort()
 
     def _reject(self, status: int, reason: str, message: str) -> NoReturn:
         """Stop the parser. uvicorn then calls `send_400_response`."""

@@ -19,11 +19,13 @@ from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
 from tcdeploy.cache import integrity
 from tcdeploy.cache.contents import hash_files
+from tcdeploy.cache.folder import UNPACKING_PREFIX
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
 from tcdeploy.cache.signed_header import read_signed_header
 from tcdeploy.cache.signing import generate_key, trust
-from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.staging import HEADERS_DIR, create_staging_folder
+from tcdeploy.cli import cache_bundle
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import KINDS, flipped, flipped_on_disk, key_of, make_small, path_of
@@ -186,6 +188,42 @@ def test_a_stored_header_whose_key_is_no_longer_trusted_is_a_trust_error(
     trust("again", keys.public, tmp_path / "no keys")
     [verified] = verify_folder(unpacked, tmp_path / "no keys")
     assert verified.signer is not None and verified.signer.name == "again"
+
+
+@pytest.fixture
+def copied_paths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files in the temporary copy of the folder that `cache verify --run` starts from."""
+    paths: list[str] = []
+
+    def replay(copy: Path, *_: object) -> list[Any]:
+        paths.extend(path.relative_to(copy).as_posix() for path in copy.rglob("*") if path.is_file())
+        return []
+
+    monkeypatch.setattr(cache_bundle, "_replay", replay)
+    return paths
+
+
+def test_a_replay_copies_no_staging_folders_and_no_precompiled_headers(
+    unpacked: Path, keys: Keys, copied_paths: list[str]
+) -> None:
+    """Other processes remove staging folders meanwhile: a dangling link fails like a file that has been removed."""
+    plan_files = [path.relative_to(unpacked).as_posix() for path in unpacked.rglob("*") if path.is_file()]
+    start = create_staging_folder(str(unpacked))
+    Path(start.path, "removed").symlink_to("missing")
+    for name in (f"{UNPACKING_PREFIX}ab/6n/x.so", f"{HEADERS_DIR}/a.h.gch", "6n/.12.34.tmp"):
+        (unpacked / name).parent.mkdir(parents=True, exist_ok=True)
+        (unpacked / name).write_bytes(b"x")
+    cache_bundle.verify(unpacked, run=True, trusted_keys=keys.trusted)
+    assert sorted(copied_paths) == sorted(set(plan_files) - {".lock"})
+
+
+def test_a_file_that_cannot_be_copied_for_a_replay_is_named(
+    unpacked: Path, keys: Keys, copied_paths: list[str]
+) -> None:
+    (unpacked / "removed").symlink_to("missing")
+    with pytest.raises(TcdeployError, match=f"{unpacked}/removed cannot be copied to .*No such file"):
+        cache_bundle.verify(unpacked, run=True, trusted_keys=keys.trusted)
+    assert not copied_paths
 
 
 def test_all_plans_of_a_folder_are_verified(unpacked: Path, keys: Keys) -> None:

@@ -51,6 +51,12 @@ def test_the_text_is_that_of_transformers(tokenizer: Any, template: Any, variabl
     )
 
 
+def test_variables_replace_neither_the_messages_nor_the_template(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }} {{ bos_token }}"
+    variables = {"conversations": [[{"content": "Bye"}]], "chat_template": "Bye", "bos_token": "as in transformers"}
+    assert render_chat(tokenizer, [{"content": "Hello"}], **variables) == "Hello as in transformers"
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

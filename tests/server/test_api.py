@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
+from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,6 +122,69 @@ def test_a_failure_after_submission_cancels_the_request_and_releases_the_admissi
         response = send_request(state, "POST", "/v1/completions", body, authorization="Bearer secret")
         assert response.status_code == 500
     assert state.admission.num_admitted == 0 and cancelled == submitted
+
+
+class CountingTokenizer:
+    """Records how many choices are admitted while it works."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission, self.num_admitted = admission, []  # type: ignore[var-annotated]
+
+    async def tokenize(self, _: object) -> list[int]:
+        self.num_admitted.append(self._admission.num_admitted)
+        return [1]
+
+    async def tokens_json(self, ids: list[int]) -> bytes:
+        return b'{"tokens": [1]}'
+
+    async def detokenize(self, _: object) -> str:
+        self.num_admitted.append(self._admission.num_admitted)
+        return "a"
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_requests_whose_bodies_have_not_arrived_occupy_no_place_in_the_queue(path: str, state: ServerState) -> None:
+    """They would keep the queue full, and delay a drain, until the body timeout."""
+    content = b'{"prompt": "a", "tokens": [1]}'
+    tokenizer: Any = CountingTokenizer(state.admission)
+    assert state.service is not None and state.admission.limit == 2
+    state.service = dataclasses.replace(state.service, tokenizer=tokenizer)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(make_app(state), raise_app_exceptions=False)
+        headers = {"authorization": "Bearer secret", "content-type": "application/json"}
+        async with httpx.AsyncClient(transport=transport, base_url="http://test", headers=headers) as client:
+            num_waiting, has_arrived, may_continue = 0, asyncio.Event(), asyncio.Event()
+
+            async def slow_content() -> AsyncIterator[bytes]:
+                nonlocal num_waiting
+                num_waiting += 1
+                if num_waiting == 3:
+                    has_arrived.set()
+                await may_continue.wait()
+                yield content
+
+            slow = [asyncio.ensure_future(client.post(path, content=slow_content())) for _ in range(3)]
+            await asyncio.wait_for(has_arrived.wait(), 10)
+            assert state.admission.num_admitted == 0
+            assert (await client.post(path, content=content)).status_code == 200
+            state.admission.close("draining")
+            refused = await client.post(path, content=slow_content())
+            assert (refused.status_code, num_waiting) == (503, 3), "a closed server does not wait for the body"
+            may_continue.set()
+            assert {(await response).json()["error"]["code"] for response in slow} == {"draining"}
+
+    asyncio.run(run())
+    assert tokenizer.num_admitted == [1] and state.admission.num_admitted == 0
+
+
+@pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
+def test_a_full_queue_rejects_tokenizer_requests(path: str, state: ServerState) -> None:
+    state.admission.acquire(2)
+    body = {"prompt": "a", "tokens": [1]}
+    response = send_request(state, "POST", path, body, authorization="Bearer secret")
+    assert (response.status_code, response.json()["error"]["code"]) == (503, "queue_full")
+    assert state.admission.num_admitted == 2
 
 
 def test_a_loading_server_answers_operations_and_rejects_the_rest() -> None:

@@ -66,6 +66,26 @@ def test_an_endless_template_is_a_400_and_does_not_block_the_event_loop(
     assert asyncio.run(longest_block_s()) < 0.9, "a render on the event loop blocks it until the time limit"
 
 
+def test_a_variable_cannot_replace_an_argument_of_the_template(prompts: PromptTokenizer) -> None:
+    """With `conversations`, a client would replace the messages after they were validated."""
+    replaced = [[{"role": "user", "content": "replaced"}]]
+    for name in (
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "conversations",
+        "documents", "messages", "return_assistant_tokens_mask", "self", "tokenize", "tools",
+    ):  # fmt: skip
+        with pytest.raises(ApiError) as rejection:
+            asyncio.run(prompts.prompts(chat(chat_template_kwargs={"mode": 1, name: replaced})))
+        assert (rejection.value.status, rejection.value.param) == (400, "chat_template_kwargs"), name
+        assert rejection.value.message == f"chat_template_kwargs cannot set {name}"
+
+
+def test_other_variables_reach_the_template_and_unused_ones_are_ignored(prompts: PromptTokenizer) -> None:
+    prompts.tokenizer.chat_template = "{{ messages[0].content }} {{ tokenizer }} {{ request }}"
+    variables = {"tokenizer": "a", "request": "b", "unused": "c"}  # two of them are names of our own parameters
+    [prompt] = asyncio.run(prompts.prompts(chat(chat_template_kwargs=variables)))
+    assert prompt.text == "Hi a b"
+
+
 def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) -> None:
     nested: Any = []
     for _ in range(5000):

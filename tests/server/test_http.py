@@ -34,16 +34,17 @@ class FakeWorker:
 class RunningServer:
     """A server of an application whose model is loading: a valid completion is answered with 503."""
 
-    def __init__(self) -> None:
+    def __init__(self, app: Any = None, **options: float) -> None:
         worker: Any = FakeWorker()
-        app = make_app(ServerState(ServerSettings(model="tiny"), worker, Admission(1)))
+        app = app or make_app(ServerState(ServerSettings(model="tiny"), worker, Admission(1)))
         self.headers: list[tuple[bytes, bytes]] = []
 
         async def recorded(scope: Any, receive: Any, send: Any) -> None:
             await app(scope, receive, send)
             self.headers = list(scope["headers"])
 
-        config = uvicorn.Config(recorded, interface="asgi3", http=http_protocol(), lifespan="off", log_level="critical")
+        http = http_protocol(**options)
+        config = uvicorn.Config(recorded, interface="asgi3", http=http, lifespan="off", log_level="critical")
         self.server = uvicorn.Server(config)
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._thread = threading.Thread(target=lambda: asyncio.run(self.server.serve([self._listener])), daemon=True)
@@ -51,7 +52,7 @@ class RunningServer:
 
     def exchange(self, *packets: bytes) -> tuple[int, bytes, float]:
         """Send the packets. Returns the status, the body of the first response, and the seconds until it came."""
-        with socket.create_connection(self._listener.getsockname(), timeout=20) as connection:
+        with self.connect() as connection:
             start = time.monotonic()
             for packet in packets:
                 connection.sendall(packet)
@@ -64,6 +65,9 @@ class RunningServer:
                 received += part
             head, _, body = received.partition(b"\r\n\r\n")
             return int(head.split()[1]) if head else 0, body, time.monotonic() - start
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(self._listener.getsockname(), timeout=20)
 
     def wait_until_closed(self) -> None:
         deadline = time.monotonic() + 5
@@ -160,3 +164,44 @@ def test_thousands_of_pipelined_requests_close_the_connection(server: RunningSer
 @pytest.mark.parametrize("length", [2**63 - 1, 8 * 2**20 + 1])
 def test_a_length_over_the_limit_is_413_before_the_body_arrives(server: RunningServer, length: int) -> None:
     check_refusal(server, 413, post(f"content-length: {length}", body=b""))
+
+
+RESPONSE_BYTES = 20 << 20  # more than the kernel's buffers
+
+
+async def large_response(scope: Any, receive: Any, send: Any) -> None:
+    headers = [(b"content-length", str(RESPONSE_BYTES).encode())]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": bytes(RESPONSE_BYTES)})
+
+
+@pytest.fixture(scope="module")
+def large_response_server() -> Iterator[RunningServer]:
+    running = RunningServer(large_response, stall_timeout_s=0.5)
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize(
+    "request_bytes", [post(), post("connection: close"), post() * 3], ids=["one", "close", "three"]
+)
+def test_a_client_that_does_not_read_a_response_is_disconnected(
+    large_response_server: RunningServer, request_bytes: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The response is complete for the application, so that only the protocol can release its memory."""
+    with large_response_server.connect() as connection:
+        connection.sendall(request_bytes)
+        assert connection.recv(1) == b"H"
+        large_response_server.wait_until_closed()
+    assert "the client did not read for" in caplog.text
+
+
+def test_a_client_that_reads_slowly_gets_the_whole_response(large_response_server: RunningServer) -> None:
+    """It takes several times the limit."""
+    received = 0
+    with large_response_server.connect() as connection:
+        connection.sendall(post("connection: close"))
+        while part := connection.recv(1 << 20, socket.MSG_WAITALL):
+            received += len(part)
+            time.sleep(0.1)
+    assert received > RESPONSE_BYTES
