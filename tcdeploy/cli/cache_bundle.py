@@ -55,7 +55,7 @@ def pack(
 
     folder = Path(recipe.model)
     if is_cache_folder(folder):
-        check_folder(folder, recipe.trust_cache_dir)
+        check_folder(folder, recipe.trust_cache_dir, must_exist=True)
         if recipe != build_recipe({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}):
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_key = plan or packing.single_plan_key(folder)

@@ -95,8 +95,8 @@ def collect_garbage(
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
     size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
     max_bytes = None if size is None else int(size)
-    check_folder(folder, trust_cache_dir)
-    removed = inventory.collect_garbage(require_cache_folder(folder), seconds, max_bytes, dry_run)
+    check_folder(require_cache_folder(folder), trust_cache_dir, must_exist=True)
+    removed = inventory.collect_garbage(folder, seconds, max_bytes, dry_run)
     cache_display.show_removed(removed, dry_run, json)
 
 
