@@ -97,7 +97,8 @@ def verify_folder(
     _check_stored_headers(folder)
     if unlisted := unlisted_files(folder):
         raise IntegrityError(
-            f"{folder / unlisted[0]} is not listed in any manifest", f"delete it: tcdeploy cache gc {folder}"
+            f"{folder / unlisted[0]} is not listed in any manifest",
+            f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
         )
     if not plans:
         raise UsageError(
