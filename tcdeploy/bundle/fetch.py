@@ -61,8 +61,10 @@ def fetch(
     planned = pipeline.decide(recipe)
     plan = planned.plan
     check_folder(plan.cache_dir, recipe.trust_cache_dir)
-    if manifest_path(plan.cache_dir, plan.key).is_file() and not _needs_refetch(plan, recipe, trusted_keys):
-        return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
+    if manifest_path(plan.cache_dir, plan.key).is_file():
+        check_folder(plan.cache_dir, recipe.trust_cache_dir, must_exist=True)  # it may be newer than the first check
+        if not _needs_refetch(plan, recipe, trusted_keys):
+            return FetchResult(plan.key, "", 0, None, time.perf_counter() - start)
     address = Address.parse(_resolve_bundle_url(source, plan.key))
     with temporary_folder("fetch") as work_dir:
         path = Path(address.host_and_path)

@@ -26,7 +26,7 @@ from pathlib import Path
 from tcdeploy.bundle.container import check_payload, read_files
 from tcdeploy.cache.bundle_header import Header, parse_header, rollback_reason
 from tcdeploy.cache.contents import find_damage, group_by_path, path_to_publish
-from tcdeploy.cache.folder import UNPACKING_PREFIX, check_folder
+from tcdeploy.cache.folder import UNPACKING_PREFIX, create_folder
 from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import Manifest, manifest_path, manifest_text, read_manifest, read_manifests
@@ -99,8 +99,7 @@ def unpack(
     manifest, key = opened.header.manifest, opened.header.plan_key
     size = sum(file.bytes for file in manifest.files)
     try:
-        check_folder(folder, is_trusted_folder)
-        make_private_folder(folder)
+        create_folder(folder, is_trusted_folder)
         with folder_lock(folder):
             _check_links(folder, manifest)
             if not allow_rollback:

@@ -17,6 +17,7 @@ from tcdeploy.cache.bundle_header import parse_header
 from tcdeploy.cache.contents import FileRecord, find_damage
 from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, OWN_NAMES
 from tcdeploy.cache.integrity import unlisted_files
+from tcdeploy.cache.leases import shared_folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, BucketRecord, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.cache.provenance import (
     SigningPolicy,
@@ -80,10 +81,16 @@ def verify_folder(
 ) -> list[VerifiedPlan]:
     """Verify all files of all plans in a folder. Plans from bundles are also compared with the signed headers.
 
-    `require_signed` refuses plans and files that are not from a signed bundle. Raises TrustError, IntegrityError, and
-    UsageError for a folder without a plan.
+    `require_signed` refuses plans and files that are not from a signed bundle. Waits for a process that adds or removes
+    files. Raises TrustError, IntegrityError, UsageError for a folder without a plan, and TcdeployError if another
+    process holds the folder for too long.
     """
     check_no_links(folder, OWN_NAMES)
+    with shared_folder_lock(folder):
+        return _verify_plans(folder, trusted_keys, allow_unsigned, require_signed)
+
+
+def _verify_plans(folder: Path, trusted_keys: Path, allow_unsigned: bool, require_signed: bool) -> list[VerifiedPlan]:
     manifests = read_manifests(folder)
     plans = []
     for key, manifest in manifests.items():
@@ -97,7 +104,8 @@ def verify_folder(
     _check_stored_headers(folder)
     if unlisted := unlisted_files(folder):
         raise IntegrityError(
-            f"{folder / unlisted[0]} is not listed in any manifest", f"delete it: tcdeploy cache gc {folder}"
+            f"{folder / unlisted[0]} is not listed in any manifest",
+            f"no start uses it; delete all such files: tcdeploy cache gc {folder} --unlisted",
         )
     if not plans:
         raise UsageError(

@@ -28,8 +28,8 @@ import tempfile
 from pathlib import Path
 
 from tcdeploy.cache.contents import CACHE_DIRS, CONFLICTS_DIR, TRITON_DIR
-from tcdeploy.cache.folder_error import folder_error
-from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE
+from tcdeploy.cache.folder_error import folder_error, translate_os_errors
+from tcdeploy.cache.leases import LEASES_DIR, LOCK_FILE, folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, manifest_path
 from tcdeploy.cache.staging import StagingFolder, create_private_copy, create_staging_folder, own_staging_folder
 from tcdeploy.cache.stored_headers import HEADERS_DIR
@@ -38,6 +38,7 @@ from tcdeploy.errors import SpaceError, TcdeployError
 
 MEBIBYTE = 1 << 20
 UNPACKING_PREFIX = ".staging-"  # of the folders in which bundles are unpacked; the unpacking process holds the lock
+TEST_FILE_PREFIX = ".writable-"
 BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its header with the signatures
 # What tcdeploy creates in the folder, besides torch's folders that are named by a hash.
 OWN_NAMES = (*CACHE_DIRS, CONFLICTS_DIR, MANIFESTS_DIR, BUNDLES_DIR, LEASES_DIR, HEADERS_DIR, LOCK_FILE)
@@ -49,7 +50,8 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
     If the folder holds the plan and is not writable, the staging folder is created in TMPDIR. `is_trusted` skips the
     check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
     """
-    check_folder(root, is_trusted)
+    with translate_os_errors(root):
+        create_folder(root, is_trusted)
     staging = own_staging_folder(root) or _create_staging_folder(root, plan_key, num_buckets, is_trusted)
     Path(staging.path, TRITON_DIR).mkdir(exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = staging.path
@@ -61,17 +63,30 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
     return staging
 
 
-def check_folder(root: str | Path, is_trusted: bool = False) -> None:
+def create_folder(root: str | Path, is_trusted: bool = False) -> None:
+    """Create the cache folder if it is missing. Checks it as `check_folder` does. Raises TrustError and OSError.
+
+    The second check is for a folder that another user creates after the first one. That folder may also disappear, and
+    come back after the check, so the folder must exist by then.
+    """
+    check_folder(root, is_trusted)
+    make_private_folder(root)
+    check_folder(root, is_trusted, must_exist=True)
+
+
+def check_folder(root: str | Path, is_trusted: bool = False, must_exist: bool = False) -> None:
     """Raise TrustError if another user could change the folder, or if one of OWN_NAMES in it is a symbolic link.
 
-    `is_trusted` skips the first check.
+    `is_trusted` skips the first check. `must_exist` refuses a missing folder, which another user could create after the
+    check. Raises TcdeployError if the path cannot be followed.
     """
-    check_no_links(root, OWN_NAMES)
-    if not is_trusted:
-        check_ownership(root)
-        if Path(root).is_dir():
-            manifests = (path.relative_to(root).as_posix() for path in Path(root, MANIFESTS_DIR).glob("*.json"))
-            check_contents(root, [MANIFESTS_DIR, *manifests])
+    with translate_os_errors(str(root)):
+        check_no_links(root, OWN_NAMES)
+        if not is_trusted:
+            check_ownership(root, must_exist)
+            if Path(root).is_dir():
+                manifests = (path.relative_to(root).as_posix() for path in Path(root, MANIFESTS_DIR).glob("*.json"))
+                check_contents(root, [MANIFESTS_DIR, *manifests])
 
 
 def _create_staging_folder(root: str, plan_key: str, num_buckets: int, is_trusted: bool) -> StagingFolder:
@@ -106,14 +121,11 @@ def _pin_ptxas() -> None:
 
 
 def _ensure_writable(root: str) -> None:
-    try:
-        make_private_folder(root)
+    with translate_os_errors(root), folder_lock(root):  # garbage collection removes test files under the lock
         Path(root, MANIFESTS_DIR).mkdir(mode=0o700, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=root, prefix=".writable-") as test_file:
+        with tempfile.TemporaryFile(dir=root, prefix=TEST_FILE_PREFIX) as test_file:  # has no name on most disks
             test_file.write(b"x" * 4096)
             test_file.flush()
-    except OSError as error:
-        raise folder_error(root, error) from error
 
 
 def _check_free_space(root: str, num_buckets: int) -> None:

@@ -2,22 +2,26 @@
 
 The unit is a plan: its manifest lists its files, and a file is deleted when no remaining manifest lists it. Plans with
 a live lease or an imported bundle are kept regardless of age and size. No start uses a file that no manifest lists: a
-killed process left it, or it belongs to another program that uses the folder. It is deleted after 24 hours. Precompiled
-headers and staging folders of killed starts are always deleted; the next start that compiles on a CPU makes new
-headers in about 10 s.
+killed process left it, or it belongs to another program that uses the folder. It is deleted after 24 hours, because
+such a program, for example torch itself, holds no lock of this package while it needs the file. Precompiled headers are
+always deleted; the next start that compiles on a CPU makes new headers in about 10 s. Staging folders and temporary
+files of killed processes are always deleted, since a living process holds a lock while it has one.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import shutil
 import stat
 import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tcdeploy.cache.contents import FileRecord, list_cache_files, stored_path
-from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX
+from tcdeploy.cache.contents import CONFLICTS_DIR, FileRecord, is_cache_file, list_cache_files, stored_path
+from tcdeploy.cache.folder import BUNDLES_DIR, HEADER_SUFFIX, TEST_FILE_PREFIX, UNPACKING_PREFIX
 from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.cache.leases import folder_lock, is_leased
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifests
@@ -26,9 +30,12 @@ from tcdeploy.planning.environment import STAGING_PREFIX
 
 LEFTOVER_AGE_SECONDS = 24 * 3600.0
 UNLISTED = "listed by no plan"
+# Created, renamed and removed under the folder's lock, when a start publishes its files and writes its manifest.
+TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.tmp")
+TEMPORARY_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/\.[^/]+-[0-9]+-[0-9]+\.tmp")
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
-    "toolchain": "toolchain",
+    "toolchain": "toolchain", "cache": "max-autotune timings",
 }  # fmt: skip
 KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",
@@ -96,13 +103,17 @@ def usage_by_kind(folder: Path) -> dict[str, tuple[int, int]]:
     manifests = read_manifests(folder).values()
     original_paths = {stored_path(folder, file): file.path for manifest in manifests for file in manifest.files}
     usage: dict[str, tuple[int, int]] = {}
-    for path in list_cache_files(folder):
+    temporary_files = _temporary_files(folder)
+    for path in set(list_cache_files(folder)) - set(temporary_files):
         _add_usage(usage, kind_of(original_paths[path]) if path in original_paths else UNLISTED, folder / path)
+    for path in temporary_files:
+        _add_usage(usage, "temporary files", folder / path)
     for header in folder.glob(f"{HEADERS_DIR}/*"):
         _add_usage(usage, "precompiled headers", header)
-    for staged in folder.glob(f"{STAGING_PREFIX}*/**/*"):
-        if staged.parent.name != HEADERS_DIR:  # these are hard links to the headers above
-            _add_usage(usage, "staging folders of starts", staged)
+    for prefix, user in ((STAGING_PREFIX, "starts"), (UNPACKING_PREFIX, "unpacks")):
+        for staged in (path for staging in folder.glob(f"{prefix}*") for path in _files_below(staging)):
+            if staged.parent.name != HEADERS_DIR:  # these are hard links to the headers above
+                _add_usage(usage, f"staging folders of {user}", staged)
     return dict(sorted(usage.items(), key=lambda item: -item[1][1]))
 
 
@@ -120,11 +131,16 @@ def kind_of(path: str) -> str:
 
 
 def collect_garbage(
-    folder: Path, older_than_seconds: float | None, max_bytes: int | None, is_dry_run: bool = False
+    folder: Path,
+    older_than_seconds: float | None,
+    max_bytes: int | None,
+    is_dry_run: bool = False,
+    all_unlisted: bool = False,
 ) -> GcResult:
     """Remove plans by age, then the least recently used until the rest fits into `max_bytes`, then leftovers.
 
-    Raises IntegrityError for a damaged manifest and TcdeployError if the folder cannot be locked.
+    `all_unlisted` removes files that no plan lists at any age, not only after LEFTOVER_AGE_SECONDS. Raises
+    IntegrityError for a damaged manifest and TcdeployError if the folder cannot be locked.
     """
     with folder_lock(folder):
         entries = list_plans(folder)
@@ -132,7 +148,7 @@ def collect_garbage(
         matching = [entry for entry in entries if entry.plan_key in matched]
         retained = tuple((entry.plan_key, reason) for entry in matching if (reason := _retention_reason(entry)))
         removed_keys = tuple(entry.plan_key for entry in matching if not _retention_reason(entry))
-        files = _removable_files(folder, set(removed_keys))
+        files = _removable_files(folder, set(removed_keys), all_unlisted)
         size = sum((folder / path).lstat().st_size for path in files)
         if not is_dry_run:
             _remove(folder, removed_keys, files)
@@ -169,11 +185,11 @@ def _over_size_limit(folder: Path, entries: list[CachedPlan], max_bytes: int | N
     return excess
 
 
-def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
-    """The files to delete, relative to the folder.
+def _removable_files(folder: Path, removed_keys: set[str], all_unlisted: bool) -> list[str]:
+    """The files to delete, relative to the folder. The caller holds the folder's lock.
 
     Files that only the plans in `removed_keys` list, old files that no plan lists, precompiled headers, and the staging
-    folders of killed starts.
+    folders and temporary files of killed processes.
     """
     manifests = read_manifests(folder)
     listed = {
@@ -183,16 +199,46 @@ def _removable_files(folder: Path, removed_keys: set[str]) -> list[str]:
         if key not in removed_keys
     }
     freed = {stored_path(folder, file) for key in removed_keys for file in manifests[key].files} - listed
-    paths = [
-        path for path in list_cache_files(folder) if path in freed or (path not in listed and _is_old(folder / path))
+    paths = {
+        path
+        for path in list_cache_files(folder)
+        if path in freed or (path not in listed and (all_unlisted or _is_old(folder / path)))
+    }
+    links = [path for path in folder.glob(f"{STAGING_PREFIX}*") if path.is_symlink()]
+    unpacking = folder.glob(f"{UNPACKING_PREFIX}*")
+    extra_folders = [folder / HEADERS_DIR, *abandoned_folders(folder), *links, *unpacking]
+    extra_files = {
+        path.relative_to(folder).as_posix() for extra_folder in extra_folders for path in _files_below(extra_folder)
+    }
+    return sorted(paths | extra_files | set(_temporary_files(folder)))
+
+
+def _files_below(folder: Path) -> list[Path]:
+    """All files and symbolic links below `folder`, or `folder` itself if it is one. Follows no links."""
+    if folder.is_symlink() or folder.is_file():
+        return [folder]
+    return [
+        path
+        for parent, folders, names in os.walk(folder)
+        for path in (Path(parent, name) for name in (*folders, *names))
+        if path.is_symlink() or not path.is_dir()
     ]
-    extra_folders = [folder / HEADERS_DIR, *abandoned_folders(folder)]
-    return paths + [
-        path.relative_to(folder).as_posix()
-        for extra_folder in extra_folders
-        for path in sorted(extra_folder.rglob("*"))
-        if not path.is_dir() or path.is_symlink()
-    ]
+
+
+def _temporary_files(folder: Path) -> list[str]:
+    """Temporary files beside cache files and manifests, and test files: relative to the folder, sorted.
+
+    If the caller holds the folder's lock, their processes were killed.
+    """
+    paths = (Path(parent, name).relative_to(folder) for parent, _, names in os.walk(folder) for name in names)
+    return sorted(path.as_posix() for path in paths if _is_temporary(path))
+
+
+def _is_temporary(path: Path) -> bool:
+    if TEMPORARY_FILE.fullmatch(path.name):
+        return path.parent == Path(CONFLICTS_DIR) or is_cache_file((path.parent / "file").as_posix())
+    is_test_file = len(path.parts) == 1 and path.name.startswith(TEST_FILE_PREFIX)
+    return is_test_file or TEMPORARY_MANIFEST.fullmatch(path.as_posix()) is not None
 
 
 def _is_old(path: Path) -> bool:
@@ -205,7 +251,10 @@ def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> No
         (folder / MANIFESTS_DIR / f"{key}.json").unlink(missing_ok=True)
     for path in files:
         (folder / path).unlink(missing_ok=True)
-    for parent in sorted({(folder / path).parent for path in files}, key=lambda path: -len(path.parts)):
+    parents = {(folder / path).parent for path in files} - {folder, folder / MANIFESTS_DIR}
+    for parent in sorted(parents, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):  # not empty
             parent.rmdir()
     remove_abandoned_folders(folder, keep_journals=False)
+    for unpacking in folder.glob(f"{UNPACKING_PREFIX}*"):  # what is left of it: empty folders
+        shutil.rmtree(unpacking, ignore_errors=True)

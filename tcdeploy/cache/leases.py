@@ -2,8 +2,8 @@
 
 A process that runs from a plan holds a shared flock on the plan's lease file until it exits, so that garbage collection
 keeps the plan. The kernel releases the lock even after `kill -9`, which a PID file would not survive. Unpacking,
-garbage collection and discarding hold the folder's lock while they add or remove files. A lease is taken under that
-lock, so it waits for a collection in progress.
+publishing, garbage collection and discarding hold the folder's lock while they add or remove files; verification shares
+it. A lease is taken under that lock, so it waits for a collection in progress.
 
 Lease files are never deleted: a process that has opened the deleted file would hold a lock that no other process sees.
 Does not import torch.
@@ -15,7 +15,7 @@ import fcntl
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import IO
 
@@ -70,16 +70,45 @@ def folder_lock(folder: str | Path) -> Iterator[None]:
     except OSError as error:
         raise folder_error(str(folder), error) from error
     with file:
-        deadline = time.monotonic() + LOCK_TIMEOUT_S
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > deadline:
-                    raise TcdeployError(
-                        f"another process has held the cache folder {folder} for {LOCK_TIMEOUT_S:.0f} s",
-                        f"run again once it has finished; to find it: fuser {Path(folder) / LOCK_FILE}",
-                    ) from None
-                time.sleep(0.05)
+        _lock(file, fcntl.LOCK_EX, folder)
         yield
+
+
+@contextmanager
+def shared_folder_lock(folder: str | Path) -> Iterator[None]:
+    """Wait until no process adds or removes files, and keep it so. Several processes can hold this lock.
+
+    Does not lock a folder whose lock file this process cannot read or create, for example in an image. Raises
+    TcdeployError after LOCK_TIMEOUT_S.
+    """
+    with _open_lock_file(folder) or nullcontext() as file:
+        if file is not None:
+            with suppress(OSError):  # a file system without locks
+                _lock(file, fcntl.LOCK_SH, folder)
+        yield
+
+
+def _open_lock_file(folder: str | Path) -> IO[bytes] | None:
+    """Open the lock file for reading; None if that fails. Creates it only in a folder of this user.
+
+    The owner of a folder could not use a lock file that another user, such as root, has created in it.
+    """
+    try:
+        creates = os.O_CREAT if os.stat(folder).st_uid == os.geteuid() else 0
+        return os.fdopen(os.open(Path(folder) / LOCK_FILE, os.O_RDONLY | os.O_NOFOLLOW | creates, 0o600), "rb")
+    except OSError:
+        return None
+
+
+def _lock(file: IO[bytes], operation: int, folder: str | Path) -> None:
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(file, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TcdeployError(
+                    f"another process has held the cache folder {folder} for {LOCK_TIMEOUT_S:.0f} s",
+                    f"run again once it has finished; to find it: fuser {Path(folder) / LOCK_FILE}",
+                ) from None
+            time.sleep(0.05)

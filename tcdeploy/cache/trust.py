@@ -1,14 +1,19 @@
 """Refuses a cache folder that another user could change, because torch unpickles and executes the files in it.
 
-The folder and each folder above it, up to a sticky one such as /tmp, must belong to this user or to root, and only
-their owner may write to them. A group may write if it is the owner's private group, as on most Linux distributions.
-`--trust-cache-dir` skips the check of owners and modes. Symbolic links inside the folder are always refused, because
-tcdeploy would write through them. Does not import torch.
+Every folder and symbolic link that a lookup of the path passes through must belong to this user or to root, and only
+their owner may write to these folders. Another user may write to a sticky one such as /tmp, where only the owner of an
+entry may rename or remove it. A group may write if it is the owner's private group, as on most Linux distributions.
+
+Links in the path are checked instead of being resolved once: a path whose folders and links have passed the check leads
+to the same folder later, so the commands can go on using the path that the user gave. `--trust-cache-dir` skips the
+check of owners and modes. Symbolic links inside the folder are always refused, because tcdeploy would write through
+them. Does not import torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import grp
 import os
 import pwd
@@ -19,6 +24,7 @@ from pathlib import Path
 from tcdeploy.errors import TrustError
 
 FOLDER_MODE = 0o700  # of every folder that tcdeploy creates
+MAX_LINKS = 40  # in one path, as in Linux
 
 
 def make_private_folder(path: str | Path) -> None:
@@ -30,22 +36,44 @@ def make_private_folder(path: str | Path) -> None:
         folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
 
 
-def check_ownership(path: str | Path) -> None:
-    """Raise TrustError if a user other than this one and root could add or replace files in the folder.
+def check_ownership(path: str | Path, must_exist: bool = False) -> None:
+    """Raise TrustError if a user other than this one and root could change what the folder contains.
 
-    Symbolic links in the path are resolved first. Folders that do not exist yet are skipped.
+    Follows the path as the kernel does. Each folder is checked before an entry is looked up in it, so no other user can
+    replace an entry after it was checked. Folders that do not exist yet are skipped, unless `must_exist`. Raises
+    OSError if the path cannot be followed.
     """
-    target = Path(os.path.realpath(path))
-    for folder in (target, *target.parents):
-        try:
-            status = folder.stat()
-        except FileNotFoundError:
+    folder, names, links = Path("/"), list(reversed(Path(os.getcwd(), path).parts)), 0
+    while names:
+        if (name := names.pop()) == "..":
+            folder = folder.parent
             continue
-        is_sticky = bool(status.st_mode & stat.S_ISVTX)
-        if reason := _ownership_problem(status, may_be_shared=is_sticky and folder != target):
-            raise _trust_error(target, folder, reason)
-        if is_sticky and folder != target:
-            return  # in a sticky folder, only the owner of an entry may rename or remove it
+        entry = folder / name
+        try:
+            status = entry.lstat()
+        except (FileNotFoundError, NotADirectoryError):
+            folder = entry
+            continue
+        is_link = stat.S_ISLNK(status.st_mode)
+        if reason := _ownership_problem(status, may_be_shared=is_link or bool(status.st_mode & stat.S_ISVTX)):
+            raise _trust_error(path, entry, reason)
+        if not is_link:
+            folder = entry
+        elif (links := links + 1) > MAX_LINKS:
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+        else:
+            names += reversed(Path(os.readlink(entry)).parts)
+    _check_last_folder(path, folder, must_exist)
+
+
+def _check_last_folder(path: str | Path, folder: Path, must_exist: bool) -> None:
+    """Unlike the folders above it, the cache folder itself must not be shared, even if it is sticky."""
+    try:
+        reason = _ownership_problem(folder.lstat(), may_be_shared=False)
+    except (FileNotFoundError, NotADirectoryError):
+        reason = "was removed by another process" if must_exist else ""
+    if reason:
+        raise _trust_error(path, folder, reason)
 
 
 def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
@@ -64,14 +92,15 @@ def check_no_links(folder: str | Path, paths: Iterable[str]) -> None:
 def check_contents(folder: str | Path, paths: Iterable[str]) -> None:
     """Raise TrustError if another user could change one of these files, or a folder between it and `folder`.
 
-    If `folder` has mode 0700, nothing is checked: other users cannot access the files in it, whatever their modes are.
+    If `folder` belongs to this user and has mode 0700, only owners are checked: other users cannot reach the files by
+    their paths, whatever their modes are, but the owner of a file may have it open, or have another link to it.
     """
-    if not Path(folder).stat().st_mode & (stat.S_IXGRP | stat.S_IXOTH):
-        return
+    status = Path(folder).stat()
+    is_private = status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IXGRP | stat.S_IXOTH)
     for path in _with_parents(folder, paths):
         with contextlib.suppress(FileNotFoundError):
-            if reason := _ownership_problem(path.lstat(), may_be_shared=False):
-                raise _trust_error(Path(folder), path, reason)
+            if reason := _ownership_problem(path.lstat(), may_be_shared=is_private):
+                raise _trust_error(folder, path, reason)
 
 
 def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
@@ -84,7 +113,7 @@ def _with_parents(folder: str | Path, paths: Iterable[str]) -> list[Path]:
 def _ownership_problem(status: os.stat_result, may_be_shared: bool) -> str:
     """Why another user could change the file or folder; empty if none could.
 
-    `may_be_shared`: it is a sticky folder, so its group and all users may write to it.
+    `may_be_shared`: only the owner matters, because the mode lets no other user change what is used of it.
     """
     if status.st_uid not in (0, os.geteuid()):
         return f"belongs to the user {_user_name(status.st_uid)}"
@@ -104,18 +133,23 @@ def _is_private_group(status: os.stat_result) -> bool:
     return group.gr_name == owner and not set(group.gr_mem) - {owner}
 
 
-def _trust_error(target: Path, folder: Path, reason: str) -> TrustError:
-    if folder == target:
-        subject = f"the cache folder {target}"
-    elif folder in target.parents:
-        subject = f"the cache folder {target} is in {folder}, which"
+def _trust_error(path: str | Path, entry: Path, reason: str) -> TrustError:
+    """The error for the cache folder `path`, of which `entry` is the folder, a part of the path, or a file in it."""
+    target, owner = Path(os.path.realpath(path)), _user_name(os.geteuid())
+    hint = f"use a folder that only {owner} can change: --cache-dir DIR; "
+    if entry == target or target in entry.parents or Path(path) in entry.parents:
+        subject = f"the cache folder {target}" if entry == target else f"{entry} in the cache folder"
+        hint += (
+            f"or move this one away and warm again: mv {target} {target}.untrusted (another owner or mode would not "
+            "make files safe that another user has put there); "
+        )
+    elif entry in target.parents:
+        subject = f"the cache folder {target} is in {entry}, which"
     else:
-        subject = f"{folder} in the cache folder"
-    owner = _user_name(os.geteuid())
+        subject = f"the path of the cache folder {path} leads through {entry}, which"
     return TrustError(
         f"{subject} {reason}, and a start executes the files of a cache folder",
-        f"choose a folder that only {owner} can change: --cache-dir DIR; or give this one to {owner}: "
-        f"chown -R {owner} {folder} && chmod go-w {folder}; to use it as it is: --trust-cache-dir",
+        f"{hint}to use it as it is: --trust-cache-dir",
     )
 
 

@@ -55,7 +55,7 @@ def pack(
 
     folder = Path(recipe.model)
     if is_cache_folder(folder):
-        check_folder(folder, recipe.trust_cache_dir)
+        check_folder(folder, recipe.trust_cache_dir, must_exist=True)
         if recipe != build_recipe({"model": recipe.model, "trust_cache_dir": recipe.trust_cache_dir}):
             raise UsageError(f"{folder} is a cache folder: recipe flags do not apply", "--plan KEY selects a plan")
         plan_key = plan or packing.single_plan_key(folder)
@@ -182,7 +182,7 @@ def _copy_plans(source: Path, folder: Path) -> None:
     Staging folders (STAGING_PREFIX, UNPACKING_PREFIX), locks and temporary files all have hidden names. They belong to
     no plan, and other processes remove them at any time. Precompiled headers are only used by starts that compile.
     """
-    from tcdeploy.cache.staging import HEADERS_DIR
+    from tcdeploy.cache.stored_headers import HEADERS_DIR
 
     try:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(".*", HEADERS_DIR), dirs_exist_ok=True)

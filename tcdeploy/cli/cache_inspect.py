@@ -80,6 +80,14 @@ def collect_garbage(
     max_size: Annotated[
         str | None, typer.Option(help="Remove least recently used plans until this size is met, for example 5g")
     ] = None,
+    unlisted: Annotated[
+        bool,
+        typer.Option(
+            "--unlisted",
+            help="Remove files that no plan lists even if they are newer than 24 hours; not while a program other than "
+            "tcdeploy uses the folder",
+        ),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would be removed, and remove nothing")] = False,
     trust_cache_dir: TrustCacheDir = False,
     json: Json = False,
@@ -95,8 +103,8 @@ def collect_garbage(
     seconds = _parse_quantity("--older-than", older_than, ("s", "min", "h", "d"), "30d")
     size = _parse_quantity("--max-size", max_size, ("", "k", "m", "g"), "5g")
     max_bytes = None if size is None else int(size)
-    check_folder(folder, trust_cache_dir)
-    removed = inventory.collect_garbage(require_cache_folder(folder), seconds, max_bytes, dry_run)
+    check_folder(require_cache_folder(folder), trust_cache_dir, must_exist=True)
+    removed = inventory.collect_garbage(folder, seconds, max_bytes, dry_run, unlisted)
     cache_display.show_removed(removed, dry_run, json)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,18 +20,30 @@ import pytest
 from tcdeploy.bundle.pack import add_signature, pack
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_bundle, verify_folder
-from tcdeploy.cache import integrity
+from tcdeploy.cache import integrity, leases
 from tcdeploy.cache.contents import hash_files
 from tcdeploy.cache.folder import UNPACKING_PREFIX
 from tcdeploy.cache.inventory import list_plans
 from tcdeploy.cache.manifest import write_manifest
 from tcdeploy.cache.signed_header import read_signed_header
 from tcdeploy.cache.signing import generate_key, trust
-from tcdeploy.cache.staging import HEADERS_DIR, create_staging_folder
+from tcdeploy.cache.staging import create_staging_folder
+from tcdeploy.cache.stored_headers import HEADERS_DIR
 from tcdeploy.cli import cache_bundle
 from tcdeploy.errors import IntegrityError, TcdeployError, TrustError, UsageError
 from tests.bundle.conftest import Keys, Packed
-from tests.bundle.fake_caches import KINDS, flipped, flipped_on_disk, key_of, make_small, path_of
+from tests.bundle.fake_caches import (
+    KINDS,
+    Child,
+    fill,
+    flipped,
+    flipped_on_disk,
+    key_of,
+    make_small,
+    manifest_for,
+    path_of,
+)
+from tests.conftest import mounted_tmpfs
 
 FLIPS_PER_REGION = 200
 
@@ -250,6 +265,63 @@ def test_an_unlisted_file_is_an_integrity_error(unpacked: Path, keys: Keys, name
         verify_folder(unpacked, keys.trusted)
     path.unlink()
     assert len(verify_folder(unpacked, keys.trusted)) == 1
+
+
+HOLD_FOLDER_LOCK = """
+import sys
+from tcdeploy.cache.leases import folder_lock
+with folder_lock(sys.argv[1]):
+    print("ready", flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_a_folder_is_verified_after_a_publication_in_progress(unpacked: Path, keys: Keys) -> None:
+    """The other process has copied files and not yet written the manifest that lists them."""
+    with ThreadPoolExecutor(1) as pool, Child(HOLD_FOLDER_LOCK, unpacked) as child:
+        assert child.line() == "ready"
+        files = fill(unpacked, {"6n/new.so": 70})
+        verifying = pool.submit(verify_folder, unpacked, keys.trusted)
+        with pytest.raises(TimeoutError):
+            verifying.result(0.5)
+        manifest = manifest_for(unpacked, files, bucket=64)
+        write_manifest(path_of(unpacked, manifest), manifest)
+        child.kill()
+        assert {plan.plan_key for plan in verifying.result(30)} >= {key_of(manifest)}
+
+
+def test_a_folder_that_another_process_holds_for_too_long_is_an_error(
+    unpacked: Path, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LOCK_TIMEOUT_S", 0.1)
+    with Child(HOLD_FOLDER_LOCK, unpacked) as child:
+        assert child.line() == "ready"
+        with pytest.raises(TcdeployError, match=f"another process has held the cache folder {unpacked}"):
+            verify_folder(unpacked, keys.trusted)
+
+
+def test_several_processes_may_verify_a_folder_at_once(unpacked: Path, keys: Keys) -> None:
+    with leases.shared_folder_lock(unpacked):
+        assert len(verify_folder(unpacked, keys.trusted)) == 1
+
+
+@pytest.mark.parametrize("has_lock_file", [True, False])
+def test_a_read_only_folder_is_verified(unpacked: Path, keys: Keys, tmp_path: Path, has_lock_file: bool) -> None:
+    if not has_lock_file:
+        (unpacked / ".lock").unlink()
+    with mounted_tmpfs(tmp_path / "image") as image:
+        shutil.copytree(unpacked, image, dirs_exist_ok=True)
+        subprocess.run(["mount", "-o", "remount,ro", str(image)], check=True)
+        assert len(verify_folder(image, keys.trusted)) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
+def test_verifying_a_folder_of_another_user_creates_no_lock_file(unpacked: Path, keys: Keys) -> None:
+    """The owner of the folder could not open it."""
+    (unpacked / ".lock").unlink()
+    os.chown(unpacked, 12001, 12001)
+    assert len(verify_folder(unpacked, keys.trusted)) == 1
+    assert not (unpacked / ".lock").exists()
 
 
 def test_files_compiled_here_are_counted_beside_the_signed_ones(unpacked: Path, small: Packed, keys: Keys) -> None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +18,14 @@ import pytest
 
 from tcdeploy.bundle.unpack import unpack
 from tcdeploy.bundle.verify import verify_folder
+from tcdeploy.cache.folder import _ensure_writable
 from tcdeploy.cache.integrity import discard_plan
 from tcdeploy.cache.inventory import LEFTOVER_AGE_SECONDS, collect_garbage, kind_of, list_plans, usage_by_kind
 from tcdeploy.cache.leases import acquire_lease, folder_lock, is_leased
 from tcdeploy.cache.manifest import Manifest, manifest_path, write_manifest
 from tcdeploy.cache.staging import create_staging_folder
-from tcdeploy.errors import IntegrityError
+from tcdeploy.cli import cache_inspect
+from tcdeploy.errors import IntegrityError, TrustError
 from tcdeploy.temporary_files import HOST
 from tests.bundle.conftest import Keys, Packed
 from tests.bundle.fake_caches import Child, contents, fill, key_of, listing, make_small, manifest_for, path_of
@@ -36,6 +41,18 @@ from tcdeploy.cache.leases import acquire_lease
 acquire_lease(sys.argv[1], sys.argv[2])
 print("ready", flush=True)
 sys.stdin.readline()
+"""
+
+
+TRY_LOCK = """
+import fcntl, sys
+with open(sys.argv[1] + "/.lock", "rb") as file:
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print("locked", flush=True)
+    else:
+        print("free", flush=True)
 """
 
 
@@ -297,6 +314,133 @@ def test_headers_and_staging_folders_of_killed_starts_are_removed(three: tuple[P
     assert keys_in(folder) == keys
 
 
+LEFTOVERS = {
+    ".staging-killed/fxgraph/ab/file": 3000,  # of an unpack
+    ".staging-killed/.manifest": 500,
+    "6n/.0123456789abcdef.tmp": 40,  # of the publication of a start
+    "fxgraph/ab/c/.0123456789abcdef.tmp": 30,
+    "conflicts/.0123456789abcdef.tmp": 20,
+    "manifests/.0123456789abcdef-4711-140213.tmp": 9,
+    ".writable-a1b2c3d4": 1,
+}
+
+
+def test_leftovers_of_killed_unpacks_and_publications_are_counted_and_removed(three: tuple[Path, list[str]]) -> None:
+    folder, keys = three
+    before = contents(folder)
+    fill(folder, LEFTOVERS)
+    (folder / ".staging-killed" / "empty" / "folder").mkdir(parents=True)
+    usage = usage_by_kind(folder)
+    assert usage["staging folders of unpacks"] == (2, 3500) and usage["temporary files"] == (5, 100)
+    assert "listed by no plan" not in usage and usage["compiled C++"] == (3, 3000)
+    reported = collect_garbage(folder, None, None, is_dry_run=True)
+    assert contents(folder).keys() == before.keys() | LEFTOVERS.keys()
+    assert collect_garbage(folder, None, None) == reported
+    assert (reported.plan_keys, reported.files, reported.bytes) == ((), 7, 3600)
+    assert contents(folder) == before and keys_in(folder) == keys
+    assert not (folder / ".staging-killed").exists() and not (folder / "fxgraph/ab/c").exists()
+    assert collect_garbage(folder, None, None).files == 0
+
+
+def test_a_folder_without_plans_stays_a_cache_folder(tmp_path: Path) -> None:
+    """A start was killed while it wrote its first manifest."""
+    fill(tmp_path, {"manifests/.0123456789abcdef-4711-140213.tmp": 9})
+    assert collect_garbage(tmp_path, None, None).files == 1
+    assert (tmp_path / "manifests").is_dir()
+
+
+def test_the_staging_folder_of_a_running_unpack_stays(three: tuple[Path, list[str]]) -> None:
+    """Garbage collection waits for the lock, which the unpack holds until it has removed the folder."""
+    folder, _ = three
+    with ThreadPoolExecutor(1) as pool, folder_lock(folder):
+        fill(folder, LEFTOVERS)
+        collecting = pool.submit(collect_garbage, folder, None, None)
+        with pytest.raises(TimeoutError):
+            collecting.result(0.3)
+        assert contents(folder).keys() >= LEFTOVERS.keys()
+        shutil.rmtree(folder / ".staging-killed")
+        for name in LEFTOVERS:
+            (folder / name).unlink(missing_ok=True)
+    assert collecting.result().files == 0
+
+
+def test_a_start_tests_under_the_lock_whether_the_folder_is_writable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise garbage collection could remove its test file, on a disk without files that have no name."""
+    lock_states = []
+    create = tempfile.TemporaryFile
+
+    def create_if_locked(*arguments: Any, **options: Any) -> Any:
+        with Child(TRY_LOCK, tmp_path) as child:
+            lock_states.append(child.line())
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", create_if_locked)
+    _ensure_writable(str(tmp_path))
+    assert lock_states == ["locked"]
+
+
+@pytest.mark.parametrize("name", [".staging-x", f".start-{HOST}-x"])
+def test_links_to_other_folders_are_removed_and_not_followed(
+    three: tuple[Path, list[str]], tmp_path: Path, name: str
+) -> None:
+    folder, _ = three
+    fill(tmp_path / "outside", {"thesis.txt": 10, "folder/thesis.txt": 10})
+    (folder / name).symlink_to(tmp_path / "outside")
+    fill(folder, {f"{name}-2/file": 7})
+    (folder / f"{name}-2" / "link").symlink_to(tmp_path / "outside")
+    assert sum(size for kind, (_, size) in usage_by_kind(folder).items() if kind.startswith("staging")) == 7
+    assert collect_garbage(folder, None, None).files == 3
+    assert set(contents(tmp_path / "outside")) == {"thesis.txt", "folder/thesis.txt"}
+    assert not list(folder.glob(f"{name}*"))
+
+
+def test_files_that_no_plan_lists_can_be_removed_at_any_age(
+    run_cli: Callable[..., Any], three: tuple[Path, list[str]]
+) -> None:
+    folder, keys = three
+    fill(folder, {"fxgraph/leftover": 40, "conflicts/" + "a" * 64: 60, "docs/thesis.txt": 10})
+    tomorrow = time.time() + DAY
+    os.utime(folder / "fxgraph/leftover", (tomorrow, tomorrow))
+    assert collect_garbage(folder, None, None).files == 0
+    result = run_cli("cache", "gc", str(folder), "--unlisted", "--json")
+    assert result.returncode == 0, result.stderr
+    document = json.loads(result.stdout)
+    assert (document["plan_keys"], document["files"], document["bytes"]) == ([], 2, 100)
+    assert keys_in(folder) == keys and (folder / "docs/thesis.txt").exists()
+
+
+def test_the_command_that_verify_recommends_after_a_killed_publication_works_at_once(
+    run_cli: Callable[..., Any], three: tuple[Path, list[str]]
+) -> None:
+    """The killed start had copied its files, and not yet written its manifest."""
+    folder, keys = three
+    fill(folder, {"fxgraph/published": 40, "6n/published.so": 60})
+    result = run_cli("cache", "verify", str(folder))
+    assert result.returncode == 5, result.stderr
+    [command] = [part for part in result.stderr.split(": ") if part.startswith("tcdeploy cache gc")]
+    assert run_cli(*command.split()[1:]).returncode == 0
+    result = run_cli("cache", "verify", str(folder))
+    assert result.returncode == 0, result.stderr
+    assert keys_in(folder) == keys
+
+
+def test_a_folder_that_disappears_after_gc_has_found_it_is_refused(
+    three: tuple[Path, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /tmp, another user could create it again after the check."""
+    folder, _ = three
+
+    def find_and_remove(path: Path) -> Path:
+        shutil.rmtree(path)
+        return path
+
+    monkeypatch.setattr(cache_inspect, "require_cache_folder", find_and_remove)
+    with pytest.raises(TrustError, match=f"the cache folder {folder} was removed by another process"):
+        cache_inspect.collect_garbage(folder)
+
+
 def test_bookkeeping_is_never_a_leftover(three: tuple[Path, list[str]]) -> None:
     folder, keys = three
     fill(folder, {"locks/x": 5, "bundles/y": 5, "fxgraph/.hidden": 5, "fxgraph/x.lock": 5})
@@ -354,7 +498,11 @@ def test_a_folder_that_is_no_cache_folder_is_a_usage_error(run_cli: Callable[...
 def test_files_of_other_programs_are_never_removed(tmp_path: Path) -> None:
     """Neither by garbage collection nor by a rebuild, at any age."""
     manifest = make_small(tmp_path / "cache")
-    others = ["docs/thesis.txt", ".git/config", "fxgraph/.hidden/x", "src/a/main.c", "ab/sub/file", "notes"]
+    others = [
+        "docs/thesis.txt", ".git/config", "fxgraph/.hidden/x", "src/a/main.c", "ab/sub/file", "notes",
+        ".git/.0123456789abcdef.tmp", "docs/.0123456789abcdef.tmp", ".0123456789abcdef.tmp", "manifests/notes.tmp",
+        "fxgraph/.notes.tmp", "docs/.writable-a1b2c3d4", "docs/.staging-x/file",
+    ]  # fmt: skip
     for name in others:
         path = tmp_path / "cache" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tcdeploy.cache.folder import check_folder
-from tcdeploy.cache.trust import check_ownership, make_private_folder
-from tcdeploy.errors import TrustError
+from tcdeploy.bundle.unpack import unpack
+from tcdeploy.cache import folder as folder_module
+from tcdeploy.cache.folder import activate, check_folder, create_folder
+from tcdeploy.cache.trust import check_contents, check_ownership, make_private_folder
+from tcdeploy.errors import TcdeployError, TrustError
+from tests.bundle.conftest import Keys, Packed
 
 OWNER, OTHER = 12001, 12002  # user ids without accounts
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as several users")
@@ -66,7 +71,8 @@ def test_a_folder_that_another_user_made_first_is_refused(shared: Path) -> None:
     for uid in (OWNER, 0):
         message = as_user(uid, lambda: check_folder(folder))
         assert f"the cache folder {folder} belongs to the user {OTHER}" in message
-        assert "--trust-cache-dir" in message and "chown -R" in message
+        assert "--trust-cache-dir" in message and f"mv {folder} {folder}.untrusted" in message
+        assert "chown" not in message and "chmod" not in message, "they would make the other user's files ours"
         assert as_user(uid, lambda: check_folder(folder, is_trusted=True)) == ""
     assert as_user(OTHER, lambda: check_folder(folder)) == ""
 
@@ -100,6 +106,154 @@ def test_a_link_to_a_folder_of_another_user_is_refused(shared: Path) -> None:
     theirs = folder_of(OTHER, shared / "theirs")
     (shared / "link").symlink_to(theirs)
     assert f"the cache folder {theirs} belongs to the user" in as_user(OWNER, lambda: check_ownership(shared / "link"))
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o777, 0o775])
+def test_a_link_that_another_user_could_replace_is_refused(shared: Path, mode: int) -> None:
+    """The folder that it leads to is the victim's; the attacker would replace the link after the check."""
+    open_folder, target = folder_of(0, shared / "open", mode), folder_of(OWNER, shared / "target")
+    os.chown(open_folder, 0, OTHER)
+    for owner in (OTHER, OWNER):
+        link = open_folder / f"link-{owner}"
+        link.symlink_to(target)
+        os.lchown(link, owner, owner)
+        message = as_user(OWNER, lambda link=link: check_folder(link))
+        assert f"the path of the cache folder {link} leads through {open_folder}, which can be changed by" in message
+        assert as_user(OWNER, lambda link=link: check_folder(link, is_trusted=True)) == ""
+
+
+@needs_root
+def test_a_link_of_another_user_in_a_sticky_folder_is_refused(shared: Path) -> None:
+    """Its owner may replace it."""
+    target = folder_of(OWNER, shared / "target")
+    (shared / "link").symlink_to(target)
+    for path in (shared / "link", shared / "link" / "new"):
+        for owner in (OWNER, 0):
+            os.lchown(shared / "link", owner, owner)
+            assert as_user(OWNER, lambda path=path: check_folder(path)) == ""
+        os.lchown(shared / "link", OTHER, OTHER)
+        message = as_user(OWNER, lambda path=path: check_folder(path))
+        assert f"leads through {shared / 'link'}, which belongs to the user {OTHER}" in message
+
+
+@needs_root
+def test_each_folder_of_a_chain_of_links_is_checked(shared: Path) -> None:
+    """private/first -> ../open/second -> the victim's folder; then with `open` safe; then with a path with `..`."""
+    private, open_folder = folder_of(OWNER, shared / "private"), folder_of(OWNER, shared / "open", 0o777)
+    target = folder_of(OWNER, private / "cache")
+    (private / "first").symlink_to("../open/second")
+    (open_folder / "second").symlink_to(target)
+    for path in (private / "first", open_folder / "second", open_folder / ".." / "private" / "cache"):
+        open_folder.chmod(0o777)
+        assert f"leads through {open_folder}, which can be" in as_user(OWNER, lambda path=path: check_ownership(path))
+        open_folder.chmod(0o755)
+        assert as_user(OWNER, lambda path=path: check_ownership(path)) == ""
+
+
+@needs_root
+def test_a_sticky_folder_in_a_folder_that_others_can_write_is_refused(shared: Path) -> None:
+    """Another user could replace the sticky folder, and with it the cache folder."""
+    outer = folder_of(0, shared / "outer", 0o777)
+    mine = folder_of(OWNER, folder_of(0, outer / "tmp", 0o1777) / "mine")
+    assert f"is in {outer}, which can be changed by every user" in as_user(OWNER, lambda: check_folder(mine))
+
+
+@needs_root
+def test_a_sticky_folder_itself_is_refused_however_it_is_named(shared: Path) -> None:
+    mine = folder_of(OWNER, shared / "mine")
+    (mine / "link").symlink_to(shared)
+    for path in (shared, mine / "..", mine / "link", mine / "link" / "."):
+        message = as_user(OWNER, lambda path=path: check_ownership(path))
+        assert f"the cache folder {shared} can be changed by every user" in message
+
+
+def test_a_relative_path_is_checked_from_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "cache").mkdir()
+    monkeypatch.chdir(tmp_path / "open")
+    with pytest.raises(TrustError, match=f"is in {tmp_path / 'open'}, which can be changed by every user"):
+        check_ownership("new")
+    monkeypatch.chdir(tmp_path)
+    check_ownership("cache")
+
+
+def test_a_path_that_cannot_be_followed_is_an_error_with_the_path(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(TcdeployError, match=f"{tmp_path / 'loop'} .*Too many levels of symbolic links"):
+        check_folder(tmp_path / "loop")
+
+
+def add_before_mkdir(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let another user create `folder` just before this process does."""
+    mkdir = os.mkdir
+
+    def mkdir_after_the_attacker(path: Path | str, *arguments: Any, **options: Any) -> None:
+        if Path(path) == folder and not folder.exists():
+            mkdir(folder)
+            os.chown(folder, OTHER, OTHER)
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "mkdir", mkdir_after_the_attacker)
+
+
+@needs_root
+def test_a_folder_that_another_user_creates_after_the_check_is_refused(
+    shared: Path, small: Packed, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = shared / "x"
+    add_before_mkdir(monkeypatch, folder)
+    with pytest.raises(TrustError, match=f"the cache folder {folder} belongs to the user {OTHER}"):
+        activate(str(folder), "0123456789abcdef", 1)
+    shutil.rmtree(folder)
+    with pytest.raises(TrustError, match=f"the cache folder {folder} belongs to the user {OTHER}"):
+        unpack(small.bundle, folder, keys.trusted)
+    assert list(folder.iterdir()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_folder_that_another_user_removes_before_the_second_check_is_refused(
+    shared: Path, monkeypatch: pytest.MonkeyPatch, is_parent: bool
+) -> None:
+    """It would be back after the check."""
+    folder = shared / "parent" / "x" if is_parent else shared / "x"
+    attacked = folder.parent if is_parent else folder
+    add_before_mkdir(monkeypatch, attacked)
+    make = folder_module.make_private_folder
+
+    def make_and_remove(path: Path) -> None:
+        make(path)
+        shutil.rmtree(attacked)
+
+    monkeypatch.setattr(folder_module, "make_private_folder", make_and_remove)
+    with pytest.raises(TrustError, match=f"the cache folder {folder} was removed by another process"):
+        create_folder(folder)
+
+
+@needs_root
+@pytest.mark.parametrize("mode", [0o700, 0o755])
+def test_manifests_of_another_user_are_refused_in_every_folder(shared: Path, mode: int) -> None:
+    """Their owner may have them open, or have other links to them."""
+    folder = folder_of(0, shared / "cache", mode)
+    manifest = folder_of(0, folder / "manifests") / "0123456789abcdef.json"
+    manifest.write_text("{}")
+    check_folder(folder)
+    for path in (manifest, manifest.parent):
+        os.chown(path, OTHER, OTHER)
+        with pytest.raises(TrustError, match=f"{path} in the cache folder belongs to the user {OTHER}"):
+            check_folder(folder)
+        os.chown(path, 0, 0)
+
+
+@needs_root
+def test_the_contents_of_another_user_s_private_folder_are_refused(shared: Path) -> None:
+    """root can read it."""
+    folder = folder_of(OTHER, shared / "cache")
+    folder_of(OTHER, folder / "fxgraph")
+    with pytest.raises(TrustError, match=f"{folder / 'fxgraph'} in the cache folder belongs to the user {OTHER}"):
+        check_contents(folder, ["fxgraph"])
 
 
 @needs_root
