@@ -28,10 +28,9 @@ from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
-from tcdeploy.cache.contents import AUTOTUNE_DIR, TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
-from tcdeploy.cache.folder_error import translate_os_errors
-from tcdeploy.cache.integrity import remove_unlisted, restore_plan, stored_paths
-from tcdeploy.cache.leases import acquire_lease, folder_lock
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
     BucketRecord,
     Manifest,
@@ -39,12 +38,10 @@ from tcdeploy.cache.manifest import (
     make_manifest,
     make_origin,
     manifest_path,
-    read_manifests,
-    write_manifest,
 )
-from tcdeploy.cache.provenance import SigningPolicy, has_bundle_changed, require_bundled
+from tcdeploy.cache.provenance import SigningPolicy, require_bundled
+from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
 from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
@@ -145,10 +142,10 @@ def prepare(
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(staging.path).track() as tracker:
-            on_finished = partial(_record_finished_bucket, staging, plan.key, tracker)
+            on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
             records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, on_finished)
     with stages.stage("record"):
-        files = _hash_used_files(staging, tracker.paths(), earlier)
+        files = hash_used_files(staging, tracker.paths(), earlier, _is_first_prepare())
         if recipe.require_signed and staging.bundle is not None:
             require_bundled(plan.key, files, staging.bundle)
     workspace_bytes = _workspace_bytes(plan)
@@ -162,45 +159,12 @@ def prepare(
         files,
         workspace_bytes,
         _is_first_prepare(),
-        _compiled_at(records, earlier),
+        compilation_date(records, earlier),
     )
-    _publish(staging, manifest)
+    publish(staging, manifest)
     return Deployment(
         plan, architecture, Engine(runner), tuple(records), stages.seconds, staging.target, workspace_bytes
     )
-
-
-def _record_finished_bucket(
-    staging: StagingFolder, plan_key: str, tracker: FileAccessTracker, record: BucketRecord
-) -> None:
-    """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish."""
-    if record.outcome == "miss":
-        with translate_os_errors(staging.source):
-            staging.add_to_journal(plan_key, tracker.paths())
-
-
-def _publish(staging: StagingFolder, manifest: Manifest) -> None:
-    """Copy new files into the cache folder, write the manifest, and delete the files that only the old one listed.
-
-    Does nothing if another process has unpacked or discarded the plan's bundle since this start has read it. Raises
-    SpaceError and TcdeployError.
-    """
-    key, folder = str(manifest.plan["key"]), staging.target
-    with folder_lock(folder), translate_os_errors(folder):
-        if staging.is_private_copy or not has_bundle_changed(folder, key, staging.bundle):
-            replaced = stored_paths(folder, key)
-            manifests = read_manifests(folder, skip_damaged=True).values()
-            staging.publish(manifest.files, [file for listing in manifests for file in listing.files])
-            write_manifest(manifest_path(folder, key), manifest)
-            remove_unlisted(folder, replaced)
-        staging.discard_journal()
-
-
-def _compiled_at(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
-    """When the plan was last compiled, in seconds since 1970: now, or as in the earlier manifest if all buckets hit."""
-    if earlier is None or any(record.outcome == "miss" for record in records):
-        return int(time.time())
-    return earlier.compiled_at
 
 
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
@@ -215,25 +179,6 @@ def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> Previ
 def origin_of(planned: PlannedDeployment) -> Origin:
     """What programs depend on besides the plan and the machine."""
     return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
-
-
-def _hash_used_files(staging: StagingFolder, used_paths: list[str], earlier: Manifest | None) -> tuple[FileRecord, ...]:
-    """Hash the cache files that this start used, and the record of the C++ toolchain.
-
-    If this process has called `prepare` before, programs may come from memory, so the files of the earlier manifest are
-    included. Timings of max-autotune's choices are included too, because only a start that compiles reads them. For a
-    plan from a bundle, all files of the bundle are included, with the bundle's records.
-    """
-    folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
-    earlier_paths = [file.path for file in earlier.files] if earlier else []
-    toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
-    if not toolchain_paths and not bundled and (toolchain_path := toolchain.save_toolchain(folder)):
-        toolchain_paths = [toolchain_path]
-    autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
-    reused_paths = autotune_paths if _is_first_prepare() else earlier_paths
-    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
-    by_path = {file.path: file for file in (*used, *bundled)}
-    return tuple(by_path[path] for path in sorted(by_path))
 
 
 def _is_first_prepare() -> bool:

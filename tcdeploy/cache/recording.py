@@ -1,0 +1,68 @@
+"""What a start records: finished buckets in its journal, the files it used, and the manifest. Does not import torch."""
+
+from __future__ import annotations
+
+import time
+
+from tcdeploy.cache.contents import AUTOTUNE_DIR, TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
+from tcdeploy.cache.folder_error import translate_os_errors
+from tcdeploy.cache.integrity import remove_unlisted, stored_paths
+from tcdeploy.cache.leases import folder_lock
+from tcdeploy.cache.manifest import BucketRecord, Manifest, manifest_path, read_manifests, write_manifest
+from tcdeploy.cache.provenance import has_bundle_changed
+from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.cache.toolchain import save_toolchain
+
+
+def record_finished_bucket(
+    staging: StagingFolder, plan_key: str, tracker: FileAccessTracker, record: BucketRecord
+) -> None:
+    """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish."""
+    if record.outcome == "miss":
+        with translate_os_errors(staging.source):
+            staging.add_to_journal(plan_key, tracker.paths())
+
+
+def publish(staging: StagingFolder, manifest: Manifest) -> None:
+    """Copy new files into the cache folder, write the manifest, and delete the files that only the old one listed.
+
+    Does nothing if another process has unpacked or discarded the plan's bundle since this start has read it. Raises
+    SpaceError and TcdeployError.
+    """
+    key, folder = str(manifest.plan["key"]), staging.target
+    with folder_lock(folder), translate_os_errors(folder):
+        if staging.is_private_copy or not has_bundle_changed(folder, key, staging.bundle):
+            replaced = stored_paths(folder, key)
+            manifests = read_manifests(folder, skip_damaged=True).values()
+            staging.publish(manifest.files, [file for listing in manifests for file in listing.files])
+            write_manifest(manifest_path(folder, key), manifest)
+            remove_unlisted(folder, replaced)
+        staging.discard_journal()
+
+
+def hash_used_files(
+    staging: StagingFolder, used_paths: list[str], earlier: Manifest | None, is_first_prepare: bool
+) -> tuple[FileRecord, ...]:
+    """Hash the cache files that this start used, and the record of the C++ toolchain.
+
+    A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then.
+    Timings of max-autotune's choices are always included, because only a start that compiles reads them. For a plan
+    from a bundle, all files of the bundle are included, with the bundle's records.
+    """
+    folder, bundled = staging.path, staging.bundle.files if staging.bundle is not None else ()
+    earlier_paths = [file.path for file in earlier.files] if earlier else []
+    toolchain_paths = [path for path in earlier_paths if path.startswith(TOOLCHAIN_DIR)]
+    if not toolchain_paths and not bundled and (toolchain_path := save_toolchain(folder)):
+        toolchain_paths = [toolchain_path]
+    autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
+    reused_paths = autotune_paths if is_first_prepare else earlier_paths
+    used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
+    by_path = {file.path: file for file in (*used, *bundled)}
+    return tuple(by_path[path] for path in sorted(by_path))
+
+
+def compilation_date(records: list[BucketRecord], earlier: Manifest | None) -> int | None:
+    """When the plan was last compiled, in seconds since 1970: now, or as in the earlier manifest if all buckets hit."""
+    if earlier is None or any(record.outcome == "miss" for record in records):
+        return int(time.time())
+    return earlier.compiled_at
