@@ -31,7 +31,7 @@ COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
 RunCLI = Callable[..., subprocess.CompletedProcess[str]]
-_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use `without_speedups`
+_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use one of two fixtures below
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = os.pathsep.join(
@@ -186,6 +186,14 @@ def without_speedups() -> Iterator[None]:
     _active_speedups.extend(SPEEDUP_VARIABLES)
 
 
+@pytest.fixture(scope="module")
+def with_instruction_probes() -> Iterator[None]:
+    """CLI runs of this module probe vector instructions, as on a user's machine. Kernels still come from the cache."""
+    _active_speedups.remove(VEC_ISA_VARIABLE)
+    yield
+    _active_speedups.append(VEC_ISA_VARIABLE)
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     speedups = {name: os.environ[name] for name in SPEEDUP_VARIABLES if name in os.environ}
@@ -196,7 +204,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 @pytest.fixture(scope="session")
 def plain_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server for modules that use `without_speedups`."""
+    """A fork server for modules that use `without_speedups` or `with_instruction_probes`."""
     environ = cli_environment(tmp_path_factory.mktemp("forks"))
     server = ForkServer({name: value for name, value in environ.items() if name not in SPEEDUP_VARIABLES})
     yield server
