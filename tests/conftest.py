@@ -31,7 +31,7 @@ COMPILER_CACHE_VARIABLE = "TEST_COMPILER_CACHE"
 INHERITED_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
 SPEEDUP_VARIABLES = (VEC_ISA_VARIABLE, COMPILER_CACHE_VARIABLE)
 RunCLI = Callable[..., subprocess.CompletedProcess[str]]
-_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use `without_speedups`
+_active_speedups = list(SPEEDUP_VARIABLES)  # passed to CLI runs, except in modules that use one of two fixtures below
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = os.pathsep.join(
@@ -52,11 +52,12 @@ COMPILING_PATHS = (
     "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
-# Files that take a minute or more. They run first: otherwise the last worker runs one while the others are idle.
+# Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "torch_compat/test_missing_internals.py",
     "bundle/test_relocation.py", "test_prewarm.py", "cache/test_source_keys.py", "engine/test_tuning.py",
-    "cache/test_toolchain.py", "engine/test_continuous_batching.py",
+    "cache/test_toolchain.py", "hostile/test_kills.py", "engine/test_continuous_batching.py", "server/test_faults.py",
+    "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py", "cli/test_cli_bench.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does
@@ -186,6 +187,14 @@ def without_speedups() -> Iterator[None]:
     _active_speedups.extend(SPEEDUP_VARIABLES)
 
 
+@pytest.fixture(scope="module")
+def with_instruction_probes() -> Iterator[None]:
+    """CLI runs of this module probe vector instructions, as on a user's machine. Kernels still come from the cache."""
+    _active_speedups.remove(VEC_ISA_VARIABLE)
+    yield
+    _active_speedups.append(VEC_ISA_VARIABLE)
+
+
 @pytest.fixture(scope="session")
 def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     speedups = {name: os.environ[name] for name in SPEEDUP_VARIABLES if name in os.environ}
@@ -196,7 +205,7 @@ def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer
 
 @pytest.fixture(scope="session")
 def plain_fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A fork server for modules that use `without_speedups`."""
+    """A fork server for modules that use `without_speedups` or `with_instruction_probes`."""
     environ = cli_environment(tmp_path_factory.mktemp("forks"))
     server = ForkServer({name: value for name, value in environ.items() if name not in SPEEDUP_VARIABLES})
     yield server

@@ -11,7 +11,7 @@ import pytest
 
 from tcdeploy.cache.signing import generate_key
 from tcdeploy.models.load import resolve_model_path
-from tests.conftest import ROOT, TINY, cli_command, cli_environment
+from tests.conftest import ROOT, TINY, RunCLI, cli_environment
 from tests.github_actions import ActionRunner
 
 SMALL = ("--buckets", "32", "--batch-sizes", "1")
@@ -26,7 +26,7 @@ def keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_check_it(
-    keys: dict[str, str], tmp_path: Path
+    keys: dict[str, str], tmp_path: Path, run_cli: RunCLI
 ) -> None:
     store = tmp_path / "store"
     inputs = {"warm": WARM, "budget": "300s", "extras": "s3"}
@@ -56,10 +56,7 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     (tmp_path / "trusted/ci.pub").write_text(keys["public-key"])
     trusted = ("--trusted-keys", str(tmp_path / "trusted"))
     cache = ("--cache-dir", str(tmp_path / "real"), "--cache-from", str(store), *trusted)
-    served = subprocess.run(
-        cli_command("warm", str(resolve_model_path(TINY)), *SMALL, *cache, "--require-hit"),
-        capture_output=True, text=True, env=cli_environment(tmp_path),
-    )  # fmt: skip
+    served = run_cli("warm", str(resolve_model_path(TINY)), *SMALL, *cache, "--require-hit")
     assert served.returncode == 0, f"a cache warmed without weights must serve them: {served.stderr}"
 
     steps = ActionRunner("prewarm", tmp_path / "third", {**checked, "budget": "0.1s"}).run()

@@ -50,8 +50,8 @@ CASES = [
         flags={"context": 200, "kv_blocks": 40, "max_consecutive_prefills": 8, "buckets": "48", "batch_sizes": "3"},
     ),
     Case(
-        "longer and shorter buckets, another batch size", ("prefill:480", "prefill:32", "decode:5"),
-        {"buckets": "16,32,480", "batch_sizes": "1,5"},
+        "longer and shorter buckets, another batch size", ("prefill:64", "prefill:32", "decode:5"),
+        {"buckets": "16,32,64", "batch_sizes": "1,5"},
     ),
     Case("a dynamic range", ("prefill:2-48",), {"buckets": "48", "shapes": "dynamic"}),
     Case("dtype", ALL, {"dtype": "bfloat16"}),

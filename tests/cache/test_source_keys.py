@@ -25,7 +25,13 @@ RECIPE = (TINY, "--buckets", "32", "--batch-sizes", "1")
 RUN_STARTS = """
 import contextlib, io, json, os, sys
 import torch, transformers
-import torch._inductor.compile_fx, torch.utils.cpp_extension
+import torch._inductor.compile_fx
+
+sys.path.insert(0, sys.argv[2])
+from tests.fork_server import prepare_compiler
+del sys.path[0]
+prepare_compiler()
+assert not any(name.split(".")[0] == "tcdeploy" for name in sys.modules)
 
 def run(arguments):
     from tcdeploy.cli.app import main
@@ -117,7 +123,7 @@ EDITS: dict[str, Callable[[Path], None]] = {"documentation": reword_everything, 
 
 
 def copy_package(target: Path, edit: Callable[[Path], None] | None = None) -> str:
-    shutil.copytree(ROOT / "tcdeploy", target / "tcdeploy", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tcdeploy", target / "tcdeploy")  # with bytecode, which Python ignores for edited files
     if edit is not None:
         edit(target / "tcdeploy")
     return str(target)
@@ -125,7 +131,7 @@ def copy_package(target: Path, edit: Callable[[Path], None] | None = None) -> st
 
 def run_starts(home: Path, starts: list[tuple[str, list[list[str]], str]]) -> list[Any]:
     """The exit code and stdout of each start's commands."""
-    command = [sys.executable, "-c", RUN_STARTS, json.dumps(starts)]
+    command = [sys.executable, "-c", RUN_STARTS, json.dumps(starts), str(ROOT)]
     environment = cli_environment(home, PYTHONPATH="")
     completed = subprocess.run(command, env=environment, cwd=home, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr[-4000:]

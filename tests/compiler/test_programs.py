@@ -90,9 +90,7 @@ PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for l
 
 @pytest.fixture(scope="module")
 def answers_of_a_static_bucket(cache_dir: str, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
-    deployment = deploy(
-        save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir, batch_sizes=(1, BATCH)
-    )
+    deployment = deploy(save_config("llama", tmp_path_factory.mktemp("static"), num_hidden_layers=2), cache_dir)
     return deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
 
 
@@ -102,7 +100,7 @@ def test_a_dynamic_range_is_one_program(
 ) -> None:
     """Every length of the range, and chunks of longer prompts, run the one program that warm-up made."""
     folder = save_config("llama", tmp_path, num_hidden_layers=2)
-    deployment = deploy(folder, cache_dir, shapes="dynamic", batch_sizes=(1, BATCH), region=region)
+    deployment = deploy(folder, cache_dir, shapes="dynamic", region=region)
     record = deployment.records[0]
     assert (record.bucket, record.programs, record.graph_breaks) == (f"prefill:2-{BUCKET}", programs, 0)
     with measure_compiles() as serving, fail_on_recompile():

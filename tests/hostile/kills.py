@@ -70,14 +70,15 @@ class Campaign:
         self._make_inputs()
 
     def _environment(self) -> dict[str, str]:
-        library, compiler_cache = self.work_dir / "kill_at.so", self.work_dir / "kernels"
-        compiler_cache.mkdir()
+        library = self.work_dir / "kill_at.so"
+        compiler_cache = os.environ.get("TEST_COMPILER_CACHE") or str(self.work_dir / "kernels")
+        os.makedirs(compiler_cache, exist_ok=True)
         source = Path(__file__).with_name("kill_at.c")
         subprocess.run(["gcc", "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
         return {
             "PATH": f"{ROOT / 'tests' / 'compilers'}{os.pathsep}{os.environ['PATH']}",
             "HOME": str(self.work_dir), "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
-            "TORCHINDUCTOR_VEC_ISA_OK": "1", "TEST_COMPILER_CACHE": str(compiler_cache), "LD_PRELOAD": str(library),
+            "TORCHINDUCTOR_VEC_ISA_OK": "1", "TEST_COMPILER_CACHE": compiler_cache, "LD_PRELOAD": str(library),
         }  # fmt: skip
 
     def _make_inputs(self) -> None:

@@ -21,7 +21,7 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 
-flags = {"model": %r, "buckets": (16,), "batch_sizes": (1,), "cache_dir": %r}
+flags = {"model": %r, "buckets": (32,), "batch_sizes": (1,), "cache_dir": %r}
 deployment = prepare(build_recipe(flags, environ={}))
 decisions = [(item.name, item.value, item.reason) for item in deployment.plan.decisions if item.is_fallback]
 tokens = deployment.engine.generate([[3, 4, 5, 6]], SamplingParams(max_new_tokens=8))
@@ -168,7 +168,7 @@ def test_a_start_without_it_gives_the_same_tokens_and_the_plan_says_what_is_lost
 
 
 def test_require_hit_fails_if_hits_cannot_be_counted(starter: Starter, complete: dict[str, Any]) -> None:
-    flags = ("warm", TINY, "--buckets", "16", "--batch-sizes", "1", "--cache-dir", starter.cache_dir, "--require-hit")
+    flags = ("warm", TINY, "--buckets", "32", "--batch-sizes", "1", "--cache-dir", starter.cache_dir, "--require-hit")
     if not starter.fork_server.supports(starter.environ):
         pytest.skip("needs a fork that has imported torch")
     result = starter.run(REMOVALS["compile counters"], False, *flags)
