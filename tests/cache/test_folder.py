@@ -152,7 +152,9 @@ def test_the_run_after_a_kill_recovers(
     After Ctrl-C, exit handlers run; after kill -9, none do.
     """
     cache = tmp_path / "cache"
-    run = fork_server.popen(*warm(model, cache), environ=cli_environment(tmp_path, **environ))
+    # A process that a shell has started in the background ignores Ctrl-C, and its children do too.
+    script = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+    run = fork_server.popen(*warm(model, cache), environ=cli_environment(tmp_path, **environ), script=script)
     assert run.stderr is not None
     expected_line = f"[{finished_buckets}/" if finished_buckets else "compile ..."
     for line in run.stderr:

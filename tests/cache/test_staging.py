@@ -25,7 +25,6 @@ from tcdeploy.cache.staging import (
     StagingFolder,
     create_private_copy,
     create_staging_folder,
-    remove_own_staging_folders,
     take_over_finished_buckets,
 )
 from tcdeploy.cache.stored_headers import HEADERS_DIR
@@ -71,7 +70,7 @@ def test_an_exit_keeps_the_finished_buckets_of_a_start_that_failed(root: Path) -
     failed = start(root)
     failed.add_to_journal("plan", [write(failed.path, FIRST)])
     write(failed.path, SECOND)  # of a bucket that did not finish
-    remove_own_staging_folders()
+    failed.remove()
     end(failed)
     following = start(root)
     assert take_over_finished_buckets(following, "plan") == 1
@@ -83,7 +82,7 @@ def test_an_exit_removes_a_folder_without_a_journal(root: Path) -> None:
     finished = start(root)
     finished.add_to_journal("plan", [write(finished.path, FIRST)])
     finished.discard_journal()
-    remove_own_staging_folders()
+    finished.remove()
     assert not Path(finished.path).exists()
 
 
