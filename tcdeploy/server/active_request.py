@@ -21,7 +21,9 @@ from tcdeploy.server.tokenization import Prompt
 from tcdeploy.server.validation import to_sampling_params
 from tcdeploy.server.worker import PendingRequest
 
-CHOICES_PER_SLICE = 8  # choices set up between two yields to the event loop; one with 512 logit biases takes 0.5 ms
+# Choices that are set up between two yields to the event loop. One with 512 logit biases takes 0.8 ms, and all requests
+# that arrive together run between two wake-ups of other tasks.
+CHOICES_PER_SLICE = 2
 GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema: the grammar exceeded its size limit during generation"
 
 
