@@ -180,7 +180,7 @@ def detect_environment() -> Environment:
 
 
 def _requested_inductor_cache_dir() -> str:
-    """The value of TORCHINDUCTOR_CACHE_DIR that the user has set; empty if there is none.
+    """The cache folder that the user has set in TORCHINDUCTOR_CACHE_DIR; empty if the user has set none.
 
     When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
     inherit the value. It is ignored, because another user may own that folder. A start sets the variable to a staging

@@ -21,7 +21,7 @@ SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 class CompilerFailure(NamedTuple):
     """A call of the C++ compiler that failed."""
 
-    source: str  # the file that it compiled, or the whole command if there is none
+    source: str  # the file that it compiled; the whole command if that names no file
     output: str  # of the compiler, stdout and stderr
     status: int | None = None  # exit status, negative for a signal; None if torch does not pass it on
 

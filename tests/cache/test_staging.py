@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache import journal, staging
-from tcdeploy.cache.contents import FileRecord, hash_files
+from tcdeploy.cache.contents import FileRecord, hash_files, is_cache_file
 from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.inventory import collect_garbage
 from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
@@ -175,18 +176,18 @@ def test_a_staging_folder_with_a_link_is_not_used_and_does_not_stop_a_start(root
     killed = start(root)
     killed.add_to_journal("plan", [write(killed.path, FIRST)])
     end(killed)
-    shutil.move(Path(killed.path, "fxgraph"), tmp_path / "elsewhere")
-    Path(killed.path, "fxgraph").symlink_to(tmp_path / "elsewhere")
+    shutil.move(Path(killed.path, "fxgraph"), tmp_path / "outside")
+    Path(killed.path, "fxgraph").symlink_to(tmp_path / "outside")
     assert take_over_finished_buckets(start(root), "plan") == 0
-    assert (tmp_path / "elsewhere").exists()
+    assert (tmp_path / "outside").exists()
 
 
 def test_a_link_that_is_named_like_a_staging_folder_is_not_followed(root: Path, tmp_path: Path) -> None:
-    write(tmp_path / "elsewhere", FIRST)
-    (root / f".start-{HOST}-link").symlink_to(tmp_path / "elsewhere")
+    write(tmp_path / "outside", FIRST)
+    (root / f".start-{HOST}-link").symlink_to(tmp_path / "outside")
     assert abandoned_folders(root) == []
     collect_garbage(root, None, None)
-    assert (tmp_path / "elsewhere" / FIRST).exists()
+    assert (tmp_path / "outside" / FIRST).exists()
 
 
 # Locks
@@ -249,8 +250,6 @@ def test_the_folder_of_another_host_is_copied_from_and_kept_for_a_day(
 
 
 def record(path: str, content: bytes) -> FileRecord:
-    import hashlib
-
     return FileRecord(path, len(content), hashlib.sha256(content).hexdigest())
 
 
@@ -276,8 +275,6 @@ def test_a_copied_file_that_was_deleted_meanwhile_is_published_again(root: Path)
 
 
 def test_timings_of_max_autotune_are_cache_files() -> None:
-    from tcdeploy.cache.contents import is_cache_file
-
     assert is_cache_file(f"cache/{'0a' * 32}")
     assert not any(map(is_cache_file, ("cache/models", f"cache/{'0a' * 32}/x", "cache/x/y")))
 
