@@ -41,27 +41,33 @@ def open_streams(server: ServerProcess, count: int, **fields: Any) -> list[Any]:
 
 
 def test_a_full_queue_rejects_in_50_ms_and_running_requests_keep_their_speed(serve: Callable[..., Any]) -> None:
-    """Uses the median of a hundred rejections and rates over a second, so that a busy machine passes."""
+    """Uses the median of 99 rejections and the best of three rates with and without them, for a busy machine."""
     with serve("--max-queued", "1") as server:
         streams = open_streams(server, 5)  # four run, one waits
         time.sleep(0.3)
-        rates, seconds = [], []
+        seconds: list[float] = []
+
+        def tokens_per_second(client: httpx.Client, *, rejections: int) -> float:
+            begin, before = time.perf_counter(), server.metric("generation_tokens_total")
+            for _ in range(rejections):
+                start = time.perf_counter()
+                response = client.post(server.address + CHAT, json=LONG)
+                seconds.append(time.perf_counter() - start)
+                assert response.status_code == 503 and response.headers["retry-after"] == "1"
+                assert response.json()["error"]["code"] == "queue_full"
+                time.sleep(0.005)
+            if not rejections:
+                time.sleep(0.3)
+            return (server.metric("generation_tokens_total") - before) / (time.perf_counter() - begin)
+
         with httpx.Client() as client:
-            for send_more in (False, True):
-                begin, before = time.perf_counter(), server.metric("generation_tokens_total")
-                while len(seconds) < 100 if send_more else time.perf_counter() - begin < 1.0:
-                    start = time.perf_counter()
-                    response = client.post(server.address + CHAT, json=LONG) if send_more else None
-                    time.sleep(0.005)
-                    if response is not None:
-                        seconds.append(time.perf_counter() - start - 0.005)
-                        assert response.status_code == 503 and response.headers["retry-after"] == "1"
-                        assert response.json()["error"]["code"] == "queue_full"
-                rates.append((server.metric("generation_tokens_total") - before) / (time.perf_counter() - begin))
+            rates = [
+                (tokens_per_second(client, rejections=0), tokens_per_second(client, rejections=33)) for _ in range(3)
+            ]
         assert server.metric("num_requests_running") == 4, "the streams still run"
-        assert sorted(seconds)[50] < 0.05
-        assert rates[1] > rates[0] / 2, rates
-        assert server.metric("admission_rejections_total", reason="queue_full") == 100
+        assert sorted(seconds)[49] < 0.05
+        assert max(busy for _, busy in rates) > max(quiet for quiet, _ in rates) / 2, rates
+        assert server.metric("admission_rejections_total", reason="queue_full") == 99
         for response in streams:
             response.close()
         time.sleep(0.5)
