@@ -19,7 +19,7 @@ from tcdeploy.cache.contents import (
     list_cache_files,
     stored_path,
 )
-from tcdeploy.cache.journal import remove_abandoned_folders
+from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest, read_manifests
 from tcdeploy.cache.provenance import (
@@ -55,11 +55,14 @@ def restore_plan(
     rebuild = rebuild and not policy.require_signed
     manifest = _fill_undamaged(staging, plan_key, rebuild, policy)
     if manifest is None:
-        if buckets := take_over_finished_buckets(staging, plan_key):
+        unfinished, buckets = take_over_finished_buckets(staging, plan_key)
+        if buckets:
             log.warning("an earlier start did not finish; the %d buckets that it had finished are reused", buckets)
+        elif unfinished:
+            log.warning("an earlier start did not finish any bucket; its files are deleted")
     elif not staging.is_private_copy:
         with folder_lock(staging.source):
-            remove_abandoned_folders(staging.source, keep_journals=True)
+            remove_abandoned_folders(abandoned_folders(staging.source), plan_key)
         _report_files_made_here(staging, manifest)
     return manifest
 

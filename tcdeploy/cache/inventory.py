@@ -255,6 +255,6 @@ def _remove(folder: Path, removed_keys: tuple[str, ...], files: list[str]) -> No
     for parent in sorted(parents, key=lambda path: -len(path.parts)):
         with contextlib.suppress(OSError):  # not empty
             parent.rmdir()
-    remove_abandoned_folders(folder, keep_journals=False)
+    remove_abandoned_folders(abandoned_folders(folder))
     for unpacking in folder.glob(f"{UNPACKING_PREFIX}*"):  # what is left of it: empty folders
         shutil.rmtree(unpacking, ignore_errors=True)

@@ -74,24 +74,19 @@ def abandoned_folders(root: str | Path) -> list[Path]:
     return [folder for folder in unlocked_folders(root) if folder.name.startswith(HOST_PREFIX) or _is_old(folder)]
 
 
-def remove_abandoned_folders(root: str | Path, keep_journals: bool) -> None:
-    """Delete abandoned staging folders. The caller holds the folder's lock.
+def remove_abandoned_folders(folders: Iterable[Path], plan_key: str | None = None) -> int:
+    """Delete staging folders, and return their number. The caller holds the folder's lock.
 
-    `keep_journals` keeps the folders that have a journal, for the next start that has to compile.
+    With `plan_key`, keeps folders that have finished buckets of another plan, for the next start that has to compile.
     """
-    for folder in abandoned_folders(root):
-        if not (keep_journals and (folder / JOURNAL).exists()):
-            shutil.rmtree(folder, ignore_errors=True)
+    removed = [folder for folder in folders if plan_key is None or _finished_plans(folder) <= {plan_key}]
+    for folder in removed:
+        shutil.rmtree(folder, ignore_errors=True)
+    return len(removed)
 
 
-def remove_taken_over(root: str | Path, folders: Iterable[Path], plan_key: str) -> None:
-    """Delete those of `folders` that are abandoned and have finished buckets of no other plan.
-
-    The caller holds the folder's lock.
-    """
-    for folder in set(folders).intersection(abandoned_folders(root)):
-        if {bucket.plan_key for bucket in read_journal(folder)} <= {plan_key}:
-            shutil.rmtree(folder, ignore_errors=True)
+def _finished_plans(folder: Path) -> set[str]:
+    return {bucket.plan_key for bucket in read_journal(folder)}
 
 
 def _is_locked(folder: Path) -> bool:

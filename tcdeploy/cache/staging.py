@@ -47,9 +47,10 @@ from tcdeploy.cache.journal import (
     JOURNAL,
     LOCK,
     FinishedBucket,
+    abandoned_folders,
     append_to_journal,
     read_journal,
-    remove_taken_over,
+    remove_abandoned_folders,
     unlocked_folders,
 )
 from tcdeploy.cache.leases import folder_lock
@@ -279,13 +280,13 @@ def remove_own_staging_folders() -> None:
         staging.remove()
 
 
-def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> int:
+def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> tuple[int, int]:
     """Copy the files in the journals of starts that did not finish, and delete the folders of those of this plan.
 
-    Returns the number of buckets.
+    Returns the number of deleted folders and the number of buckets.
     """
     if staging.is_private_copy:
-        return 0
+        return 0, 0
     with folder_lock(staging.target):
         folders = unlocked_folders(staging.target)
         buckets = 0
@@ -294,8 +295,9 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> int:
                 buckets += staging.take_over(folder, plan_key)
             except TrustError as error:
                 log.warning("%s is not used: %s", folder, error.message)
-        remove_taken_over(staging.target, folders, plan_key)
-    return buckets
+        # A process that has ended since then is not in `folders`, and its buckets have not been copied.
+        removed = remove_abandoned_folders(set(folders).intersection(abandoned_folders(staging.target)), plan_key)
+    return removed, buckets
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

@@ -16,7 +16,7 @@ import pytest
 
 from tcdeploy.cache import contents, integrity
 from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
-from tcdeploy.cache.staging import create_staging_folder, own_staging_folder
+from tcdeploy.cache.staging import _own_folders, create_staging_folder, own_staging_folder
 from tcdeploy.errors import IntegrityError
 from tests.conftest import RunCLI, remove_headers
 from tests.model_families import save_config
@@ -114,6 +114,19 @@ def restore(cache: Path, plan_key: str, rebuild: bool = False) -> Manifest | Non
     return integrity.restore_plan(
         own_staging_folder(str(cache)) or create_staging_folder(str(cache)), plan_key, rebuild
     )
+
+
+def leave_staging_folder(cache: Path, plan_key: str | None) -> Path:
+    """What a killed start leaves. `plan_key`: the plan of the bucket that it had finished, if any."""
+    staging = create_staging_folder(str(cache))
+    library = Path(staging.path, "ab", "library.so")
+    library.parent.mkdir()
+    shutil.copy(file_of_each_kind(cache)["library"], library)
+    if plan_key:
+        staging.add_to_journal(plan_key, ["ab/library.so"])
+    os.close(staging._lock)  # as the kernel does when a process ends
+    _own_folders.clear()
+    return Path(staging.path)
 
 
 def files_of(cache: Path) -> dict[Path, bytes]:
@@ -322,6 +335,28 @@ def test_without_a_manifest_nothing_is_used(cache: Path, change: Callable[[Path]
         assert restore(cache, key, rebuild) is None
         staging = own_staging_folder(str(cache), clear=False)
         assert staging is not None and contents.list_cache_files(staging.path) == []
+
+
+@pytest.mark.parametrize(("finished", "is_left"), [(None, False), ("this plan", False), ("another plan", True)])
+def test_a_start_that_hits_removes_what_no_later_start_can_use(
+    cache: Path, finished: str | None, is_left: bool
+) -> None:
+    """A process that is killed after it has written its manifest leaves a journal of a plan that is complete."""
+    plan_key = manifest_of_cache(cache).stem
+    killed = leave_staging_folder(cache, {None: None, "this plan": plan_key, "another plan": "f" * 16}[finished])
+    assert restore(cache, plan_key) is not None
+    assert killed.exists() == is_left
+
+
+@pytest.mark.parametrize("finished", [0, 1])
+def test_a_start_reports_an_earlier_one_that_did_not_finish(
+    cache: Path, caplog: pytest.LogCaptureFixture, finished: int
+) -> None:
+    killed = leave_staging_folder(cache, "f" * 16 if finished else None)
+    assert restore(cache, "f" * 16) is None
+    report = "the 1 buckets that it had finished are reused" if finished else "did not finish any bucket"
+    assert [record.message for record in caplog.records if report in record.message]
+    assert not killed.exists()
 
 
 def test_a_plan_whose_process_found_programs_in_memory_also_gets_the_files_of_other_plans(cache: Path) -> None:

@@ -74,7 +74,7 @@ def test_an_exit_keeps_the_finished_buckets_of_a_start_that_failed(root: Path) -
     failed.remove()
     end(failed)
     following = start(root)
-    assert take_over_finished_buckets(following, "plan") == 1
+    assert take_over_finished_buckets(following, "plan") == (1, 1)
     assert paths_in(following.path) == {FIRST}
     assert not Path(failed.path).exists()
 
@@ -93,10 +93,10 @@ def test_buckets_that_were_taken_over_survive_a_second_kill(root: Path) -> None:
     first.add_to_journal("plan", [write(first.path, FIRST)])
     end(first)
     second = start(root)
-    assert take_over_finished_buckets(second, "plan") == 1
+    assert take_over_finished_buckets(second, "plan") == (1, 1)
     end(second)
     third = start(root)
-    assert take_over_finished_buckets(third, "plan") == 1
+    assert take_over_finished_buckets(third, "plan") == (1, 1)
     assert paths_in(third.path) == {FIRST}
 
 
@@ -105,9 +105,9 @@ def test_another_plan_copies_finished_buckets_and_leaves_the_journal(root: Path)
     first.add_to_journal("plan", [write(first.path, FIRST)])
     end(first)
     other = start(root)
-    assert take_over_finished_buckets(other, "other plan") == 1
+    assert take_over_finished_buckets(other, "other plan") == (0, 1)
     assert paths_in(other.path) == {FIRST} and not Path(other.path, JOURNAL).exists()
-    assert take_over_finished_buckets(start(root), "plan") == 1
+    assert take_over_finished_buckets(start(root), "plan") == (1, 1)
     assert not Path(first.path).exists()
 
 
@@ -131,7 +131,7 @@ def test_a_file_is_recorded_again_only_if_it_has_changed(root: Path) -> None:
     assert recorded == [[FIRST], [SECOND], [FIRST]]
     end(folder)
     following = start(root)
-    assert take_over_finished_buckets(following, "plan") == 3
+    assert take_over_finished_buckets(following, "plan") == (1, 3)
     assert Path(following.path, FIRST).read_bytes() == b"timed again"
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_line_of_a_journal_is_skipped(root: Path, name: str) -> None:
     killed.add_to_journal("plan", [write(killed.path, FIRST)])
     end(killed)
     following = start(root)
-    assert take_over_finished_buckets(following, "plan") == 1
+    assert take_over_finished_buckets(following, "plan") == (1, 1)
     assert paths_in(following.path) == {FIRST} and not Path(killed.path).exists()
 
 
@@ -178,7 +178,7 @@ def test_a_staging_folder_with_a_link_is_not_used_and_does_not_stop_a_start(root
     end(killed)
     shutil.move(Path(killed.path, "fxgraph"), tmp_path / "outside")
     Path(killed.path, "fxgraph").symlink_to(tmp_path / "outside")
-    assert take_over_finished_buckets(start(root), "plan") == 0
+    assert take_over_finished_buckets(start(root), "plan") == (1, 0)
     assert (tmp_path / "outside").exists()
 
 
@@ -239,7 +239,7 @@ def test_the_folder_of_another_host_is_copied_from_and_kept_for_a_day(
     foreign.add_to_journal("plan", [write(foreign.path, FIRST)])
     end(foreign)
     following = start(root)
-    assert take_over_finished_buckets(following, "plan") == 1
+    assert take_over_finished_buckets(following, "plan") == (0, 1)
     assert paths_in(following.path) == {FIRST} and Path(foreign.path).exists()
     yesterday = time.time() - journal.LONGEST_START_S - 1
     os.utime(foreign.path, (yesterday, yesterday))
