@@ -8,6 +8,7 @@ would leave the GPU idle while Python schedules.
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 import time
@@ -126,6 +127,13 @@ class SamplingParams:
         for token_id, value in self.logit_bias:
             BIASED_TOKEN_ID.check(token_id)
             LOGIT_BIAS.check(value)
+
+    def with_seed(self, seed: int) -> SamplingParams:
+        """A copy with another seed. Only the seed is checked: checking 512 logit biases takes 0.5 ms."""
+        PARAM_CHECKS["seed"].check(seed)
+        params = copy.copy(self)
+        object.__setattr__(params, "seed", seed)  # the class is frozen
+        return params
 
     def biases(self, prompt_length: int) -> list[tuple[int, float, int]]:
         """Logit biases as (token id, added value, first position without it), excluded stop tokens included."""

@@ -91,12 +91,11 @@ def to_sampling_params(
     request: GenerationRequest,
     prompt_length: int,
     limits: ModelLimits,
-    choice: int = 0,
     constraint: Constraint | None = None,
 ) -> SamplingParams:
-    """Sampling parameters of choice number `choice` of a request. Raises ApiError 400 with the name of the field.
+    """Sampling parameters of the first choice of a prompt. Raises ApiError 400 with the name of the field.
 
-    `prompt_length` is in tokens. Choices of a seeded request use consecutive seeds.
+    `prompt_length` is in tokens.
     """
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
@@ -124,8 +123,6 @@ def to_sampling_params(
         "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
     }  # fmt: skip
     values = {name: value for name, (value, _) in field_values.items()}
-    if request.seed is not None and choice:
-        values["seed"] = (request.seed + choice) % 2**63
     model_stop_ids = () if request.ignore_eos else limits.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
@@ -152,6 +149,13 @@ def to_sampling_params(
             f"min_tokens is {request.min_tokens}, more than {length_field} ({max_new_tokens})", "min_tokens"
         )
     return params
+
+
+def params_of_choices(first: SamplingParams, num_choices: int) -> list[SamplingParams]:
+    """Sampling parameters of each choice of a prompt. With a seed, the choices use consecutive seeds."""
+    if first.seed is None:
+        return [first] * num_choices
+    return [first, *(first.with_seed((first.seed + number) % 2**63) for number in range(1, num_choices))]
 
 
 def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError | None:

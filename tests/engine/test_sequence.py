@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import FrozenInstanceError, fields
+from dataclasses import FrozenInstanceError, fields, replace
 from typing import Any
 
 import numpy
@@ -78,6 +78,13 @@ def test_a_value_that_is_not_a_number_is_a_usage_error(name: str, value: Any) ->
 def test_a_count_is_a_whole_number(name: str) -> None:
     with pytest.raises(UsageError, match="a whole number"):
         SamplingParams(**{name: 1.0})
+
+
+def test_a_copy_with_another_seed_is_equal_otherwise_and_checks_the_seed() -> None:
+    params = SamplingParams(temperature=0.5, logit_bias=((3, -1.0),))
+    assert params.with_seed(5) == replace(params, seed=5) and params.seed is None
+    with pytest.raises(UsageError, match="seed"):
+        params.with_seed(2**64)
 
 
 @pytest.mark.parametrize("name", ["max_new_tokens", "top_k", *NUMBERS, "stop_token_ids"])

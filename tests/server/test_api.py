@@ -15,6 +15,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.engine.scheduler import SchedulerStats
+from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.metrics import Metrics
@@ -24,7 +25,7 @@ from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import HotPath, ServerSettings
 from tcdeploy.server.tokenization import Prompt
-from tcdeploy.server.validation import ModelLimits, to_sampling_params
+from tcdeploy.server.validation import ModelLimits, params_of_choices, to_sampling_params
 
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})
 CHAT = ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
@@ -225,6 +226,13 @@ def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) 
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(request, 1, ModelLimits(64, 100, ()))
     assert rejection.value.body["error"]["param"] == param
+
+
+def test_choices_of_a_seeded_prompt_use_consecutive_seeds() -> None:
+    first = SamplingParams(seed=2**63 - 2, temperature=0.5, logit_bias=((3, -1.0),))
+    seeds = [2**63 - 2, 2**63 - 1, 0]
+    assert params_of_choices(first, 3) == [dataclasses.replace(first, seed=seed) for seed in seeds]
+    assert params_of_choices(dataclasses.replace(first, seed=None), 2) == [dataclasses.replace(first, seed=None)] * 2
 
 
 def test_uvicorns_send_waits_only_for_the_write_buffer() -> None:
