@@ -30,7 +30,7 @@ from tcdeploy.server.json_steps import Integers
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_PROMPTS = 1024
-MAX_MESSAGES = 8192
+MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts or tool calls in one message
 MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
