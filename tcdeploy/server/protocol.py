@@ -323,6 +323,7 @@ class TokenizeRequest(BaseModel):
     tools: Tools | None = None
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(BaseModel):

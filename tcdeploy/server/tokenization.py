@@ -47,8 +47,7 @@ class PromptTokenizer:
     async def prompts(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
         """One entry per prompt of the request. Raises ApiError 400."""
         if isinstance(request, ChatRequest):
-            template_kwargs = {"add_generation_prompt": request.add_generation_prompt is not False}
-            template_kwargs |= self._checked_template_kwargs(request)
+            template_kwargs = self._template_kwargs(request)
             return [
                 await self._render_chat(request.messages, template_kwargs, request.usable_tools, self.limits.context)
             ]
@@ -66,12 +65,12 @@ class PromptTokenizer:
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds of them
         return prompts
 
-    def _checked_template_kwargs(self, request: ChatRequest) -> dict[str, Any]:
+    def _template_kwargs(self, request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
         """Variables for the template. Names of other arguments are rejected: they could replace the messages."""
         template_kwargs = request.chat_template_kwargs or {}
         if conflicts := sorted(reserved_names(self.tokenizer) & template_kwargs.keys()):
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
-        return template_kwargs
+        return {"add_generation_prompt": request.add_generation_prompt is not False, **template_kwargs}
 
     def _check_lengths(self, contents: list[str] | list[list[int]]) -> None:
         """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
@@ -88,9 +87,9 @@ class PromptTokenizer:
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("exactly one of prompt and messages is required", "prompt")
         if request.messages is not None:
-            template_kwargs = {"add_generation_prompt": request.add_generation_prompt is not False}
-            tools, max_tokens = dump_tools(request.tools), self.limits.tokenize_tokens
-            return (await self._render_chat(request.messages, template_kwargs, tools, max_tokens)).token_ids
+            template_kwargs, tools = self._template_kwargs(request), dump_tools(request.tools)
+            prompt = await self._render_chat(request.messages, template_kwargs, tools, self.limits.tokenize_tokens)
+            return prompt.token_ids
         add_special_tokens = request.add_special_tokens
         return await self.encoder.encode(
             request.prompt or "", self.limits.tokenize_tokens, "prompt", add_special_tokens

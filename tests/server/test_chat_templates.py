@@ -86,6 +86,17 @@ def test_other_variables_reach_the_template_and_unused_ones_are_ignored(prompts:
     assert prompt.text == "Hi a b"
 
 
+def test_tokenize_counts_the_tokens_of_a_chat_request_with_the_same_variables(prompts: PromptTokenizer) -> None:
+    prompts.tokenizer.chat_template = "{{ messages[0].content }} {{ mode }}"
+    fields = {"messages": MESSAGES, "chat_template_kwargs": {"mode": "think"}}
+    [prompt] = asyncio.run(prompts.prompts(chat(**fields)))
+    request = parse(TokenizeRequest, json.dumps(fields).encode())
+    assert asyncio.run(prompts.tokenize(request)) == prompt.token_ids and "think" in (prompt.text or "")
+    request.chat_template_kwargs = {"messages": []}
+    with pytest.raises(ApiError, match="cannot set messages"):
+        asyncio.run(prompts.tokenize(request))
+
+
 def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) -> None:
     nested: Any = []
     for _ in range(5000):
