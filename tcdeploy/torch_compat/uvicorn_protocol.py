@@ -255,5 +255,5 @@ class _Bounds(_Base):
 
 
 def _too_large(part: str) -> tuple[int, str, str]:
-    message = f"the {part} is larger than {MAX_HEADER_BYTES} bytes or {MAX_HEADER_LINES} lines"
+    message = f"the request's {part} must be at most {MAX_HEADER_BYTES} bytes and {MAX_HEADER_LINES} lines"
     return 431, "Request Header Fields Too Large", message
