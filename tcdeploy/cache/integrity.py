@@ -21,7 +21,14 @@ from tcdeploy.cache.contents import (
 )
 from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
 from tcdeploy.cache.leases import folder_lock
-from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, manifest_path, read_manifest, read_manifests
+from tcdeploy.cache.manifest import (
+    MANIFESTS_DIR,
+    Manifest,
+    manifest_path,
+    plan_keys,
+    read_manifest,
+    read_manifests,
+)
 from tcdeploy.cache.provenance import (
     SigningPolicy,
     check_manifest,
@@ -55,14 +62,14 @@ def restore_plan(
     rebuild = rebuild and not policy.require_signed
     manifest = _fill_undamaged(staging, plan_key, rebuild, policy)
     if manifest is None:
-        unfinished, buckets = take_over_finished_buckets(staging, plan_key)
-        if buckets:
-            log.warning("an earlier start did not finish; the %d buckets that it had finished are reused", buckets)
-        elif unfinished:
-            log.warning("an earlier start did not finish any bucket; its files are deleted")
+        taken_over = take_over_finished_buckets(staging, plan_key)
+        if taken_over.num_buckets:
+            log.warning("buckets reused from starts that did not finish: %d", taken_over.num_buckets)
+        elif taken_over.num_folders:
+            log.warning("the folders of %d killed processes had no buckets to reuse", taken_over.num_folders)
     elif not staging.is_private_copy:
         with folder_lock(staging.source):
-            remove_abandoned_folders(abandoned_folders(staging.source), plan_key)
+            remove_abandoned_folders(abandoned_folders(staging.source), plan_keys(staging.source))
         _report_files_made_here(staging, manifest)
     return manifest
 

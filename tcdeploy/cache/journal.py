@@ -13,9 +13,10 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tcdeploy.cache.contents import FileRecord, is_cache_file, is_plain_record
 from tcdeploy.planning.environment import STAGING_PREFIX
@@ -74,19 +75,35 @@ def abandoned_folders(root: str | Path) -> list[Path]:
     return [folder for folder in unlocked_folders(root) if folder.name.startswith(HOST_PREFIX) or _is_old(folder)]
 
 
-def remove_abandoned_folders(folders: Iterable[Path], plan_key: str | None = None) -> int:
-    """Delete staging folders, and return their number. The caller holds the folder's lock.
+def remove_abandoned_folders(folders: Iterable[Path], plan_keys: Collection[str] | None = None) -> int:
+    """Delete the given abandoned staging folders, and return how many.
 
-    With `plan_key`, keeps folders that have finished buckets of another plan, for the next start that has to compile.
+    With `plan_keys`, keeps folders with buckets of other plans, for the next start that has to compile. The caller has
+    held the cache folder's lock since it listed the folders.
     """
-    removed = [folder for folder in folders if plan_key is None or _finished_plans(folder) <= {plan_key}]
+    removed = [folder for folder in folders if plan_keys is None or not _has_other_plans(folder, plan_keys)]
     for folder in removed:
         shutil.rmtree(folder, ignore_errors=True)
     return len(removed)
 
 
-def _finished_plans(folder: Path) -> set[str]:
-    return {bucket.plan_key for bucket in read_journal(folder)}
+def _has_other_plans(folder: Path, plan_keys: Collection[str]) -> bool:
+    """Whether the journal has buckets of other plans, also in a format of another version of tcdeploy."""
+    try:
+        lines = (folder / JOURNAL).read_text(encoding="utf-8", errors="replace").splitlines()
+    except FileNotFoundError:
+        return False
+    except OSError:  # it may have some
+        return True
+    documents = map(_parse_json, lines)
+    return any(isinstance(item, dict) and item.get("plan") not in plan_keys for item in documents)
+
+
+def _parse_json(line: str) -> Any:
+    """None for a line that is incomplete or damaged."""
+    with contextlib.suppress(ValueError, RecursionError):
+        return json.loads(line)
+    return None
 
 
 def _is_locked(folder: Path) -> bool:

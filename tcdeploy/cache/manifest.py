@@ -177,6 +177,11 @@ def diff_sources(here: Origin, there: Origin) -> list[Difference]:
     return diff_mappings(digests_here, digests_there, "tcdeploy/")
 
 
+def plan_keys(folder: str | Path) -> set[str]:
+    """Keys of the plans that have a manifest, which may be damaged."""
+    return {path.stem for path in Path(folder, MANIFESTS_DIR).glob("*.json")}
+
+
 def manifest_path(cache_dir: str | Path, plan_key: str) -> Path:
     return Path(cache_dir) / MANIFESTS_DIR / f"{plan_key}.json"
 

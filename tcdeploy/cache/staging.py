@@ -30,7 +30,7 @@ import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from tcdeploy.cache.contents import (
     DamagedFile,
@@ -54,6 +54,7 @@ from tcdeploy.cache.journal import (
     unlocked_folders,
 )
 from tcdeploy.cache.leases import folder_lock
+from tcdeploy.cache.manifest import plan_keys
 from tcdeploy.cache.stored_headers import HEADERS_DIR, link_headers, publish_headers
 from tcdeploy.cache.trust import check_contents, check_no_links, check_ownership, make_private_folder
 from tcdeploy.durable import copy_durably, sync_files, sync_folders
@@ -280,14 +281,23 @@ def remove_own_staging_folders() -> None:
         staging.remove()
 
 
-def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> tuple[int, int]:
-    """Copy the files in the journals of starts that did not finish, and delete the folders of those of this plan.
+class TakenOver(NamedTuple):
+    """What `take_over_finished_buckets` did: the folders that it deleted, and the buckets in the journals."""
 
-    Returns the number of deleted folders and the number of buckets.
+    num_folders: int
+    num_buckets: int
+
+
+def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOver:
+    """Copy the files that the journals of unfinished starts list.
+
+    Deletes each abandoned folder that has no finished bucket of another plan, unless that plan is complete.
     """
     if staging.is_private_copy:
-        return 0, 0
+        return TakenOver(0, 0)
     with folder_lock(staging.target):
+        complete = plan_keys(staging.target) - {plan_key}  # its manifest may be of another version of tcdeploy
+        num_folders = remove_abandoned_folders(abandoned_folders(staging.target), complete)
         folders = unlocked_folders(staging.target)
         buckets = 0
         for folder in folders:
@@ -295,9 +305,10 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> tuple[i
                 buckets += staging.take_over(folder, plan_key)
             except TrustError as error:
                 log.warning("%s is not used: %s", folder, error.message)
-        # A process that has ended since then is not in `folders`, and its buckets have not been copied.
-        removed = remove_abandoned_folders(set(folders).intersection(abandoned_folders(staging.target)), plan_key)
-    return removed, buckets
+        # Only folders listed above: if a process ended after that, its buckets have not been copied.
+        abandoned = set(folders).intersection(abandoned_folders(staging.target))
+        num_folders += remove_abandoned_folders(abandoned, {plan_key, *complete})
+    return TakenOver(num_folders, buckets)
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.cache import contents, integrity
+from tcdeploy.cache.journal import JOURNAL
 from tcdeploy.cache.manifest import Manifest, read_manifest, write_manifest
 from tcdeploy.cache.staging import _own_folders, create_staging_folder, own_staging_folder
 from tcdeploy.errors import IntegrityError
@@ -117,7 +118,7 @@ def restore(cache: Path, plan_key: str, rebuild: bool = False) -> Manifest | Non
 
 
 def leave_staging_folder(cache: Path, plan_key: str | None) -> Path:
-    """What a killed start leaves. `plan_key`: the plan of the bucket that it had finished, if any."""
+    """Create the staging folder of a killed start, with one finished bucket of `plan_key`, or none."""
     staging = create_staging_folder(str(cache))
     library = Path(staging.path, "ab", "library.so")
     library.parent.mkdir()
@@ -125,7 +126,7 @@ def leave_staging_folder(cache: Path, plan_key: str | None) -> Path:
     if plan_key:
         staging.add_to_journal(plan_key, ["ab/library.so"])
     os.close(staging._lock)  # as the kernel does when a process ends
-    _own_folders.clear()
+    _own_folders.pop(os.path.realpath(cache))
     return Path(staging.path)
 
 
@@ -337,14 +338,20 @@ def test_without_a_manifest_nothing_is_used(cache: Path, change: Callable[[Path]
         assert staging is not None and contents.list_cache_files(staging.path) == []
 
 
-@pytest.mark.parametrize(("finished", "is_left"), [(None, False), ("this plan", False), ("another plan", True)])
-def test_a_start_that_hits_removes_what_no_later_start_can_use(
-    cache: Path, finished: str | None, is_left: bool
-) -> None:
+@pytest.mark.parametrize(
+    ("plan", "is_left"),
+    [("none", False), ("this", False), ("complete", False), ("another", True), ("of a newer version", True)],
+)
+def test_a_start_that_hits_removes_what_no_later_start_can_use(cache: Path, plan: str, is_left: bool) -> None:
     """A process that is killed after it has written its manifest leaves a journal of a plan that is complete."""
-    plan_key = manifest_of_cache(cache).stem
-    killed = leave_staging_folder(cache, {None: None, "this plan": plan_key, "another plan": "f" * 16}[finished])
-    assert restore(cache, plan_key) is not None
+    manifest = manifest_of_cache(cache)
+    known = read_manifest(manifest)
+    write_manifest(manifest.with_name("c" * 16 + ".json"), of_plan("c" * 16, known))
+    keys = {"none": None, "this": manifest.stem, "complete": "c" * 16, "another": "f" * 16, "of a newer version": None}
+    killed = leave_staging_folder(cache, keys[plan])
+    if plan == "of a newer version":
+        (killed / JOURNAL).write_text(json.dumps({"plan": "f" * 16, "programs": []}) + "\n")
+    assert restore(cache, manifest.stem) is not None
     assert killed.exists() == is_left
 
 
@@ -354,8 +361,12 @@ def test_a_start_reports_an_earlier_one_that_did_not_finish(
 ) -> None:
     killed = leave_staging_folder(cache, "f" * 16 if finished else None)
     assert restore(cache, "f" * 16) is None
-    report = "the 1 buckets that it had finished are reused" if finished else "did not finish any bucket"
-    assert [record.message for record in caplog.records if report in record.message]
+    report = (
+        "buckets reused from starts that did not finish: 1"
+        if finished
+        else ("the folders of 1 killed processes had no buckets to reuse")
+    )
+    assert [record.message for record in caplog.records] == [report]
     assert not killed.exists()
 
 
