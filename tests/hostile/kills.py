@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tcdeploy.cache.contents import find_damage
 from tcdeploy.cache.manifest import read_manifests
@@ -50,6 +50,11 @@ class Command:
     prepare: Callable[[], None]
     check: Callable[[int], str]
     calls: str = field(default="", compare=False)
+
+
+class Outcome(NamedTuple):
+    was_killed: bool
+    problem: str  # empty if there was none
 
 
 class Campaign:
@@ -115,7 +120,7 @@ class Campaign:
     def commands(self) -> list[Command]:
         folder, out, remote = str(self.folder), str(self.out / "plan.tcb"), str(self.remote)
         warm, unpack = (
-            (*START, "--cache-dir", folder),
+            (*self.start, "--cache-dir", folder),
             ("cache", "unpack", str(self.bundle), folder, "--allow-unsigned"),
         )
         return [
@@ -214,17 +219,18 @@ class Campaign:
         content = self.count_file.read_bytes()
         return content[8 : 8 + int.from_bytes(content[:8], sys.byteorder)].decode()
 
-    def kill(self, command: Command, number: int) -> str | None:
-        """Kill the command at its call `number`, from 1. Returns the problem that `check` found.
+    def kill(self, command: Command, number: int) -> Outcome:
+        """Kill the command at its call `number`, from 1, and check what it left.
 
-        Returns None if the command ended before that call: the number of calls varies with the order of threads.
+        The command may end before that call, because the number of calls varies with the order of threads.
         """
         command.prepare()
         self.count_file.unlink(missing_ok=True)
         done = self.run(*command.arguments, kill_at=number)
         if done.returncode != -signal.SIGKILL:
-            return None if done.returncode == 0 else f"not killed, but it exited with {done.returncode}: {done.stderr}"
-        return command.check(number)
+            is_success = done.returncode == 0
+            return Outcome(False, "" if is_success else f"not killed, but exited with {done.returncode}: {done.stderr}")
+        return Outcome(True, command.check(number))
 
 
 @contextlib.contextmanager
@@ -252,8 +258,8 @@ def run(source: random.Random, count: int) -> dict[str, Any]:
         for command in kills.commands():
             calls = kills.count_calls(command)
             for number in choose(source, calls, max(1, round(count * command.share))):
-                problem = kills.kill(command, number)
-                if problem is not None:
+                was_killed, problem = kills.kill(command, number)
+                if was_killed:
                     killed[command.name] += 1
                     kinds[KINDS[calls[number - 1]]] += 1
                 if problem:

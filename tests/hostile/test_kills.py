@@ -35,6 +35,6 @@ def test_nothing_is_lost_and_the_next_run_succeeds(kills: Campaign, name: str, c
     calls = kills.count_calls(command)
     numbers = choose(random.Random(name), calls, count)
     assert len(numbers) == count
-    problems = {number: kills.kill(command, number) for number in numbers}
-    assert any(problem is not None for problem in problems.values()), "no run was killed"
-    assert {number: problem for number, problem in problems.items() if problem} == {}
+    outcomes = {number: kills.kill(command, number) for number in numbers}
+    assert any(outcome.was_killed for outcome in outcomes.values())
+    assert {number: outcome.problem for number, outcome in outcomes.items() if outcome.problem} == {}
