@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn, TypeAlias
 from pydantic_core import from_json
 
 MAX_DEPTH = 128  # nested containers; from_json accepts 200
-# Keys and values, without the integers of runs. A garbage collection visits them in one go, in about 7 ms.
+# Keys and values, without the integers of runs. One garbage collection of this many containers takes about 7 ms.
 MAX_VALUES = 24_000
 MAX_NUMBER_CHARS = 4300  # Python's limit for the digits of an integer
 STEP_WORK = 256  # work of one step; a value is 1, and so are 256 bytes or 16 integers of a run

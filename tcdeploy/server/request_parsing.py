@@ -54,7 +54,7 @@ class RequestParser:
 
 @contextlib.contextmanager
 def _collector_paused() -> Iterator[None]:
-    """Pause garbage collection, so that a body's containers are visited once, not repeatedly. JSON has no cycles."""
+    """Pause garbage collection: each one during the parse would visit the body's containers. JSON has no cycles."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

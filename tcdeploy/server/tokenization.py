@@ -66,7 +66,7 @@ class PromptTokenizer:
         return prompts
 
     def _template_kwargs(self, request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """Variables for the template. Names of other arguments are rejected: they could replace the messages."""
+        """Variables for the template. Names that the renderer uses are rejected: they could replace the messages."""
         template_kwargs = request.chat_template_kwargs or {}
         if conflicts := sorted(reserved_names(self.tokenizer) & template_kwargs.keys()):
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
@@ -86,6 +86,8 @@ class PromptTokenizer:
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("exactly one of prompt and messages is required", "prompt")
+        if request.messages is None and request.chat_template_kwargs:
+            raise bad_request("chat_template_kwargs requires messages", "chat_template_kwargs")
         if request.messages is not None:
             template_kwargs, tools = self._template_kwargs(request), dump_tools(request.tools)
             prompt = await self._render_chat(request.messages, template_kwargs, tools, self.limits.tokenize_tokens)

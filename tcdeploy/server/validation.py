@@ -152,7 +152,7 @@ def to_sampling_params(
 
 
 def params_of_choices(first: SamplingParams, num_choices: int) -> list[SamplingParams]:
-    """Sampling parameters of each choice of a prompt. With a seed, the choices use consecutive seeds."""
+    """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63."""
     if first.seed is None:
         return [first] * num_choices
     return [first, *(first.with_seed((first.seed + number) % 2**63) for number in range(1, num_choices))]

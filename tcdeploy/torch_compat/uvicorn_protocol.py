@@ -255,5 +255,8 @@ class _Bounds(_Base):
 
 
 def _too_large(part: str) -> tuple[int, str, str]:
-    message = f"the request's {part} must be at most {MAX_HEADER_BYTES} bytes and {MAX_HEADER_LINES} lines"
+    message = (
+        f"the request's {part} must not exceed {MAX_HEADER_BYTES} bytes, and head and trailers together "
+        f"{MAX_HEADER_LINES} lines"
+    )
     return 431, "Request Header Fields Too Large", message
