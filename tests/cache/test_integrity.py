@@ -345,10 +345,9 @@ def test_without_a_manifest_nothing_is_used(cache: Path, change: Callable[[Path]
 def test_a_start_that_hits_removes_what_no_later_start_can_use(cache: Path, plan: str, is_left: bool) -> None:
     """A process that is killed after it has written its manifest leaves a journal of a plan that is complete."""
     manifest = manifest_of_cache(cache)
-    known = read_manifest(manifest)
-    write_manifest(manifest.with_name("c" * 16 + ".json"), of_plan("c" * 16, known))
     keys = {"none": None, "this": manifest.stem, "complete": "c" * 16, "another": "f" * 16, "of a newer version": None}
     killed = leave_staging_folder(cache, keys[plan])
+    write_manifest(manifest.with_name("c" * 16 + ".json"), of_plan("c" * 16, read_manifest(manifest)))
     if plan == "of a newer version":
         (killed / JOURNAL).write_text(json.dumps({"plan": "f" * 16, "programs": []}) + "\n")
     assert restore(cache, manifest.stem) is not None
