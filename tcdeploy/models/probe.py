@@ -135,10 +135,14 @@ def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[t
 def _rope_limit(text_config: Any) -> int:
     """Length beyond which longrope switches factors, or 0. The batch's longest position decides for the batch."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    if parameters.get("rope_type") != "longrope":
-        return 0
-    original = parameters.get("original_max_position_embeddings")
-    return int(original or getattr(text_config, "original_max_position_embeddings", 0) or 0)
+    by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # one per type of layer
+    default = getattr(text_config, "original_max_position_embeddings", 0)
+    limits = [
+        int(rope.get("original_max_position_embeddings") or default or 0)
+        for rope in (parameters, *by_layer_type)
+        if rope.get("rope_type") == "longrope"
+    ]
+    return min(filter(None, limits), default=0)
 
 
 def _check_layer_types(config: PreTrainedConfig) -> None:

@@ -66,6 +66,15 @@ def test_longrope_is_limited_to_its_original_length() -> None:
     assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).longrope_limit == 0
 
 
+def test_longrope_of_one_type_of_layer_is_limited_too() -> None:
+    """Gemma's configs have rope parameters per type of layer."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 128}  # fmt: skip
+    by_layer_type = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    sizes = {**SUPPORTED["gemma3_text"], "rope_parameters": by_layer_type}
+    assert probe(AutoConfig.for_model("gemma3_text", **sizes)).longrope_limit == 128
+
+
 def test_an_unknown_attention_keyword_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
