@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import UnsupportedModelError
@@ -176,12 +177,14 @@ def _run_on_fake_tensors(
     """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
-            model = AutoModelForCausalLM.from_config(  # a copy: transformers stores attn_implementation in it
-                copy.deepcopy(config),
-                dtype=torch.bfloat16,
-                attn_implementation=PROBE_ATTN_IMPLEMENTATION,
-                trust_remote_code=trust_remote_code,
-            ).eval()
+            with no_init_weights():  # some models read their weights while they initialise them
+                model = AutoModelForCausalLM.from_config(  # a copy: transformers stores attn_implementation in it
+                    copy.deepcopy(config),
+                    dtype=torch.bfloat16,
+                    attn_implementation=PROBE_ATTN_IMPLEMENTATION,
+                    trust_remote_code=trust_remote_code,
+                ).eval()
+            model.tie_weights()  # otherwise done by the initialisation
             for module in model.modules():
                 if type(module) is nn.Linear:
                     module.register_forward_pre_hook(linear_recorder)
