@@ -50,7 +50,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
-from tcdeploy.models.load import config_to_dict, load_config, load_model, load_tokenizer
+from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
 from tcdeploy.passes.post_grad import op_source_digests
@@ -212,6 +212,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
+        check_checkpoint(recipe, config, architecture.class_name)
         planned = PlannedDeployment(
             recipe, config, environment, architecture, make_plan(recipe, environment, architecture)
         )

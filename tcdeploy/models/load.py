@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
@@ -36,6 +37,7 @@ def resolve_model_path(model: str) -> str:
         if model not in BUILTIN_MODELS:
             raise ModelError(f"unknown builtin model {model}", f"builtin models: {', '.join(BUILTIN_MODELS)}")
         return str(BUILTIN_MODELS[model])
+    check_path(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
         raise ModelError(
@@ -55,8 +57,22 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, json.loads(local_config.read_bytes()))
         config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        if recipe.model not in BUILTIN_MODELS:
+            check_files(recipe.model, recipe.revision, config)
     _check_layer_count(recipe.model, config.to_dict())
     return config
+
+
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, class_name: str) -> None:
+    """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
+
+    Raises ModelError. A builtin model and random weights are not checked.
+    """
+    if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
+        return
+    transformers_logging.disable_progress_bar()
+    with quiet_transformers(), _translate_errors(recipe.model):
+        check_tensors(recipe.model, recipe.revision, config, class_name)
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -127,13 +143,8 @@ def _pretrained_model(
         output_loading_info=True,
         **placement,
     )
-    missing_tensors = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if missing_tensors:
-        raise ModelError(
-            f"the checkpoint of {plan.model} lacks {len(missing_tensors)} of the model's tensors: "
-            f"{', '.join(missing_tensors[:3])}",
-            "download it again; transformers would have used random weights for them",
-        )
+    if not getattr(config, "quantization_config", None):  # else transformers adds and removes tensors
+        check_loading_report(plan.model, report)
     return model.to(plan.device)
 
 

@@ -1,0 +1,201 @@
+"""Model folders whose files do not fit together: each is refused while planning, before a weight is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tcdeploy.errors import ModelError
+from tcdeploy.models import load
+from tcdeploy.models.checkpoint import check_tensors
+from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
+from tcdeploy.models.probe import probe
+from tcdeploy.planning.recipe import Recipe
+from tests.model_families import SUPPORTED
+
+QUERY, WEIGHTS, INDEX = "model.layers.0.self_attn.q_proj", "model.safetensors", "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the embedded model, with six layers in one file."""
+    target = tmp_path / "model"
+    shutil.copytree(resolve_model_path("builtin:tiny"), target)
+    return target
+
+
+def plan(folder: Path, **fields: Any) -> None:
+    """What `pipeline.decide` does with a model."""
+    recipe = Recipe(model=str(folder), **fields)
+    config = load_config(recipe)
+    check_checkpoint(recipe, config, probe(config).class_name)
+
+
+def rejection(folder: Path, **fields: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        plan(folder, **fields)
+    assert error.value.hint
+    return error.value.message
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def shard(folder: Path) -> list[Path]:
+    """Split the weights into two files with an index."""
+    tensors = load_file(folder / WEIGHTS)
+    names, weight_map = sorted(tensors), {}
+    files = [folder / f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    for file, part in zip(files, (names[::2], names[1::2]), strict=True):
+        save_file({name: tensors[name] for name in part}, file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file.name)
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / WEIGHTS).unlink()
+    return files
+
+
+# Tensors
+
+
+def test_whole_checkpoints_pass(folder: Path) -> None:
+    plan(folder)
+    shard(folder)
+    plan(folder)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_a_checkpoint_that_transformers_saved_passes(family: str, tmp_path: Path) -> None:
+    """Among them tied embeddings, and experts that are stored separately and loaded as one tensor."""
+    config = AutoConfig.for_model(family, **SUPPORTED[family])
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path)
+    check_tensors(str(tmp_path), None, AutoConfig.from_pretrained(tmp_path), type(model).__name__)
+
+
+def test_a_tensor_that_the_model_does_not_use_is_named(folder: Path) -> None:
+    """For example a bias without `attention_bias` in the config."""
+    change_tensors(folder, lambda tensors: tensors.update({f"{QUERY}.bias": torch.ones(192)}))
+    assert f"has 1 tensors that its config.json does not need: {QUERY}.bias" in rejection(folder)
+
+
+def test_layers_beyond_those_of_the_config_are_refused(folder: Path) -> None:
+    change_config(folder, num_hidden_layers=5)
+    assert "tensors that its config.json does not need: model.layers.5." in rejection(folder)
+
+
+def test_missing_and_mismatched_tensors_are_named(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: tensors.pop(f"{QUERY}.weight"))
+    assert f"lacks 1 of the model's tensors: {QUERY}.weight" in rejection(folder)
+    change_tensors(folder, lambda tensors: tensors.update({f"{QUERY}.weight": torch.ones(4, 192)}))
+    assert f"{QUERY}.weight ([4, 192] instead of [192, 192])" in rejection(folder)
+
+
+def test_a_tensor_that_transformers_declares_ignorable_passes(folder: Path) -> None:
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"  # stored by old versions of transformers
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(16)}))
+    plan(folder)
+
+
+def test_loading_checks_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that is downloaded while it is loaded has not been checked while planning."""
+    change_tensors(folder, lambda tensors: tensors.update({f"{QUERY}.bias": torch.ones(192)}))
+    config = load_config(Recipe(model=str(folder)))
+    planned = type("Plan", (), {
+        "model": str(folder), "revision": None, "trust_remote_code": False, "device": "cpu", "load_format": "auto",
+        "weight_dtype": "float32",
+    })  # fmt: skip
+    with pytest.raises(ModelError, match=f"{QUERY}.bias"):
+        load.load_model(planned, config, "sdpa")  # type: ignore[arg-type]
+
+
+# Files
+
+
+def test_a_missing_shard_is_named(folder: Path) -> None:
+    shard(folder)[1].unlink()
+    assert rejection(folder).endswith("lacks model-00002-of-00002.safetensors, which its index lists")
+
+
+def test_a_cut_shard_is_named(folder: Path) -> None:
+    file = shard(folder)[1]
+    content = file.read_bytes()
+    for length in (len(content) - 1, len(content) // 2, 100, 4, 0):
+        file.write_bytes(content[:length])
+        assert rejection(folder).startswith(f"{file} is damaged: "), length
+
+
+@pytest.mark.parametrize("index", ["{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": "../b.safetensors"}}'])
+def test_a_damaged_index_is_named(folder: Path, index: str) -> None:
+    shard(folder)
+    (folder / INDEX).write_text(index)
+    assert rejection(folder).startswith(f"{folder / INDEX} is damaged")
+
+
+# Quantisation
+
+
+def quantise(tensors: dict[str, torch.Tensor]) -> None:
+    tensors[f"{QUERY}.weight"] = (tensors[f"{QUERY}.weight"] * 100).to(torch.float8_e4m3fn)
+    tensors[f"{QUERY}.weight_scale"] = torch.tensor(0.01)
+
+
+def test_quantised_weights_are_recognised_by_their_dtypes(folder: Path) -> None:
+    change_tensors(folder, quantise)
+    assert "has quantised weights, which are not supported yet" in rejection(folder)
+
+
+def test_quantised_weights_are_recognised_by_a_file_beside_the_config(folder: Path) -> None:
+    change_tensors(folder, quantise)
+    (folder / "hf_quant_config.json").write_text('{"quantization": {"quant_algo": "FP8"}}')
+    for load_format in ("auto", "dummy"):
+        message = rejection(folder, load_format=load_format)
+        assert "quantised with TensorRT Model Optimizer (it has hf_quant_config.json)" in message
+
+
+@pytest.mark.parametrize(
+    "method", ["modelopt", "gptq", "awq", "fp8", "compressed-tensors", "bitsandbytes", "no-one-knows-it"]
+)
+def test_a_quantisation_method_of_the_config_is_named(folder: Path, method: str) -> None:
+    change_config(folder, quantization_config={"quant_method": method})
+    for load_format in ("auto", "dummy"):
+        assert f"is quantised with {method}, which is not supported yet" in rejection(folder, load_format=load_format)
+
+
+# Other kinds of folders and files
+
+
+def test_an_adapter_beside_the_base_weights_is_refused(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "someone/base"}')
+    for load_format in ("auto", "dummy"):
+        assert "contains a PEFT adapter for someone/base" in rejection(folder, load_format=load_format)
+
+
+def test_a_folder_with_only_an_adapter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{")
+    assert rejection(tmp_path).endswith("contains a PEFT adapter, which is not supported")
+
+
+def test_other_formats_are_named(tmp_path: Path) -> None:
+    for name, format_name in (("model.gguf", "GGUF"), ("consolidated.00.pth", "PyTorch's .pth")):
+        folder = tmp_path / name.partition(".")[0]
+        folder.mkdir()
+        (folder / name).write_bytes(b"weights")
+        assert f"has weights in the format {format_name}" in rejection(folder)
+    assert rejection(tmp_path / "model" / "model.gguf").endswith("is a GGUF file, which is not supported")
+    assert rejection(tmp_path / "consolidated" / "consolidated.00.pth").endswith("is a file, not a model folder")
