@@ -37,6 +37,7 @@ IGNORED_ATTENTION_KWARGS = {
     "output_attentions",
     "cache_position",
     "output_hidden_states",
+    "logits_to_keep",
 }
 HINT = "the README lists the supported models; TCDEPLOY_DEBUG=1 shows the traceback"
 

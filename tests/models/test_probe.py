@@ -81,6 +81,11 @@ def test_a_model_whose_initialisation_needs_values_is_probed(family: str) -> Non
     assert probe(AutoConfig.for_model(family)).attention_layers
 
 
+def test_a_keyword_that_attention_ignores_is_accepted() -> None:
+    """GOT-OCR2 passes `logits_to_keep` through its layers to attention."""
+    assert probe(AutoConfig.for_model("got_ocr2")).attention_layers
+
+
 def test_an_unknown_attention_keyword_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.llama import modeling_llama
 
