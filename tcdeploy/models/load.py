@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
@@ -60,7 +67,25 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config)
     _check_layer_count(recipe.model, config.to_dict())
+    _check_is_causal_lm(recipe.model, config)
     return config
+
+
+def _check_is_causal_lm(model: str, config: PreTrainedConfig) -> None:
+    """Raise UnsupportedModelError for encoder-decoders and for types that transformers does not load as a causal LM."""
+    name, hint = config.model_type, "docs/models.md describes the models that can be served"
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(
+            f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported", hint
+        )
+    has_own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_own_class:
+        return
+    if config.get_text_config() is not config:
+        raise UnsupportedModelError(
+            f"{model} is a multimodal model ({name}) that transformers does not load as a causal LM", hint
+        )
+    raise UnsupportedModelError(f"{model} is not a causal LM: transformers has no such class for {name}", hint)
 
 
 def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, class_name: str) -> None:

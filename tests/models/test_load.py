@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from tcdeploy.errors import UnsupportedModelError
 from tcdeploy.models.load import MAX_LAYERS, load_config
@@ -120,6 +121,21 @@ def test_a_broken_config_is_an_error_without_traceback(run_cli: Any, tmp_path: P
 def test_a_config_without_weights_suggests_dummy_weights(run_cli: Any, tmp_path: Path) -> None:
     folder = save_config("llama", tmp_path)
     assert_fails(run_cli("warm", folder, *WARM, "--cache-dir", str(tmp_path / "cache")), 1, "--load-format dummy")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("t5", "is an encoder-decoder model (t5)"), ("bart", "is an encoder-decoder model (bart)"),
+        ("whisper", "is an encoder-decoder model (whisper)"), ("vit", "is not a causal LM"),
+        ("llava", "is a multimodal model (llava)"), ("clip", "is a multimodal model (clip)"),
+    ],
+)  # fmt: skip
+def test_another_kind_of_model_is_named(model_type: str, reason: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as error:
+        load_config(Recipe(model=str(tmp_path), load_format="dummy"))
+    assert reason in error.value.message and "docs/models.md" in error.value.hint
 
 
 def test_an_unsupported_model_is_an_error_on_the_command_line(run_cli: Any, tmp_path: Path) -> None:
