@@ -205,14 +205,17 @@ def _workspace_bytes(plan: Plan) -> int | None:
 
 
 def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> PlannedDeployment:
-    """Decide everything that needs no weights. `--dry-run` prints the result."""
+    """Decide everything before the weights are loaded. `--dry-run` prints the result.
+
+    Of weights on disk, only the headers of safetensors files are read.
+    """
     progress = progress or NullProgress()
     stages = stages or _StageTimer(progress)
     with stages.stage("decide"):
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
-        check_checkpoint(recipe, config, architecture.class_name)
+        check_checkpoint(recipe, config)
         planned = PlannedDeployment(
             recipe, config, environment, architecture, make_plan(recipe, environment, architecture)
         )

@@ -1,9 +1,8 @@
 """Checks a model's files before its weights are loaded: formats, quantisation, adapters, and tensor names and shapes.
 
-transformers loads the tensors that it knows and ignores the others, such as the scales of quantised weights, a bias
-that the config does not announce, or an adapter. Such a model would start, pass the parity check (which compares it
-with the same weights), and generate wrong text. It is refused here instead. Only the headers of safetensors files are
-read.
+transformers ignores tensors that it does not know, such as the scales of quantised weights, or a bias that the config
+does not declare. Such a model would start, pass the parity check (which compares it with the same weights), and
+generate wrong text. It is refused here instead. Only the headers of safetensors files are read.
 """
 
 from __future__ import annotations
@@ -11,35 +10,35 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import os
-from collections.abc import Iterator
+import logging
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedConfig
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.torch_compat import fake_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-ADAPTER_CONFIG = "adapter_config.json"
-QUANTISATION_FILES = {  # written by quantisers beside config.json, which may not mention them
-    "hf_quant_config.json": "TensorRT Model Optimizer",
-    "quantize_config.json": "AutoGPTQ",
-    "quant_config.json": "AutoAWQ",
-}
-DEQUANTISED_METHODS = {"mxfp4"}  # transformers converts these to the plan's dtype if its kernels are not installed
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
+MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
+CONVERTED_METHODS = {"mxfp4"}  # of gpt-oss; left to transformers, which may convert the weights
 QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
-QUANTISED_DTYPES = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "F4")  # as safetensors names them
-INTEGER_DTYPES = ("I8", "U8", "I16", "I32")
+INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "F4")  # in which no plain weight is stored
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
+# checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
+IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
+MAX_TENSORS = 2500  # compared while planning, in about 0.5 s; with more, as of many experts, only while loading
+HUB_TIMEOUT_S = 10
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 # Files that hold weights in other formats, by suffix.
 OTHER_FORMATS = {".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo"}
+log = logging.getLogger("tcdeploy.models")
 
 
 class Tensor(NamedTuple):
@@ -50,7 +49,7 @@ class Tensor(NamedTuple):
 
 
 def check_path(model: str) -> None:
-    """Refuse a file, and a folder without config.json that holds something else than a transformers model."""
+    """Refuse a file, and a folder that contains an adapter or weights in another format instead of a config.json."""
     path = Path(model)
     if path.suffix == ".gguf":
         raise ModelError(f"{model} is a GGUF file, which is not supported", "pass the folder of the safetensors model")
@@ -59,8 +58,10 @@ def check_path(model: str) -> None:
     if not path.is_dir() or (path / "config.json").is_file():
         return
     if (path / ADAPTER_CONFIG).is_file():
-        raise _adapter_error(model, path / ADAPTER_CONFIG)
-    suffixes = {item.suffix for item in path.iterdir()} & OTHER_FORMATS.keys()
+        raise _adapter_error(model, path)
+    suffixes: set[str] = set()
+    with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
+        suffixes = {item.suffix for item in path.iterdir()} & OTHER_FORMATS.keys()
     if suffixes:
         names = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
         raise ModelError(
@@ -76,37 +77,51 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
     """
     folder = model_folder(model, revision)
     names = _file_names(model, revision, folder)
-    if ADAPTER_CONFIG in names:
-        raise _adapter_error(model, folder / ADAPTER_CONFIG if folder else None)
-    if method := _quantisation_method(config):
-        if method not in DEQUANTISED_METHODS:
-            raise UnsupportedModelError(
-                f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
-            )
-    elif found := sorted(QUANTISATION_FILES.keys() & names):
-        tool = QUANTISATION_FILES[found[0]]
+    if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
+        raise _adapter_error(model, folder)
+    method = quantisation_method(config)
+    if method and method not in CONVERTED_METHODS:
         raise UnsupportedModelError(
-            f"{model} is quantised with {tool} (it has {found[0]}), which is not supported yet", NOT_QUANTISED_HINT
+            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
+        )
+    if not method and MODEL_OPTIMIZER_FILE in names:
+        raise UnsupportedModelError(
+            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
+            "supported yet",
+            NOT_QUANTISED_HINT,
         )
 
 
-def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, class_name: str) -> None:
-    """Compare the tensors in the safetensors headers with those of the model.
+def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, trust_remote_code: bool = False) -> bool:
+    """Compare the tensors in the safetensors headers with those of the model. Returns whether they were compared.
 
-    `class_name`: of the model in transformers. Does nothing if the files have not been downloaded, or are not
-    safetensors; then load.py checks the tensors while it loads them. Raises ModelError and UnsupportedModelError.
+    They are not if the files have not been downloaded or are not safetensors, if there are more than MAX_TENSORS, and
+    for modelling code from the repository; then load.py checks the tensors while it loads them. Raises ModelError.
     """
-    model_class = getattr(transformers, class_name, None)  # None for a class from the model's repository
     folder = model_folder(model, revision)
-    if model_class is None or folder is None or _quantisation_method(config) or not fake_tensors.supported():
-        return
-    tensors = read_headers(model, folder)
+    tensors = read_headers(model, folder) if folder and not quantisation_method(config) else None
     if tensors is None:
-        return
+        return False
     check_not_quantised(model, tensors)
-    stored = {name: (tensor.shape, DTYPES.get(tensor.dtype, torch.float32)) for name, tensor in tensors.items()}
-    with fake_tensors.fake_tensors(), torch.no_grad(), _sequential_loading():
-        state_dict = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
+    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
+    if is_remote or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or len(tensors) > MAX_TENSORS:
+        return False
+    try:
+        report = _load_on_fake_tensors(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, tensors)
+    except Exception as error:  # the load on real tensors may succeed, and is checked too
+        log.debug("the tensors of %s are not compared while planning: %s", model, error)
+        return False
+    check_loading_report(model, config, report)
+    return True
+
+
+def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """transformers' report about loading tensors of these names and shapes, with its renaming of tensors."""
+    with fake_tensors.fake_loading(), torch.no_grad():
+        state_dict = {
+            name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
+            for name, tensor in tensors.items()
+        }
         _, report = model_class.from_pretrained(
             None,
             config=copy.deepcopy(config),
@@ -115,25 +130,26 @@ def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, cl
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    check_loading_report(model, report)
+    return dict(report)
 
 
 def check_not_quantised(model: str, tensors: dict[str, Tensor]) -> None:
     """Recognise quantised weights by the dtypes and names of their tensors."""
     for name, tensor in tensors.items():
         has_integers = tensor.dtype in INTEGER_DTYPES and name.endswith("weight")
-        if has_integers or tensor.dtype in QUANTISED_DTYPES or name.endswith(QUANTISED_SUFFIXES):
+        if has_integers or name.endswith(QUANTISED_SUFFIXES):
             raise UnsupportedModelError(
                 f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
                 NOT_QUANTISED_HINT,
             )
 
 
-def check_loading_report(model: str, report: dict[str, Any]) -> None:
+def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
     `report`: as transformers returns it with `output_loading_info`. Tensors that the model's class declares ignorable
-    are not in it.
+    are not in it. Tensors that are not used are accepted in quantised models, to which transformers adds some, and in
+    multimodal ones, of which only the text model may be loaded.
     """
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -142,15 +158,27 @@ def check_loading_report(model: str, report: dict[str, Any]) -> None:
         )
     if mismatched := sorted(_describe_mismatch(*item) for item in report["mismatched_keys"]):
         raise ModelError(
-            f"{len(mismatched)} tensors of {model} do not have the shape of its config.json: {_first(mismatched)}",
+            f"tensors of {model} have other shapes than config.json describes ({len(mismatched)}): "
+            f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    if unexpected := sorted(report["unexpected_keys"]):
+    if quantisation_method(config) or config.get_text_config() is not config:
+        return
+    if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, config)):
         raise ModelError(
-            f"the checkpoint of {model} has {len(unexpected)} tensors that its config.json does not need: "
+            f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
             f"{_first(unexpected)}",
             "use the config.json that belongs to these weights; transformers would have ignored the tensors",
         )
+
+
+def _is_ignorable(name: str, config: PreTrainedConfig) -> bool:
+    """Whether the text does not depend on a tensor. Layers for multi-token prediction follow the decoder's layers."""
+    if IGNORABLE.search(name):
+        return True
+    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
+    has_prediction_layers = (getattr(config, "num_nextn_predict_layers", None) or 0) > 0
+    return bool(layer and has_prediction_layers and int(layer[1]) >= config.num_hidden_layers)
 
 
 def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:
@@ -170,19 +198,24 @@ def model_folder(model: str, revision: str | None) -> Path | None:
 
 
 def _file_names(model: str, revision: str | None, folder: Path | None) -> set[str]:
-    """Names of the model's files; of those that have been downloaded if the Hub cannot be reached."""
-    if not Path(model).is_dir():
+    """Names of the model's files. The Hub is asked once, as long as no weights have been downloaded."""
+    names = {item.name for item in folder.iterdir()} if folder else set()
+    if not Path(model).is_dir() and not any(name.endswith((".safetensors", ".bin")) for name in names):
         with contextlib.suppress(Exception):  # huggingface_hub raises many types without a network
-            return set(HfApi().list_repo_files(model, revision=revision))
-    return {item.name for item in folder.iterdir()} if folder else set()
+            info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
+            names |= {item.rfilename for item in info.siblings or ()}
+    return names
 
 
 def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
-    """The tensors in a folder's safetensors files, by name; None if it has none. Raises ModelError for broken files."""
-    if (folder / INDEX).is_file():
-        names = _indexed_files(model, folder)
-    elif (folder / WEIGHTS).is_file():
+    """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
+
+    None if the folder has no such files, or not all files of a Hub model have been downloaded.
+    """
+    if (folder / WEIGHTS).is_file():  # transformers prefers it to an index
         names = [WEIGHTS]
+    elif (folder / INDEX).is_file():
+        names = _indexed_files(folder)
     else:
         return None
     tensors: dict[str, Tensor] = {}
@@ -193,6 +226,8 @@ def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
                     piece = file.get_slice(key)
                     tensors[key] = Tensor(piece.get_dtype(), tuple(piece.get_shape()))
         except FileNotFoundError:
+            if not Path(model).is_dir():  # a download that is running or was interrupted
+                return None
             raise ModelError(
                 f"{model} lacks {name}, which its index lists", "download the model again, with all its files"
             ) from None
@@ -201,7 +236,7 @@ def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
     return tensors
 
 
-def _indexed_files(model: str, folder: Path) -> list[str]:
+def _indexed_files(folder: Path) -> list[str]:
     try:
         names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
         if all(isinstance(name, str) and Path(name).name == name for name in names):
@@ -211,7 +246,7 @@ def _indexed_files(model: str, folder: Path) -> list[str]:
     raise ModelError(f"{folder / INDEX} is damaged: weight_map must name the file of each tensor", "download it again")
 
 
-def _quantisation_method(config: PreTrainedConfig) -> str | None:
+def quantisation_method(config: PreTrainedConfig) -> str | None:
     """The quantisation method that the config or its text config names."""
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
@@ -222,27 +257,13 @@ def _quantisation_method(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _adapter_error(model: str, path: Path | None) -> UnsupportedModelError:
+def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:
     base = ""
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        name = json.loads(path.read_bytes()).get("base_model_name_or_path") if path else None
+        name = json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") if folder else None
         base = f" for {name}" if name else ""
     return UnsupportedModelError(
         f"{model} contains a PEFT adapter{base}, which is not supported",
-        "merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder",
+        "merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder; if it is "
+        f"merged already, delete {ADAPTER_CONFIG}",
     )
-
-
-@contextlib.contextmanager
-def _sequential_loading() -> Iterator[None]:
-    """Make transformers load tensors in one thread: fake tensors cannot be used in several."""
-    name = "HF_DEACTIVATE_ASYNC_LOAD"
-    earlier = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        yield
-    finally:
-        if earlier is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = earlier

@@ -64,10 +64,10 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, json.loads(local_config.read_bytes()))
         config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        _check_is_causal_lm(recipe.model, config)
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config)
     _check_layer_count(recipe.model, config.to_dict())
-    _check_is_causal_lm(recipe.model, config)
     return config
 
 
@@ -88,7 +88,7 @@ def _check_is_causal_lm(model: str, config: PreTrainedConfig) -> None:
     raise UnsupportedModelError(f"{model} is not a causal LM: transformers has no such class for {name}", hint)
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, class_name: str) -> None:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
     Raises ModelError. A builtin model and random weights are not checked.
@@ -97,7 +97,7 @@ def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, class_name: str) 
         return
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        check_tensors(recipe.model, recipe.revision, config, class_name)
+        check_tensors(recipe.model, recipe.revision, config, recipe.trust_remote_code)
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -168,8 +168,7 @@ def _pretrained_model(
         output_loading_info=True,
         **placement,
     )
-    if not getattr(config, "quantization_config", None):  # else transformers adds and removes tensors
-        check_loading_report(plan.model, report)
+    check_loading_report(plan.model, config, report)
     return model.to(plan.device)
 
 

@@ -10,6 +10,7 @@ model calls the AttentionInterface at all, or passes a sink or a bias.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -178,7 +179,9 @@ def _run_on_fake_tensors(
     """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
-            with no_init_weights():  # some models read their weights while they initialise them
+            # Some models read their weights while they initialise them. Code from a repository may use what
+            # torch.nn.init returns, which is nothing without initialisation.
+            with contextlib.nullcontext() if trust_remote_code else no_init_weights():
                 model = AutoModelForCausalLM.from_config(  # a copy: transformers stores attn_implementation in it
                     copy.deepcopy(config),
                     dtype=torch.bfloat16,

@@ -1,4 +1,4 @@
-"""Build and run a model without memory for its weights.
+"""Build, run and load a model without memory for its weights.
 
 The probe uses FakeTensorMode: tensors with shape, dtype and device but no data. Without it, tensors on the meta device
 take its place, which some model types cannot run on; the probe refuses those.
@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
@@ -43,3 +46,29 @@ def fake_tensors() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+class _AllEqual(TorchFunctionMode):
+    """Answers `torch.equal`, which needs values: transformers compares tied tensors if a checkpoint has both."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return True if func is torch.equal else func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def fake_loading() -> Iterator[None]:
+    """Like `fake_tensors`, for transformers' `from_pretrained` with a state dict.
+
+    Tensors are loaded in one thread, because fake tensors cannot be used in several.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"  # read by transformers at each load
+    earlier = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with fake_tensors(), _AllEqual():
+            yield
+    finally:
+        if earlier is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = earlier
