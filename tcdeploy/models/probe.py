@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.torch_compat.attention_registry import unregister_attention
@@ -73,6 +73,18 @@ class _LinearRecorder:
 
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
     """The Architecture of the causal LM that `config` describes. Raises UnsupportedModelError with the reason."""
+    try:
+        return _probe(config, trust_remote_code)
+    except TcdeployError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise UnsupportedModelError(
+            f"the config of {config.model_type} has a value that cannot be used: {error}",
+            "check config.json; TCDEPLOY_DEBUG=1 shows the traceback",
+        ) from error
+
+
+def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
     name = config.model_type
     _check_layer_types(config)
     recorder = _AttentionRecorder()

@@ -81,6 +81,14 @@ def test_a_model_whose_initialisation_needs_values_is_probed(family: str) -> Non
     assert probe(AutoConfig.for_model(family)).attention_layers
 
 
+def test_a_value_of_the_wrong_type_is_an_error_with_a_hint() -> None:
+    """Llama's config accepts any value under a key that it does not know."""
+    config = AutoConfig.for_model("llama", **SUPPORTED["llama"], sliding_window="wide")
+    with pytest.raises(UnsupportedModelError, match="the config of llama has a value that cannot be used") as error:
+        probe(config)
+    assert "config.json" in error.value.hint
+
+
 def test_a_keyword_that_attention_ignores_is_accepted() -> None:
     """GOT-OCR2 passes `logits_to_keep` through its layers to attention."""
     assert probe(AutoConfig.for_model("got_ocr2")).attention_layers
