@@ -1,0 +1,14 @@
+"""Hostile model folders, each kind some times; `scripts/attack configs` makes thousands."""
+
+from __future__ import annotations
+
+import random
+
+from tests.hostile.configs import ATTACKS, run
+
+
+def test_a_hostile_model_folder_is_planned_for_or_refused_with_a_hint() -> None:
+    result = run(random.Random(23), 8 * len(ATTACKS))
+    assert result["succeeded"] == []
+    kinds = {name.partition(": ")[2] for name in result["outcomes"]}
+    assert kinds == {"planned", "loaded", "refused"}, "each outcome must occur, or the attacks test nothing"
