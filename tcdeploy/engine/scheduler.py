@@ -222,8 +222,8 @@ class Scheduler:
     def _allocate_decode_blocks(self) -> None:
         """Give every running sequence the blocks for `length` tokens, and lookahead blocks while enough are free.
 
-        One call either grows or shrinks the blocks of a sequence, never both. So a row with the same sequence and the
-        same number of blocks as at the previous decode step has the same blocks.
+        One call either grows or shrinks the blocks of a sequence, never both. So a sequence that has kept its row since
+        the previous decode step, and has the same number of blocks, has the same blocks.
         """
         if not self._total_missing_blocks(0):
             return

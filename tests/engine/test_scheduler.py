@@ -575,7 +575,7 @@ class FakeEngine:
     progress: dict[Sequence, tuple[int, int]] = field(default_factory=dict)  # (preemptions, next position)
     hits: Counter[Sequence] = field(default_factory=Counter)  # prefix hits of earlier admissions
     unread: deque[list[tuple[Sequence, int]]] = field(default_factory=deque)
-    tables: list[tuple[Sequence, list[int]]] = field(default_factory=list)  # of the previous decode step
+    tables: dict[Sequence, list[int]] = field(default_factory=dict)  # uploaded at decode steps, of rows kept since
     prefills_in_a_row: int = 0
 
     def submit(self, sequence: Sequence) -> None:
@@ -601,6 +601,7 @@ class FakeEngine:
 
     def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         config = self.scheduler.config
+        self.keep_tables_of_rows()
         assert len(step.chunks) <= config.max_prefill_sequences
         assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= config.prefill_tokens
         for sequence, start, _ in step.chunks:
@@ -635,12 +636,18 @@ class FakeEngine:
         assert start == position
         self.progress[sequence] = (sequence.preemptions, start)
 
+    def keep_tables_of_rows(self) -> None:
+        """Each step assigns the rows (engine/rows.py). A sequence without a row loses its table."""
+        running = set(self.scheduler.running)
+        self.tables = {sequence: table for sequence, table in self.tables.items() if sequence in running}
+
     def check_tables(self, decode: tuple[Sequence, ...]) -> None:
-        """A row with the same sequence and number of blocks has the table of the previous decode step."""
-        for (previous, table), sequence in zip(self.tables, decode, strict=False):
-            if previous is sequence and len(table) == len(sequence.blocks):
-                assert table == sequence.blocks
-        self.tables = [(sequence, list(sequence.blocks)) for sequence in decode]
+        """A sequence that has kept its row has the same blocks as at the last decode step if it has as many."""
+        self.keep_tables_of_rows()
+        for sequence in decode:
+            table = self.tables.get(sequence)
+            assert table is None or len(table) != len(sequence.blocks) or table == sequence.blocks
+        self.tables = {sequence: list(sequence.blocks) for sequence in decode}
 
     def write(self, sequence: Sequence, start: int, stop: int) -> None:
         tokens, block_size, owners = self.sampled[sequence], self.scheduler.allocator.block_size, self.owners()
