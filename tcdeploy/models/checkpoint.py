@@ -190,7 +190,7 @@ def _first(names: list[str]) -> str:
 
 
 def model_folder(model: str, revision: str | None) -> Path | None:
-    """The folder of a local model, or of a Hub id's downloaded files; None if there is none."""
+    """The folder of a local model, or of the downloaded files of a Hub model. None if nothing was downloaded."""
     if Path(model).is_dir():
         return Path(model)
     config = try_to_load_from_cache(model, "config.json", revision=revision)
