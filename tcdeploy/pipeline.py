@@ -47,6 +47,7 @@ from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.parity_check import Checker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
@@ -137,13 +138,15 @@ def prepare(
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
+    with stages.stage("reference"):
+        checker = Checker(runner, architecture, planned.config)
     with stages.stage("compile"):
         regions = _regions(runner.model, planned)
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(staging.path).track() as tracker:
             on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
-            records = warm_buckets(runner, architecture, previous, plan.cache_dir, measure, progress, on_finished)
+            records = warm_buckets(runner, checker, previous, plan.cache_dir, measure, progress, on_finished)
     with stages.stage("record"):
         files = hash_used_files(staging, tracker.paths(), earlier, _is_first_prepare())
         if recipe.require_signed and staging.bundle is not None:

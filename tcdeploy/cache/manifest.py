@@ -28,20 +28,28 @@ from tcdeploy.planning.environment import Difference, Environment, diff_mappings
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
 
 
 @dataclass(frozen=True)
 class Parity:
-    """The distance of a bucket's logits from those of transformers' attention on the same weights."""
+    """The distance of a bucket's logits from a computation of the same weights in higher precision.
+
+    The distance of transformers' eager logits in the compute dtype decides how large it may be (engine/parity.py).
+    """
 
     rows: int  # compared
-    max_difference: float
+    reference_dtype: str  # of the computation in higher precision
+    max_difference: float  # between logits
     relative_difference: float  # max_difference over the largest reference logit
     kl: float  # in nats, the largest over the rows
-    tolerance: float  # for relative_difference
-    kl_tolerance: float
+    median_kl: float  # over the rows
+    eager_max_difference: float  # of transformers' eager logits
+    eager_kl: float
+    max_difference_limit: float
+    kl_limit: float
+    median_kl_limit: float
     passed: bool
 
 

@@ -206,16 +206,18 @@ class ModelRunner:
         return Step(bucket, variant, buffers.metadata, attention, last_token_rows)
 
     @torch.no_grad()
-    def reference_logits(self, token_ids: list[int], attn_implementation: str) -> Tensor:
-        """Logits [vocab] (float32) after the last of `token_ids`, by transformers' own attention, uncompiled."""
+    def reference_logits(self, token_ids: list[int], positions: list[int], attn_implementation: str) -> Tensor:
+        """Logits [positions, vocab] after the tokens at `positions`, by transformers' own attention, uncompiled."""
         input_ids = torch.tensor([token_ids], device=self.model.device)
-        last_row = {"logits_to_keep": 1} if self._supports_logits_to_keep else {}
+        rows = torch.tensor(positions, device=self.model.device)
+        selected_rows = {"logits_to_keep": rows} if self._supports_logits_to_keep else {}
         self.step_holder.step = None  # modules run uncompiled
         self.model.set_attn_implementation(attn_implementation)
         try:
-            return self.model(input_ids=input_ids, use_cache=False, **last_row).logits[0, -1].float()
+            logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits[0]
         finally:
             self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
+        return logits if selected_rows else logits[rows]
 
 
 def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:

@@ -21,7 +21,7 @@ import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
 from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
-from tcdeploy.engine.parity_check import ParityCheck, check_bucket
+from tcdeploy.engine.parity_check import Checker, ParityCheck
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.planning.plan import Plan
@@ -107,9 +107,7 @@ def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, m
     return TuningRun(tuple(trials), compiled, spent)
 
 
-def select_variant(
-    batch: WarmupBatch, tuning: TuningRun, attn_implementation: str, programs_cached: bool
-) -> SelectedVariant:
+def select_variant(batch: WarmupBatch, tuning: TuningRun, checker: Checker, programs_cached: bool) -> SelectedVariant:
     """Compile and check the fastest variant, or the only one.
 
     A variant that fails the parity check is marked in the trials, and the next fastest is taken. The last one left is
@@ -122,10 +120,8 @@ def select_variant(
         with without_compile_workers() if programs_cached else contextlib.nullcontext():
             # A variant that was tried is compiled again here, because the runner keeps only the variant set last.
             compiled = compile_variant(batch, variant)
-        if trials and not batch.bucket.is_prefill:
-            batch.fill_kv_cache()  # the timing batches have overwritten it
         peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
-        check = check_bucket(batch, attn_implementation)
+        check = checker.check(batch.bucket)
         remaining = trials if check.parity.passed else _mark_failed(trials, name, check.parity)
         if check.parity.passed or not any_timed(remaining):
             compiled = compiled._replace(compilation=total_compilation(variant, compiled.compilation, tuning.compiled))

@@ -1,4 +1,4 @@
-"""Warm every bucket of the plan: compile its step, capture it, check it against transformers, and record the result.
+"""Warm every bucket of the plan: compile its step, capture it, check it against the reference, and record the result.
 
 The largest bucket goes first: CUDA graphs share one memory pool, which the first graph sizes. Tuning, the parity check
 and timing are in tuning.py, parity_check.py and timing.py; this module holds the order and the record. A record keeps
@@ -17,14 +17,12 @@ import torch
 from tcdeploy.cache.manifest import BucketRecord, Trial
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
-from tcdeploy.engine.parity import reference_attn_implementation
-from tcdeploy.engine.parity_check import raise_if_failed
+from tcdeploy.engine.parity_check import Checker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.timing import StepTimes, measure_step_times
 from tcdeploy.engine.tuning import SelectedVariant, select_variant, tune
-from tcdeploy.engine.warmup_inputs import make_check_batch, timed_context
+from tcdeploy.engine.warmup_inputs import timed_context
 from tcdeploy.errors import SpaceError
-from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.progress import Progress
 
@@ -50,7 +48,7 @@ class _WarmedBucket(NamedTuple):
 
 def warm_buckets(
     runner: ModelRunner,
-    architecture: Architecture,
+    checker: Checker,
     previous: PreviousRun,
     cache_dir: str,
     measure: bool,
@@ -64,7 +62,6 @@ def warm_buckets(
     all cache entries.
     """
     plan = runner.plan
-    attn_implementation = reference_attn_implementation(architecture)
     records: dict[Bucket, BucketRecord] = {}
     order = sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
     tuning_left = plan.tune_seconds
@@ -72,7 +69,7 @@ def warm_buckets(
         progress.bucket_started(bucket.name, number, len(order))
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with translate_compile_errors(plan, cache_dir):
-            warmed = _warm_bucket(runner, bucket, previous, attn_implementation, tune_seconds, measure)
+            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, measure)
         records[bucket] = warmed.record
         tuning_left -= warmed.tuning_seconds
         progress.bucket_finished(warmed.record)
@@ -87,7 +84,7 @@ def _warm_bucket(
     runner: ModelRunner,
     bucket: Bucket,
     previous: PreviousRun,
-    attn_implementation: str,
+    checker: Checker,
     tune_seconds: float,
     measure: bool,
 ) -> _WarmedBucket:
@@ -95,12 +92,12 @@ def _warm_bucket(
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     before = read_counts()
-    batch = make_check_batch(runner, bucket)
+    batch = checker.make_batch(bucket)
     if not bucket.is_prefill:
         batch.fill_kv_cache()
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
-    selected = select_variant(batch, tuning, attn_implementation, bucket.name in previous.buckets)
+    selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
     kernels_compiled = (read_counts() - before).kernels_compiled  # trials and checks included
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))

@@ -1,8 +1,8 @@
 """The token sequences that a bucket is compiled, checked and timed on.
 
 Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
-rows. Timing batches fill the bucket. Both are random tokens from a fixed seed. Neither goes through the scheduler:
-each batch takes its KV blocks from a new allocator, so two batches overwrite each other's cache.
+rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
+scheduler: each batch takes its KV blocks from a new allocator, so two batches overwrite each other's cache.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tcdeploy.compiler.stances import force_eager
 from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.engine.check_prompts import CheckPrompts, PromptPrefix
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
@@ -43,16 +44,36 @@ class WarmupBatch(NamedTuple):
 
     def fill_kv_cache(self) -> None:
         """Write the keys and values of all but each sequence's last token, by eager packed prefills."""
+        self._fill_kv_cache([len(sequence.token_ids) - 1 for sequence in self.sequences])
+
+    def run_in_two_chunks(self) -> StepOutput:
+        """Prefill the only sequence: its beginning eagerly, and the rest, at most half of it, in the bucket."""
+        (sequence,) = self.sequences
+        length = len(sequence.token_ids)
+        start = length - min(self.bucket.size, length // 2)
+        self._fill_kv_cache([start])
+        return self.runner.prefill([Chunk(sequence, start, length)], bucket=self.bucket)
+
+    def _fill_kv_cache(self, lengths: list[int]) -> None:
         with force_eager():
-            for chunks in _packed_chunks(self.sequences, self.plan):
+            for chunks in _packed_chunks(self.sequences, lengths, self.plan):
                 self.runner.prefill(chunks)
 
 
-def make_check_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
-    """Prefill: three packed prompts if they fit, else one that fills the bucket. Decode: one sequence per row."""
-    allocator = BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
-    lengths = _prefill_lengths if bucket.is_prefill else _decode_lengths
-    return _make_batch(runner, bucket, lengths(bucket, runner.plan, allocator), allocator)
+def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
+    """The bucket's batch of check prompts (check_prompts.py)."""
+    return _make_check_batch(runner, bucket, prompts, prompts.batch(bucket))
+
+
+def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
+    """The prompt that is checked in two chunks, or an empty batch."""
+    return _make_check_batch(runner, bucket, prompts, prompts.continued(bucket))
+
+
+def _make_check_batch(
+    runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, prefixes: list[PromptPrefix]
+) -> WarmupBatch:
+    return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
 def make_timing_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
@@ -61,9 +82,9 @@ def make_timing_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
     Variants are compared on this batch only. Many short prompts in one bucket, and chunks that follow a cached prefix,
     are not timed.
     """
-    allocator = BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
     lengths = [bucket.size] if bucket.is_prefill else [timed_context(runner.plan, bucket)] * bucket.size
-    return _make_batch(runner, bucket, lengths, allocator)
+    source = random.Random(SEED)
+    return _make_batch(runner, bucket, [[source.randrange(runner.vocab_size) for _ in range(n)] for n in lengths])
 
 
 def timed_context(plan: Plan, bucket: Bucket) -> int:
@@ -72,42 +93,23 @@ def timed_context(plan: Plan, bucket: Bucket) -> int:
     return min(MAX_TIMED_CONTEXT, plan.context, available)
 
 
-def _make_batch(runner: ModelRunner, bucket: Bucket, lengths: list[int], allocator: BlockAllocator) -> WarmupBatch:
-    source = random.Random(SEED)
+def _make_batch(runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]]) -> WarmupBatch:
+    allocator = BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
     sequences = []
-    for length in lengths:
-        token_ids = [source.randrange(runner.vocab_size) for _ in range(length)]
-        sequence = Sequence(0, token_ids, length, SamplingParams())
-        sequence.blocks = allocator.allocate(allocator.blocks_for(length))
+    for tokens in token_ids:
+        sequence = Sequence(0, tokens, len(tokens), SamplingParams())
+        sequence.blocks = allocator.allocate(allocator.blocks_for(len(tokens)))
         sequences.append(sequence)
     return WarmupBatch(runner, bucket, sequences)
 
 
-def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:
-    size = bucket.size
-    packed = [size - size // 4 - size // 8 - 1, size // 4, size // 8]
-    blocks = sum(allocator.blocks_for(length) for length in packed)
-    fits = size >= 8 and plan.max_prefill_sequences >= len(packed) and blocks <= allocator.num_allocatable
-    return packed if fits else [size]
-
-
-def _decode_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:
-    """At most one block each; the first sequence reaches into its third block if enough blocks are free."""
-    longest = min(plan.block_size, plan.context)
-    lengths = [2 + 7 * row % (longest - 1) for row in range(bucket.size)]
-    first = min(2 * plan.block_size + 5, plan.context)
-    if allocator.blocks_for(first) + bucket.size - 1 <= allocator.num_allocatable:
-        lengths[0] = first
-    return lengths
-
-
-def _packed_chunks(sequences: list[Sequence], plan: Plan) -> Iterator[list[Chunk]]:
-    """All but each sequence's last token, in prefill steps of the largest bucket."""
+def _packed_chunks(sequences: list[Sequence], lengths: list[int], plan: Plan) -> Iterator[list[Chunk]]:
+    """The first `lengths` tokens of the sequences, in prefill steps of the largest bucket."""
     largest = plan.prefill_buckets[-1].size
     chunks: list[Chunk] = []
-    for sequence in sequences:
-        for start in range(0, len(sequence.token_ids) - 1, largest):
-            chunk = Chunk(sequence, start, min(start + largest, len(sequence.token_ids) - 1))
+    for sequence, length in zip(sequences, lengths, strict=True):
+        for start in range(0, length, largest):
+            chunk = Chunk(sequence, start, min(start + largest, length))
             tokens = sum(stop - begin for _, begin, stop in [*chunks, chunk])
             if chunks and (tokens > largest or len(chunks) == plan.max_prefill_sequences):
                 yield chunks

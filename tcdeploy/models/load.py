@@ -27,6 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
+from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
@@ -148,9 +149,11 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
     """Random weights, created on the device; equal for equal config, device and torch version."""
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
-        return AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
+    draw_dummy_weights(model)
+    return model
 
 
 def _pretrained_model(

@@ -20,7 +20,10 @@ DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 CUDA_CONTEXT_BYTES = 1090 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
 CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: eager, warm-up and graph capture
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one captured step, in the driver
-PARITY_CHECK_FACTOR = 1.5  # memory of the parity check's eager reference pass, relative to a step's activations
+MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check_prompts.py)
+MAX_CHECKED_WINDOW = 8192  # tokens; no check sequence reaches beyond a larger sliding window
+# Memory of the parity check's reference pass in float32, relative to the activations of as many tokens.
+PARITY_CHECK_FACTOR = 3.0
 SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/sampling.py)
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
@@ -74,8 +77,22 @@ def predict_workspace(
         decode_rows_bytes=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
         logits_bytes=output_rows * architecture.vocab_size * element_bytes,
         graphs_bytes=num_buckets * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
-        parity_check_bytes=int(PARITY_CHECK_FACTOR * activations_bytes),
+        parity_check_bytes=int(
+            PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * architecture.peak_activation_elements
+        )
+        * element_bytes,
     )
+
+
+def checked_window(architecture: Architecture, context: int) -> int:
+    """The largest sliding window that check sequences reach beyond, or 0."""
+    windows = [spec.window for spec in architecture.attention_layers]
+    return max((window for window in windows if window < min(context, MAX_CHECKED_WINDOW + 1)), default=0)
+
+
+def _reference_tokens(architecture: Architecture, demand: CacheDemand) -> int:
+    """Tokens of the longest prompt on which buckets are checked."""
+    return max(min(demand.max_prefill_tokens, MAX_PROMPT_TOKENS), checked_window(architecture, demand.context))
 
 
 class KVSize(NamedTuple):

@@ -1,0 +1,132 @@
+"""The prompts on which buckets are checked against the reference.
+
+All buckets are checked on prefixes of the same few prompts of random tokens. A forward pass over a prompt gives the
+reference logits of all of its prefixes, so the reference is computed once per start, and not once per bucket.
+
+A prefix ends beyond the sliding window, if the model has one that the KV cache holds. Prompts are otherwise at most
+MAX_PROMPT_TOKENS long; a larger prefill bucket is filled with several of them.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any, NamedTuple
+
+from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.memory import MAX_PROMPT_TOKENS, checked_window
+from tcdeploy.planning.plan import Bucket, Plan
+
+NUM_PROMPTS = 3
+MAX_CHECKED_ROWS = 16  # of a decode bucket
+BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
+
+
+class PromptPrefix(NamedTuple):
+    """The first `length` tokens of a prompt, which is given by its number."""
+
+    prompt: int
+    length: int
+
+
+class CheckPrompts:
+    """Chooses the prefixes on which each bucket of a plan is checked, and makes their tokens from `seed`."""
+
+    def __init__(self, plan: Plan, architecture: Architecture, config: Any, seed: int) -> None:
+        self._plan = plan
+        self._seed = seed
+        self._vocab_size = architecture.vocab_size
+        self._excluded_tokens = special_token_ids(config.to_dict())
+        window = checked_window(architecture, plan.context)
+        self._long_length = window + BEYOND_WINDOW if window else 0
+
+    def token_ids(self, prefix: PromptPrefix) -> list[int]:
+        """Random tokens, equal for equal prefixes. Placeholders of images and other special tokens are left out."""
+        source = random.Random(f"{self._seed} {prefix.prompt}")
+        tokens: list[int] = []
+        while len(tokens) < prefix.length:
+            token = source.randrange(self._vocab_size)
+            if token not in self._excluded_tokens or self._vocab_size <= len(self._excluded_tokens):
+                tokens.append(token)
+        return tokens
+
+    def all_prefixes(self) -> list[PromptPrefix]:
+        """The prefixes of all buckets whose logits are compared."""
+        prefixes = {
+            prefix for bucket in self._plan.buckets for prefix in [*self.checked(bucket), *self.continued(bucket)]
+        }
+        return sorted(prefixes)
+
+    def checked(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Those of `batch` whose logits are compared."""
+        batch = self.batch(bucket)
+        return [batch[row] for row in checked_rows(bucket, len(batch))]
+
+    def batch(self, bucket: Bucket) -> list[PromptPrefix]:
+        """Prefill: several packed prompts if they fit, else one. Decode: one sequence for each row."""
+        plan = self._plan
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        lengths = _prefill_lengths(bucket, plan, allocator) if bucket.is_prefill else self._decode_lengths(bucket)
+        return [PromptPrefix(row % NUM_PROMPTS, length) for row, length in enumerate(lengths)]
+
+    def continued(self, bucket: Bucket) -> list[PromptPrefix]:
+        """The prefix that is checked in two chunks, of which the bucket computes the second. Empty for decode."""
+        first = self.batch(bucket)[0]
+        if not bucket.is_prefill or first.length < 2:
+            return []
+        return [first._replace(length=max(first.length, self._affordable(self._long_length)))]
+
+    def _decode_lengths(self, bucket: Bucket) -> list[int]:
+        """At most one block each; the first sequence is longer if enough blocks are free."""
+        plan = self._plan
+        longest = min(plan.block_size, plan.context)
+        lengths = [2 + 7 * row % (longest - 1) for row in range(bucket.size)]
+        for first in (self._long_length, 2 * plan.block_size + BEYOND_WINDOW):
+            first = self._affordable(first, other_blocks=bucket.size - 1)
+            if first > lengths[0]:
+                lengths[0] = first
+                break
+        return lengths
+
+    def _affordable(self, length: int, other_blocks: int = 0) -> int:
+        """`length`, limited by the context; 0 if the KV cache does not hold it beside `other_blocks`."""
+        plan = self._plan
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        length = min(length, plan.context)
+        return length if allocator.blocks_for(length) + other_blocks <= allocator.num_allocatable else 0
+
+
+def checked_rows(bucket: Bucket, count: int) -> list[int]:
+    """All prompts of a prefill; of a decode batch at most MAX_CHECKED_ROWS, the first and the last among them."""
+    if bucket.is_prefill:
+        return list(range(count))
+    return evenly_spaced(count, MAX_CHECKED_ROWS)
+
+
+def evenly_spaced(count: int, most: int) -> list[int]:
+    """At most `most` numbers of 0..count-1, the first and the last among them."""
+    if count <= most:
+        return list(range(count))
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+def special_token_ids(config: dict[str, Any]) -> set[int]:
+    """Token ids that a config names, also in the configs within it: bos, eos, padding, placeholders of images."""
+    found: set[int] = set()
+    for name, value in config.items():
+        if isinstance(value, dict):
+            found |= special_token_ids(value)
+        elif str(name).endswith(("_token_id", "_token_index", "_token_ids")):
+            found |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
+    return found
+
+
+def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:
+    """Three unequal prompts that leave padding, and further ones if their length is limited."""
+    size = bucket.size
+    lengths = [min(length, MAX_PROMPT_TOKENS) for length in (size - size // 4 - size // 8 - 1, size // 4, size // 8)]
+    while (rest := size - 1 - sum(lengths)) > size // 8 and len(lengths) < plan.max_prefill_sequences:
+        lengths.append(min(rest, MAX_PROMPT_TOKENS))
+    blocks = sum(allocator.blocks_for(length) for length in lengths)
+    fits = size >= 8 and plan.max_prefill_sequences >= len(lengths) and blocks <= allocator.num_allocatable
+    return lengths if fits else [min(size, MAX_PROMPT_TOKENS)]

@@ -1,0 +1,97 @@
+"""Computes the logits that the parity check compares a bucket with, by transformers' own attention, uncompiled.
+
+They share nothing with a bucket but the weights: no compiled program, no paged cache and none of our ops. They read
+slices of the packed weights (models/packed_linears.py), one matrix product each. Each prompt runs alone, from its first
+token.
+
+Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding errors
+are negligible. The distance between them is the error that the dtype causes on this model.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.engine.check_prompts import CheckPrompts, PromptPrefix, evenly_spaced
+from tcdeploy.engine.parity import row_distances
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.torch_compat import precise_math
+
+HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
+OTHER_ROWS = 8  # of each prompt
+OTHER_ROWS_WITH_EXPERTS = 32
+log = logging.getLogger("tcdeploy.engine")
+
+
+class PrefixLogits(NamedTuple):
+    """Logits [vocab] after a prefix, in host memory. `precise` is float32 or float64."""
+
+    eager: Tensor
+    precise: Tensor
+
+
+class ReferenceLogits(NamedTuple):
+    """The reference of all buckets.
+
+    dtype: that of the precise logits; the compute dtype if they could not be computed in a higher one.
+    other_rows: [rows, 2] distances of eager from precise logits after further prefixes (parity.row_distances).
+    """
+
+    rows: dict[PromptPrefix, PrefixLogits]
+    dtype: str
+    other_rows: Tensor
+
+
+def reference_attn_implementation(architecture: Architecture) -> str:
+    """The attention implementation of the reference: sdpa, or eager if the model needs soft-capping or sinks."""
+    plain = all(not spec.softcap and not spec.has_sinks for spec in architecture.attention_layers)
+    return "sdpa" if plain else "eager"
+
+
+def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implementation: str) -> ReferenceLogits:
+    """The logits after all prefixes that any bucket is checked on."""
+    rows: dict[PromptPrefix, PrefixLogits] = {}
+    other_rows: list[Tensor] = []
+    dtype = HIGHER_PRECISION[runner.plan.compute_dtype]
+    has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
+    for _, group in itertools.groupby(prompts.all_prefixes(), key=lambda prefix: prefix.prompt):
+        prefixes = list(group)
+        token_ids = prompts.token_ids(prefixes[-1])  # the longest
+        others = evenly_spaced(len(token_ids), OTHER_ROWS_WITH_EXPERTS if has_experts else OTHER_ROWS)
+        positions = [prefix.length - 1 for prefix in prefixes] + others
+        eager = runner.reference_logits(token_ids, positions, attn_implementation)
+        precise = _precise_logits(runner, token_ids, positions, attn_implementation)
+        if precise is None:
+            precise, dtype = eager.float(), runner.plan.compute_dtype
+        other_rows.append(row_distances(eager[len(prefixes) :], precise[len(prefixes) :]))
+        eager, precise = eager[: len(prefixes)].cpu(), precise[: len(prefixes)].cpu()
+        rows |= {prefix: PrefixLogits(eager[row], precise[row]) for row, prefix in enumerate(prefixes)}
+    if runner.plan.device == "cuda":
+        torch.cuda.empty_cache()
+    return ReferenceLogits(rows, dtype, torch.cat(other_rows))
+
+
+def _precise_logits(
+    runner: ModelRunner, token_ids: list[int], positions: list[int], attn_implementation: str
+) -> Tensor | None:
+    """None if the model cannot be computed in the higher precision, for example because of a kernel of its own."""
+    compute_dtype = runner.plan.compute_dtype
+    if not precise_math.supported():
+        return None
+    low, high = getattr(torch, compute_dtype), getattr(torch, HIGHER_PRECISION[compute_dtype])
+    try:
+        with precise_math.precise_math(low, high):
+            return runner.reference_logits(token_ids, positions, attn_implementation)
+    except Exception as error:  # torch and the model's own code raise many types
+        log.warning(
+            "the parity check uses fixed tolerances, because the reference cannot be computed in %s: %s",
+            HIGHER_PRECISION[compute_dtype],
+            str(error).strip().split("\n")[0][:200],
+        )
+        return None

@@ -1,0 +1,145 @@
+"""Random weights with which every part of a model matters (`--load-format dummy`).
+
+transformers initialises a model for training: residual branches are small, norms and biases do nothing, attention is
+almost uniform. Such a model gives nearly the same logits with a layer or a bias left out, or with wrong positions, so a
+parity check on it proves little. The weights drawn here keep the activations of every layer at unit scale:
+
+- A matrix multiplies by about 1: its standard deviation is 1 / sqrt(inputs).
+- Queries and keys are scaled so that attention scores have the standard deviation ATTENTION_STD. With larger scores
+  bfloat16's rounding errors grow from layer to layer and hide faults, so soft-capped scores reach their cap in the
+  first SOFTCAPPED_LAYERS layers only. The output of attention, an average of many values, is scaled by
+  ATTENTION_OUTPUT_GAIN to weigh as much as the MLP's.
+- Logits have the standard deviation LOGITS_STD, and more if they are soft-capped.
+- Norms, biases, sinks and other vectors differ from their neutral values by random amounts.
+- Routers of experts are scaled by ROUTER_GAIN, so that the selected experts have different weights.
+- Embeddings have unequal norms. Some are so small that the epsilon of the first norm matters.
+
+Every tensor starts from transformers' own initialisation, so zeros that it sets (padding) stay zeros.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+ATTENTION_STD = 1.5
+ATTENTION_OUTPUT_GAIN = 2.0
+LOGITS_STD = 1.5
+SOFTCAPPED_LAYERS = 2
+SOFTCAP_SHARE = 0.2  # standard deviation of soft-capped scores and logits, as a share of the cap
+ROUTER_GAIN = 2.0
+VECTOR_NOISE = 0.25  # of norms and biases
+SINK_NOISE = 1.0
+SMALLEST_EMBEDDING = 1 / 64  # of the largest
+QUERY_OR_KEY = re.compile(r"(^|[._])(q|k|query|key)([._](proj|norm|layernorm|ln|a_proj|b_proj)|_lin|$)|qk_norm")
+FUSED_QUERY_AND_KEY = re.compile(r"qkv|c_attn|query_key_value", re.IGNORECASE)
+ATTENTION_OUTPUT = re.compile(r"attn\.(.*\.)?(c_proj|dense|out_proj|o_proj|wo)$|attention\.(.*\.)?(dense|out_proj|wo)$")
+ROUTER = re.compile(r"(^|[._])(gate|router)(\.|$)|router")
+FROM_HIDDEN = re.compile(r"gate|up|w1|w3|fc1|c_fc|in_proj")
+
+
+@torch.no_grad()
+def draw_dummy_weights(model: PreTrainedModel) -> None:
+    """Rescale and perturb the weights of an initialised model in place.
+
+    Reproducible for one torch version and device if the caller seeds torch's random numbers.
+    """
+    head_weight: Any = getattr(model.get_output_embeddings(), "weight", None)
+    is_tied = any(module.weight is head_weight for module in model.modules() if isinstance(module, nn.Embedding))
+    logits_std = max(LOGITS_STD, SOFTCAP_SHARE * _softcap(model, "final_logit_softcapping"))
+    gains = _attention_gains(model)
+    drawn: set[int] = set()
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in drawn or not parameter.is_floating_point():
+                continue
+            drawn.add(id(parameter))
+            if parameter.ndim < 2 or name.endswith("bias"):  # experts have a matrix of biases
+                _perturb(parameter, name, _gain(path, gains))
+            elif isinstance(module, nn.Embedding):
+                _vary_norms(parameter)
+                _rescale(parameter, logits_std / math.sqrt(parameter.shape[-1]) if is_tied else 1.0)
+            elif id(parameter) == id(head_weight):
+                _rescale(parameter, logits_std / math.sqrt(parameter.shape[-1]))
+            else:
+                gain = _gain(f"{path}.{name}".removesuffix(".weight"), gains)
+                _rescale(parameter, gain / math.sqrt(_fan_in(module, name, parameter, model)))
+
+
+def _attention_gains(model: PreTrainedModel) -> dict[str, float]:
+    """By path of an attention module: the factor of its queries and keys.
+
+    Scores of queries and keys of unit scale have the standard deviation scaling * sqrt(head_dim).
+    """
+    softcap = _softcap(model, "attn_logit_softcapping")
+    gains: dict[str, float] = {}
+    for path, module in model.named_modules():
+        scaling, head_dim = getattr(module, "scaling", None), getattr(module, "head_dim", None)
+        if isinstance(scaling, float) and isinstance(head_dim, int) and scaling > 0:
+            is_capped = len(gains) < SOFTCAPPED_LAYERS
+            target = max(ATTENTION_STD, SOFTCAP_SHARE * softcap if is_capped else 0.0)
+            gains[path] = math.sqrt(target / (scaling * math.sqrt(head_dim)))
+    return gains
+
+
+def _softcap(model: PreTrainedModel, name: str) -> float:
+    return float(getattr(model.config.get_text_config(), name, None) or 0.0)
+
+
+def _gain(path: str, attention_gains: dict[str, float]) -> float:
+    """The factor of a module's weight beyond unit scale."""
+    parent, _, name = path.rpartition(".")
+    attention_gain = attention_gains.get(parent)
+    if QUERY_OR_KEY.search(name) or FUSED_QUERY_AND_KEY.search(name):
+        return attention_gain or math.sqrt(ATTENTION_STD)
+    if ATTENTION_OUTPUT.search(path):
+        return ATTENTION_OUTPUT_GAIN
+    return ROUTER_GAIN if ROUTER.search(name) else 1.0
+
+
+def _fan_in(module: nn.Module, name: str, weight: Tensor, model: PreTrainedModel) -> int:
+    """Inputs of a matrix [out, in], or of experts [experts, out, in] or [experts, in, out].
+
+    GPT-2's Conv1D holds [in, out]. The inputs of experts are recognised by the hidden size and the name.
+    """
+    if type(module).__name__ == "Conv1D":
+        return weight.shape[0]
+    if isinstance(module, nn.Linear) or weight.ndim == 2:
+        return weight.shape[-1]
+    hidden_size = getattr(model.config.get_text_config(), "hidden_size", weight.shape[-1])
+    first, last = weight.shape[-2:]
+    if hidden_size not in (first, last) or first == last:
+        return last
+    other = first if last == hidden_size else last
+    return int(hidden_size if FROM_HIDDEN.search(name) else other)
+
+
+def _rescale(weight: Tensor, rms: float) -> None:
+    """Give `weight` the root mean square `rms`. A matrix of zeros is drawn anew."""
+    current = torch.linalg.vector_norm(weight, dtype=torch.float32).item() / math.sqrt(weight.numel())
+    if current > 0.0 and math.isfinite(current):
+        weight.mul_(rms / current)
+    else:
+        weight.normal_(0.0, rms)
+
+
+def _vary_norms(embedding: Tensor) -> None:
+    """Multiply each row by a random factor between SMALLEST_EMBEDDING and 1, distributed log-uniformly."""
+    exponents = torch.rand(embedding.shape[0], 1, dtype=torch.float32, device=embedding.device)
+    embedding.mul_(torch.pow(SMALLEST_EMBEDDING, exponents).to(embedding.dtype))
+
+
+def _perturb(vector: Tensor, name: str, gain: float) -> None:
+    """Add noise. The weight of a norm, which computes x * weight or x * (1 + weight), is multiplied by `gain` first."""
+    if name == "weight" and gain != 1.0:
+        is_zero_centered = not vector.any().item()
+        if is_zero_centered:
+            vector.add_(gain - 1.0)
+        else:
+            vector.mul_(gain)
+    vector.add_(torch.randn_like(vector) * (SINK_NOISE if "sink" in name else VECTOR_NOISE))
