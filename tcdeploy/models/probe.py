@@ -23,12 +23,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
+from tcdeploy.models.positions import PositionTracer
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.torch_compat.attention_registry import unregister_attention
+from tcdeploy.torch_compat.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.fake_tensors import fake_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
-PROBE_TOKENS = 8
+PROBE_TOKENS = 13  # a prime that is no dimension of a model: models/positions.py recognises counts of tokens by it
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_ATTENTION_KWARGS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
 IGNORED_ATTENTION_KWARGS = {
@@ -47,6 +49,7 @@ HINT = "the README lists the supported models; TCDEPLOY_DEBUG=1 shows the traceb
 class _AttentionRecorder:
     """An attention function that records its calls by module and returns zeros."""
 
+    positions: PositionTracer
     calls: dict[int, list[tuple[nn.Module, Tensor, Tensor, Tensor, Any, dict[str, Any]]]] = field(default_factory=dict)
 
     def __call__(
@@ -54,7 +57,10 @@ class _AttentionRecorder:
     ) -> tuple[Tensor, None]:
         self.calls.setdefault(id(module), []).append((module, query, key, value, attention_mask, kwargs))
         batch, heads, tokens, _ = query.shape
-        return query.new_zeros(batch, tokens, heads, value.shape[-1]), None
+        output = query.new_zeros(batch, tokens, heads, value.shape[-1])
+        self.positions.check(query, key, value)
+        self.positions.copy_origins(output, query, key, value)
+        return output, None
 
 
 @dataclass
@@ -87,15 +93,21 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
 def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
     name = config.model_type
     _check_layer_types(config)
-    recorder = _AttentionRecorder()
+    positions = PositionTracer(PROBE_TOKENS)
+    recorder = _AttentionRecorder(positions)
     ALL_ATTENTION_FUNCTIONS.register(PROBE_ATTN_IMPLEMENTATION, recorder)
     linear_recorder = _LinearRecorder()
     try:
-        model = _run_on_fake_tensors(config, name, trust_remote_code, linear_recorder)
+        model = _run_on_fake_tensors(config, name, trust_remote_code, linear_recorder, positions)
     finally:
         unregister_attention(PROBE_ATTN_IMPLEMENTATION)
     attention_layers = _read_calls(model, recorder, name)
     _check_all_layers_attend(model, attention_layers, name)
+    if positions.counts_tokens:
+        raise UnsupportedModelError(
+            f"{name} computes token positions of its own instead of using position_ids, so prompts cannot be packed",
+            HINT,
+        )
     text_config = config.get_text_config()
     context = getattr(text_config, "max_position_embeddings", None)
     if not context:
@@ -186,7 +198,11 @@ def _check_windows(text_config: Any, attention_layers: tuple[AttentionSpec, ...]
 
 
 def _run_on_fake_tensors(
-    config: PreTrainedConfig, name: str, trust_remote_code: bool, linear_recorder: _LinearRecorder
+    config: PreTrainedConfig,
+    name: str,
+    trust_remote_code: bool,
+    linear_recorder: _LinearRecorder,
+    positions: PositionTracer,
 ) -> nn.Module:
     """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
     try:
@@ -205,7 +221,11 @@ def _run_on_fake_tensors(
                 if type(module) is nn.Linear:
                     module.register_forward_pre_hook(linear_recorder)
             ids = torch.zeros(1, PROBE_TOKENS, dtype=torch.long)
-            model(input_ids=ids, position_ids=torch.arange(PROBE_TOKENS)[None], use_cache=False)
+            position_ids = torch.arange(PROBE_TOKENS)[None]
+            positions.start(ids, position_ids)
+            with observe_operations(positions.record):
+                output = model(input_ids=ids, position_ids=position_ids, use_cache=False)
+            positions.check(output.logits)
     except KeyError as error:
         if PROBE_ATTN_IMPLEMENTATION in str(error):
             raise UnsupportedModelError(
