@@ -60,8 +60,22 @@ def _parameter_count(model: nn.Module, paths: tuple[str, ...]) -> int:
 
 
 def _can_pack(layers: list[Any]) -> bool:
-    kinds = {(type(layer), layer.weight.dtype, layer.weight.device) for layer in layers if type(layer) is nn.Linear}
-    return len(kinds) == 1 and all(type(layer) is nn.Linear for layer in layers)
+    """Whether all are plain layers of one dtype and device."""
+    if not all(_is_plain_linear(layer) for layer in layers):
+        return False
+    return len({(layer.weight.dtype, layer.weight.device) for layer in layers}) == 1
+
+
+def _is_plain_linear(layer: Any) -> bool:
+    """Whether a layer multiplies by its weight and adds its bias, and does nothing else.
+
+    Quantised checkpoints keep the class and add scales or a forward of their own, or store 8-bit weights.
+    """
+    if type(layer) is not nn.Linear or "forward" in vars(layer):
+        return False
+    tensors = {name for name, _ in (*layer.named_parameters(), *layer.named_buffers())}
+    weight = layer.weight
+    return tensors <= {"weight", "bias"} and weight.is_floating_point() and weight.element_size() >= 2
 
 
 def _pack(layers: list[Any], model: nn.Module, paths: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,29 @@ def test_packing_leaves_no_part_of_a_block_unused() -> None:
     torch.cuda.empty_cache()
     unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated() - before
     assert unused < 64 << 20, f"{unused >> 20} MiB"
+
+
+def _add_scale(layer: nn.Linear) -> None:
+    layer.weight_scale = nn.Parameter(torch.ones(1))
+
+
+def _add_buffer(layer: nn.Linear) -> None:
+    layer.register_buffer("input_scale", torch.ones(1))
+
+
+def _replace_forward(layer: nn.Linear) -> None:
+    layer.forward = lambda x: x  # type: ignore[method-assign]
+
+
+def _store_in_8_bits(layer: nn.Linear) -> None:
+    layer.weight = nn.Parameter(layer.weight.to(torch.float8_e4m3fn), requires_grad=False)
+
+
+@pytest.mark.parametrize("change", [_add_scale, _add_buffer, _replace_forward, _store_in_8_bits])
+def test_a_layer_that_does_more_than_multiply_is_not_packed(change: Callable[[nn.Linear], None]) -> None:
+    """As quantised checkpoints have them, whose layers keep the class nn.Linear."""
+    holder = nn.ModuleDict({name: nn.Linear(8, 4) for name in ("a", "b")})
+    for layer in holder.values():
+        change(layer)  # type: ignore[arg-type]
+    pack_linears(holder, (("a", "b"),))
+    assert all(type(layer) is nn.Linear for layer in holder.values())
