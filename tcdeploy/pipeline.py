@@ -48,14 +48,17 @@ from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.parity_check import Checker
+from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
+from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model, load_tokenizer
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
@@ -81,6 +84,8 @@ class PlannedDeployment:
     environment: Environment
     architecture: Architecture
     plan: Plan
+    generation_defaults: GenerationDefaults
+    model_decisions: tuple[Decision, ...]  # made while the model's files were read
     cached_toolchain: toolchain.Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
 
 
@@ -90,6 +95,7 @@ class Deployment:
 
     plan: Plan
     architecture: Architecture
+    generation_defaults: GenerationDefaults
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
@@ -166,7 +172,14 @@ def prepare(
     )
     publish(staging, manifest)
     return Deployment(
-        plan, architecture, Engine(runner), tuple(records), stages.seconds, staging.target, workspace_bytes
+        plan,
+        architecture,
+        planned.generation_defaults,
+        Engine(runner),
+        tuple(records),
+        stages.seconds,
+        staging.target,
+        workspace_bytes,
     )
 
 
@@ -218,10 +231,15 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture = probe(config, recipe.trust_remote_code)
-        check_checkpoint(recipe, config)
-        planned = PlannedDeployment(
-            recipe, config, environment, architecture, make_plan(recipe, environment, architecture)
+        defaults, decisions = resolve_defaults(
+            recipe.generation_config,
+            read_generation_config(recipe.model, recipe.revision),
+            config_stop_token_ids(config),
+            architecture.vocab_size,
         )
+        check_checkpoint(recipe, config)
+        plan = make_plan(recipe, environment, architecture, decisions)
+        planned = PlannedDeployment(recipe, config, environment, architecture, plan, defaults, decisions)
         if not environment.compiler and toolchain.is_compiler_missing():
             planned = _with_cached_toolchain(planned)
     progress.planned(planned.plan)
@@ -240,7 +258,7 @@ def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
 def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeployment:
     """The deployment as planned for another version of the C++ compiler."""
     environment = dataclasses.replace(planned.environment, compiler=version)
-    plan = make_plan(planned.recipe, environment, planned.architecture)
+    plan = make_plan(planned.recipe, environment, planned.architecture, planned.model_decisions)
     return dataclasses.replace(planned, environment=environment, plan=plan)
 
 

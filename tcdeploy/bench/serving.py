@@ -129,6 +129,7 @@ def _encode_request(client: Client, settings: ServeSettings, model: str, index: 
         "prompt": [rng.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(settings.input_length)],
         "max_tokens": settings.output_length,
         "temperature": 0,
+        "repetition_penalty": 1,  # otherwise the default of the model
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -176,6 +176,7 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str) -> 
     try:
         _console().print(_warm_table(deployment))
         _print_totals(deployment)
+        print(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
         print(f"ready: {address}")
         print(f"  {example}", flush=True)
     except (OutputError, SpaceError) as error:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.engine.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.pipeline import Deployment
+
+
+def _help(text: str, param: str) -> str:
+    return f"{text} [default: the model's (see --generation-config), else {DEFAULTS[param]}]"
 
 
 @recipe_command
@@ -21,20 +28,33 @@ def generate(
     prompt: Annotated[
         str | None, typer.Argument(help="Text to continue; - reads it from stdin", metavar="PROMPT", show_default=False)
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Maximum number of tokens to generate")] = 128,
-    temperature: Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Sample from the k most likely tokens; 0: from all")] = 0,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(help=_help("Maximum number of tokens to generate", "max_new_tokens"))
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=_help("Sampling temperature; 0 is greedy", "temperature"))
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=_help("Sample from the k most likely tokens; 0: from all", "top_k"))
+    ] = None,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the most likely tokens whose probabilities add up to this")
-    ] = 1.0,
+        float | None,
+        typer.Option(help=_help("Sample from the most likely tokens whose probabilities add up to this", "top_p")),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed for sampling")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
 ) -> None:
     """Generate a continuation of PROMPT with MODEL."""
     from tcdeploy.cli import display
-    from tcdeploy.engine.sequence import SamplingParams
 
-    params = SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    flags: dict[str, Any] = {
+        name: value
+        for name, value in {
+            "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed
+        }.items()
+        if value is not None
+    }  # fmt: skip
+    SamplingParams(**flags)  # an invalid value is an error before the model is loaded
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
     if prompt == "-" and sys.stdin is None:
@@ -47,15 +67,23 @@ def generate(
 
         deployment = pipeline.prepare(recipe, progress)
     freeze_gc_after_startup()
-    from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt, stop_token_ids
+    from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 
     tokenizer = deployment.tokenizer
     if chat and not tokenizer.chat_template:
         raise UsageError(f"{recipe.model} has no chat template", "remove --chat")
-    stop_ids = stop_token_ids(deployment.engine.runner.model.generation_config)
-    params = dataclasses.replace(params, stop_token_ids=stop_ids)
     token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
+    params = _sampling_params(deployment, flags, len(token_ids))
     detokenizer = IncrementalDetokenizer(tokenizer)
     for token in deployment.engine.stream([token_ids], params):
         print(detokenizer.push(token.token_id), end="", flush=True)
     print(detokenizer.finish())
+
+
+def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:
+    """The flags, else the model's defaults. Its default length is shortened to the context; a requested one is not."""
+    defaults = deployment.generation_defaults
+    params = defaults.sampling_params()
+    if "max_new_tokens" in params:
+        params["max_new_tokens"] = max(1, min(params["max_new_tokens"], deployment.plan.context - prompt_length))
+    return SamplingParams(**{**params, **flags, "stop_token_ids": defaults.stop_token_ids})

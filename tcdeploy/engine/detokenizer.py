@@ -37,12 +37,6 @@ class IncrementalDetokenizer:
         return self._tokenizer.decode(self._ids, skip_special_tokens=self._skip)[self._sent :]
 
 
-def stop_token_ids(generation_config: Any) -> tuple[int, ...]:
-    """The end-of-sequence ids in the model's generation config: none, one or several."""
-    ids = getattr(generation_config, "eos_token_id", None)
-    return tuple(ids) if isinstance(ids, list) else () if ids is None else (int(ids),)
-
-
 def chat_prompt(tokenizer: Any, message: str) -> list[int]:
     """Token ids of one user message, rendered by the model's chat template with a generation prompt.
 

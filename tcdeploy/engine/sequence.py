@@ -35,10 +35,14 @@ class ParamCheck(NamedTuple):
     expected: str
     hint: str
 
-    def check(self, value: Any) -> None:
-        """Raise UsageError for a value out of range. An int passes as a float; a bool passes as neither."""
+    def accepts(self, value: Any) -> bool:
+        """Whether a value is in range. An int passes as a float; a bool passes as neither."""
         types = (int, float) if self.type_ is float else self.type_
-        if isinstance(value, bool) or not isinstance(value, types) or not self.is_valid(value):
+        return not isinstance(value, bool) and isinstance(value, types) and self.is_valid(value)
+
+    def check(self, value: Any) -> None:
+        """Raise UsageError for a value that is not accepted."""
+        if not self.accepts(value):
             raise UsageError(f"{self.label} is {value!r}; it must be {self.expected}", self.hint)
 
 

@@ -20,6 +20,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -169,6 +170,7 @@ def _pretrained_model(
         attn_implementation=attn_implementation,
         trust_remote_code=plan.trust_remote_code,
         output_loading_info=True,
+        generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
     )
     check_loading_report(plan.model, config, report)

@@ -142,8 +142,13 @@ class Plan:
         return -(-self.context // self.block_size)
 
 
-def make_plan(recipe: Recipe, environment: Environment, architecture: Architecture) -> Plan:
-    """Resolves every choice. Raises UsageError for contradictory requests, SpaceError if memory does not suffice."""
+def make_plan(
+    recipe: Recipe, environment: Environment, architecture: Architecture, model_decisions: tuple[Decision, ...] = ()
+) -> Plan:
+    """Resolves every choice. Raises UsageError for contradictory requests, SpaceError if memory does not suffice.
+
+    `model_decisions` were made while the model's files were read; the printed plan ends with them.
+    """
     _check_max_consecutive_prefills(recipe)
     decisions = [*_untested_versions(environment), *_missing_internals(environment)]
     recipe = _without_dynamic_shapes(recipe, environment, decisions)
@@ -191,7 +196,7 @@ def make_plan(recipe: Recipe, environment: Environment, architecture: Architectu
         rank=0,
         world_size=1,
         cache_dir=cache_dir,
-        decisions=tuple(decisions),
+        decisions=(*decisions, *model_decisions),
         key="",
     )
     return dataclasses.replace(plan, key=_plan_key(plan, environment, architecture))

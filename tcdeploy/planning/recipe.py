@@ -36,6 +36,7 @@ Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
 Graphs = Literal["step", "region", "none"]
 Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
+GenerationConfigSource = Literal["model", "none"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
 NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF"}
@@ -55,6 +56,11 @@ class Recipe:
     revision: str | None = _option(None, "branch, tag or commit of a hub model")
     load_format: LoadFormat = _option("auto", "auto: load the weights; dummy: random weights, only the config is read")
     trust_remote_code: bool = _option(False, "run modelling code from the model repository")
+    generation_config: GenerationConfigSource = _option(
+        "model",
+        "model: a request's missing sampling parameters are those of the model's generation_config.json; none: ignore "
+        "these, and use only its end-of-sequence ids",
+    )
     device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present")
     dtype: DType | None = _option(
         None, "default: the checkpoint's dtype on a GPU (bfloat16 if it is float32), float32 on a CPU"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.scheduler import SchedulerStats
@@ -20,6 +21,7 @@ class ModelFigures:
     missed_shapes: Mapping[str, int]  # requests beyond the largest bucket, by the bucket that would hold them
     recompiles: int  # compilations since the model was loaded
     stage_seconds: Mapping[str, float]  # start-up time by stage
+    generation_defaults: Mapping[str, Any]  # sampling parameters and stop tokens of requests that leave them out
     records: tuple[BucketRecord, ...]  # cache outcome, parity and variant of each bucket
 
 

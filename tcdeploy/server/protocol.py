@@ -185,10 +185,6 @@ class CompletionRequest(GenerationRequest):
         return self.logprobs
 
     @property
-    def max_new_tokens(self) -> int | None:
-        return DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
-
-    @property
     def prompts(self) -> list[str] | list[list[int]]:
         """The prompts of the request, as text or as token ids."""
         if isinstance(self.prompt, str):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.constraint import Constraint
-from tcdeploy.engine.detokenizer import stop_token_ids
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
@@ -117,8 +116,8 @@ def build_service(
     from tcdeploy.compiler.compile_stats import read_counts  # imports torch, which is loaded by now
 
     engine, tokenizer = deployment.engine, deployment.tokenizer
-    stop_ids = stop_token_ids(engine.runner.model.generation_config)
-    limits = ModelLimits(deployment.plan.context, engine.vocab_size, stop_ids)
+    defaults = deployment.generation_defaults
+    limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
     tools = ToolSupport(tokenizer, engine.runner.model)
     return Service(
         settings=settings,
@@ -129,7 +128,7 @@ def build_service(
         tokenizer=PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, settings.model, tools),
         vocabulary=Vocabulary(tokenizer),
         limits=limits,
-        structured_output=StructuredOutputBackend(tokenizer, stop_ids),
+        structured_output=StructuredOutputBackend(tokenizer, defaults.stop_token_ids),
         tools=tools,
         missed_shapes=MissedShapes(deployment.plan),
         compiles_at_load=read_counts().compiles,

@@ -8,9 +8,17 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.constraint import Constraint
+from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.sequence import PARAM_CHECKS, SamplingParams
 from tcdeploy.errors import UsageError
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
+from tcdeploy.server.protocol import (
+    DEFAULT_COMPLETION_TOKENS,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    bad_request,
+)
 
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
@@ -29,11 +37,11 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that have no effe
 
 
 class ModelLimits(NamedTuple):
-    """Limits of the served model."""
+    """Limits of the served model, and its values for parameters that a request leaves out."""
 
     context: int  # tokens of prompt and output together
     vocab_size: int
-    stop_token_ids: tuple[int, ...]  # from the model's generation config
+    defaults: GenerationDefaults = GenerationDefaults()
 
     @property
     def tokenize_tokens(self) -> int:
@@ -95,7 +103,7 @@ def to_sampling_params(
 ) -> SamplingParams:
     """Sampling parameters of the first choice of a prompt. Raises ApiError 400 with the name of the field.
 
-    `prompt_length` is in tokens.
+    `prompt_length` is in tokens. A value that is left out or null is the model's default, else the API's.
     """
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
@@ -106,15 +114,17 @@ def to_sampling_params(
     length_field = "max_tokens"
     if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
         length_field = "max_completion_tokens"
-    max_new_tokens = max_new_tokens_limit if request.max_new_tokens is None else request.max_new_tokens
+    max_new_tokens = _max_new_tokens(request, limits.defaults.max_new_tokens, max_new_tokens_limit)
+    defaults = limits.defaults
+    top_k = _first_given(request.top_k, defaults.top_k, 0)
     field_values = {
         "max_new_tokens": (max_new_tokens, length_field),
-        "temperature": (request.temperature if request.temperature is not None else 1.0, "temperature"),
-        "top_k": (max(request.top_k or 0, 0) if request.top_k == -1 else request.top_k or 0, "top_k"),
-        "top_p": (request.top_p if request.top_p is not None else 1.0, "top_p"),
-        "min_p": (request.min_p or 0.0, "min_p"),
+        "temperature": (_first_given(request.temperature, defaults.temperature, 1.0), "temperature"),
+        "top_k": (0 if top_k == -1 else top_k, "top_k"),
+        "top_p": (_first_given(request.top_p, defaults.top_p, 1.0), "top_p"),
+        "min_p": (_first_given(request.min_p, defaults.min_p, 0.0), "min_p"),
         "repetition_penalty": (
-            request.repetition_penalty if request.repetition_penalty is not None else 1.0, "repetition_penalty",
+            _first_given(request.repetition_penalty, defaults.repetition_penalty, 1.0), "repetition_penalty",
         ),
         "presence_penalty": (request.presence_penalty or 0.0, "presence_penalty"),
         "frequency_penalty": (request.frequency_penalty or 0.0, "frequency_penalty"),
@@ -123,7 +133,7 @@ def to_sampling_params(
         "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
     }  # fmt: skip
     values = {name: value for name, (value, _) in field_values.items()}
-    model_stop_ids = () if request.ignore_eos else limits.stop_token_ids
+    model_stop_ids = () if request.ignore_eos else defaults.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
         raise bad_request(f"stop_token_ids contains ids outside 0..{limits.vocab_size - 1}", "stop_token_ids")
@@ -149,6 +159,23 @@ def to_sampling_params(
             f"min_tokens is {request.min_tokens}, more than {length_field} ({max_new_tokens})", "min_tokens"
         )
     return params
+
+
+def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int) -> int:
+    """The request's value, else the model's default up to `limit`, else `limit`.
+
+    Completions have the API's default, which the model's can only lower: their clients rely on short answers.
+    """
+    if isinstance(request, CompletionRequest) and request.max_tokens is None:
+        return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)
+    if request.max_new_tokens is not None:
+        return request.max_new_tokens
+    return min(default or limit, limit)
+
+
+def _first_given(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next(value for value in values if value is not None)
 
 
 def params_of_choices(first: SamplingParams, num_choices: int) -> list[SamplingParams]:

@@ -63,7 +63,7 @@ def state(request: pytest.FixtureRequest) -> ServerState:
     admission.open(1)
     service = FailingService(
         settings=settings, deployment=None, worker=worker, admission=admission, metrics=metrics,
-        tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100, ()),
+        tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100),
         structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0,
     )  # type: ignore[arg-type]  # fmt: skip
     return ServerState(settings, worker, admission, metrics, service=service)
@@ -224,7 +224,7 @@ def test_a_body_over_the_limit_is_413(hot_path: HotPath) -> None:
 def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) -> None:
     request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **fields}).content)
     with pytest.raises(ApiError) as rejection:
-        to_sampling_params(request, 1, ModelLimits(64, 100, ()))
+        to_sampling_params(request, 1, ModelLimits(64, 100))
     assert rejection.value.body["error"]["param"] == param
 
 

@@ -26,7 +26,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 @pytest.fixture
 def prompts(tmp_path: Path) -> PromptTokenizer:
     tokenizer = load(make_model(tmp_path / "model"))
-    limits = ModelLimits(context=2048, vocab_size=2048, stop_token_ids=())
+    limits = ModelLimits(context=2048, vocab_size=2048)
     return PromptTokenizer(tokenizer, TextEncoder(tokenizer), limits, "tiny", ToolSupport(tokenizer, LLAMA))
 
 

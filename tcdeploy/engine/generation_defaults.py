@@ -1,0 +1,153 @@
+"""Defaults of the sampling parameters and the end-of-sequence ids of a model, from its generation_config.json.
+
+A parameter that a request leaves out has the value of the file, else the server's own default. Other servers do the
+same (vLLM: `--generation-config auto`), so a client gets similar text from each of them.
+
+`do_sample` decides as follows. A file that sets it to false makes the default greedy, because its author says so, and
+transformers then ignores the file's temperature. A file without `do_sample` does not: transformers' `generate` would be
+greedy, but servers sample by default, and vLLM and SGLang apply the file's temperature whatever `do_sample` is. With
+`do_sample: true` and no temperature, the temperature is 1.0, as in transformers. A default of transformers that is not
+in the file, such as a top_k of 50, is not applied. `max_length` is ignored: it counts the prompt.
+
+`--generation-config none` ignores the sampling defaults. It keeps the file's end-of-sequence ids, as vLLM does: they
+often include the end of a chat turn, without which a chat model does not stop. A file that lacks `eos_token_id` takes
+them from config.json.
+
+No program depends on these values, so they are not in the plan's key. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tcdeploy.engine.sequence import PARAM_CHECKS
+from tcdeploy.errors import ModelError
+from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.recipe import GenerationConfigSource
+
+if TYPE_CHECKING:  # imports torch
+    from tcdeploy.models.generation_config import GenerationConfigFile
+
+MAX_STOP_TOKEN_IDS = 128  # per model; those of a request come in addition
+HINT = "correct the file, or use --generation-config none, which does not apply its sampling defaults"
+CONFIG_HINT = "correct config.json"
+FILE, CONFIG = "generation_config.json", "config.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """Sampling parameters that replace those which a request leaves out; None: the file does not set it.
+
+    `stop_token_ids`: end-of-sequence ids of the model, which end every request that does not ignore them.
+    """
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    max_new_tokens: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+    def sampling_params(self) -> dict[str, float | int]:
+        """The parameters that the file sets, by name."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self) if item.name in PARAM_CHECKS}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def describe(self) -> str:
+        """`temperature 0.6, top_k 20`, or "none"."""
+        return ", ".join(f"{name} {value}" for name, value in self.sampling_params().items()) or "none"
+
+
+def resolve_defaults(
+    source: GenerationConfigSource, file: GenerationConfigFile | None, config_ids: Any, vocab_size: int
+) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
+    """The defaults, and two lines of the printed plan. `config_ids`: `eos_token_id` of config.json.
+
+    Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
+    """
+    sampling: dict[str, Any] = {}
+    stop_ids: tuple[int, ...] = ()
+    problem = ""
+    try:
+        if file is not None:
+            stop_ids = _read_stop_ids(file, vocab_size)
+            sampling = _read_sampling(file) if source == "model" else {}
+    except ModelError as error:
+        if source == "model":
+            raise
+        problem = error.message
+    if stop_ids:
+        stop_decision = Decision("stop tokens", _join(stop_ids), f"the model's {FILE}")
+    else:
+        stop_ids, stop_decision = _config_stop_ids(config_ids, vocab_size, problem)
+    defaults = GenerationDefaults(**sampling, stop_token_ids=stop_ids)
+    reason = f"the model's {FILE}" if file else f"the model has no {FILE}"
+    if source == "none":
+        reason = "requested: --generation-config none"
+    return defaults, (Decision("sampling defaults", defaults.describe(), reason), stop_decision)
+
+
+def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
+    """The parameters that the file sets, checked. `null` does not set one."""
+    path, values = file.path, file.values
+    names = [item.name for item in dataclasses.fields(GenerationDefaults) if item.name in PARAM_CHECKS]
+    params = {name: values[name] for name in names if values.get(name) is not None}
+    for name, value in params.items():
+        if name == "top_k" and value == -1 and not isinstance(value, bool):
+            params[name] = 0  # vLLM's value for all tokens
+        elif not PARAM_CHECKS[name].accepts(value):
+            raise _invalid(path, name, value, PARAM_CHECKS[name].expected, HINT)
+    do_sample = values.get("do_sample")
+    if do_sample is not None and not isinstance(do_sample, bool):
+        raise _invalid(path, "do_sample", do_sample, "true or false", HINT)
+    if do_sample is False:
+        params["temperature"] = 0.0
+    elif do_sample:
+        params.setdefault("temperature", 1.0)
+    return params
+
+
+def _read_stop_ids(file: GenerationConfigFile, vocab_size: int) -> tuple[int, ...]:
+    """The end-of-sequence ids of the file; () if it has none."""
+    if file.problem:
+        raise ModelError(f"{file.path} {file.problem}", HINT)
+    if file.values.get("eos_token_id") is None:
+        return ()
+    ids = _parse_ids(file.path, file.values["eos_token_id"], HINT)
+    if outside := [token_id for token_id in ids if token_id >= vocab_size]:
+        raise _invalid(file.path, "eos_token_id", outside[0], f"below the vocabulary's size of {vocab_size}", HINT)
+    return ids
+
+
+def _config_stop_ids(config_ids: Any, vocab_size: int, problem: str) -> tuple[tuple[int, ...], Decision]:
+    """The end-of-sequence ids of config.json. `problem`: of generation_config.json, for the printed plan.
+
+    Ids outside the vocabulary are dropped: they are often a default of the model's class, and cannot be generated.
+    """
+    ids = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT)
+    inside = tuple(token_id for token_id in ids if token_id < vocab_size)
+    dropped = tuple(token_id for token_id in ids if token_id >= vocab_size)
+    problems = [problem] if problem else []
+    problems += [f"{_join(dropped)} exceeds the vocabulary of {vocab_size}"] if dropped else []
+    return inside, Decision("stop tokens", _join(inside), "; ".join([CONFIG, *problems]), is_fallback=bool(problems))
+
+
+def _parse_ids(path: str, value: Any, hint: str) -> tuple[int, ...]:
+    ids = value if isinstance(value, list) else [value]
+    for token_id in ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise _invalid(path, "eos_token_id", value, "a token id or a list of token ids", hint)
+    if len(ids) > MAX_STOP_TOKEN_IDS:
+        raise ModelError(f"{path}: eos_token_id has {len(ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}", hint)
+    return tuple(dict.fromkeys(ids))
+
+
+def _invalid(path: str, name: str, value: Any, expected: str, hint: str) -> ModelError:
+    return ModelError(f"{path}: {name} is {value!r:.80}; it must be {expected}", hint)
+
+
+def _join(ids: tuple[int, ...]) -> str:
+    return ",".join(map(str, ids)) or "none"

@@ -1,0 +1,204 @@
+"""Defaults of a model's generation_config.json: which values apply, and which files are refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine.generation_defaults import MAX_STOP_TOKEN_IDS, GenerationDefaults, resolve_defaults
+from tcdeploy.errors import ModelError
+from tcdeploy.models.generation_config import GenerationConfigFile, config_stop_token_ids, read_generation_config
+from tcdeploy.planning.recipe import build_recipe
+
+VOCAB_SIZE, CONFIG_ID = 100, 7
+
+
+def resolve(values: dict[str, Any] | None, source: Any = "model", config_ids: Any = CONFIG_ID) -> GenerationDefaults:
+    file = None if values is None else GenerationConfigFile("folder/generation_config.json", values)
+    return resolve_defaults(source, file, config_ids, VOCAB_SIZE)[0]
+
+
+# Values
+
+
+def test_the_parameters_of_the_file_are_the_defaults() -> None:
+    values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
+    defaults = resolve({**values, "max_new_tokens": 64, "do_sample": True, "eos_token_id": [3, 5, 3]})
+    assert defaults.sampling_params() == {**values, "max_new_tokens": 64}
+    assert defaults.stop_token_ids == (3, 5)
+
+
+@pytest.mark.parametrize(
+    ("values", "temperature"),
+    [
+        ({"temperature": 0.6, "do_sample": True}, 0.6), ({"temperature": 0.6}, 0.6), ({"do_sample": True}, 1.0),
+        ({"temperature": 0.6, "do_sample": False}, 0.0), ({"do_sample": False}, 0.0), ({}, None),
+        ({"temperature": None, "do_sample": None}, None), ({"temperature": 1}, 1),
+    ],
+)  # fmt: skip
+def test_do_sample_decides_about_the_temperature(values: dict[str, Any], temperature: float | None) -> None:
+    assert resolve(values).temperature == temperature
+
+
+def test_minus_one_as_top_k_keeps_all_tokens() -> None:
+    assert resolve({"top_k": -1}).top_k == 0
+
+
+@pytest.mark.parametrize("values", [None, {}, {"temperature": None, "max_length": 20, "num_beams": 4}])
+def test_a_file_that_sets_nothing_leaves_the_defaults_of_the_server(values: dict[str, Any] | None) -> None:
+    defaults = resolve(values)
+    assert defaults.sampling_params() == {} and defaults.describe() == "none"
+
+
+@pytest.mark.parametrize(
+    ("in_file", "in_config", "expected"),
+    [
+        (5, 7, (5,)), ([5, 6], 7, (5, 6)), (None, 7, (7,)), ([], [7, 8], (7, 8)), (None, None, ()), (0, 7, (0,)),
+        (None, [7, VOCAB_SIZE], (7,)), (None, VOCAB_SIZE, ()),
+    ],
+)  # fmt: skip
+def test_end_of_sequence_ids_are_those_of_the_file_and_else_of_the_config(
+    in_file: Any, in_config: Any, expected: tuple[int, ...]
+) -> None:
+    assert resolve({"eos_token_id": in_file}, config_ids=in_config).stop_token_ids == expected
+
+
+def test_ids_of_the_config_outside_the_vocabulary_are_a_warning() -> None:
+    _, (_, decision) = resolve_defaults("model", None, [7, 50256], VOCAB_SIZE)
+    assert decision.is_fallback and decision.value == "7" and "50256" in decision.reason
+
+
+def test_none_ignores_the_sampling_parameters_and_keeps_the_end_of_sequence_ids() -> None:
+    """A chat model that lost the end of its turn would not stop."""
+    defaults = resolve({"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 5]}, "none")
+    assert defaults == GenerationDefaults(stop_token_ids=(3, 5))
+    assert resolve({"temperature": "hot", "eos_token_id": 3}, "none").stop_token_ids == (3,)
+
+
+def test_the_plan_shows_the_defaults() -> None:
+    file = GenerationConfigFile("generation_config.json", {"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 5]})
+    _, decisions = resolve_defaults("model", file, CONFIG_ID, VOCAB_SIZE)
+    assert [(item.name, item.value) for item in decisions] == [
+        ("sampling defaults", "temperature 0.6, top_k 20"), ("stop tokens", "3,5")
+    ]  # fmt: skip
+    assert not any(decision.is_fallback for decision in decisions)
+
+
+# Files that are refused
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", -1), ("temperature", "0.6"), ("temperature", float("nan")), ("temperature", True),
+        ("top_p", 2), ("top_p", 0), ("top_p", [0.9]), ("top_k", -2), ("top_k", 50.0), ("top_k", 2**40),
+        ("min_p", 1.0), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", float("inf")),
+        ("max_new_tokens", 0), ("max_new_tokens", 1.5), ("do_sample", "yes"), ("do_sample", 1),
+        ("eos_token_id", "</s>"), ("eos_token_id", -1), ("eos_token_id", True), ("eos_token_id", [3, None]),
+        ("eos_token_id", [[3]]), ("eos_token_id", {"id": 3}), ("eos_token_id", VOCAB_SIZE), ("eos_token_id", 3.0),
+    ],
+)  # fmt: skip
+def test_an_invalid_value_is_refused_with_file_field_and_value(name: str, value: Any) -> None:
+    with pytest.raises(ModelError) as error:
+        resolve({name: value})
+    assert error.value.message.startswith(f"folder/generation_config.json: {name} is {value!r}; it must be ")
+    assert "--generation-config none" in error.value.hint
+    assert resolve({name: value}, "none").sampling_params() == {}, "the hint does not help"
+
+
+def test_too_many_end_of_sequence_ids_are_refused() -> None:
+    with pytest.raises(ModelError, match=f"the limit is {MAX_STOP_TOKEN_IDS}"):
+        resolve({"eos_token_id": list(range(MAX_STOP_TOKEN_IDS + 1))})
+
+
+def test_an_invalid_id_in_config_json_is_refused_by_its_name() -> None:
+    with pytest.raises(ModelError, match=r"^config\.json: eos_token_id is 'x'"):
+        resolve(None, config_ids="x")
+
+
+# Reading
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"{", "cannot be read"), (b"", "cannot be read"), (b"\xff\xfe", "cannot be read"),
+        (b"[" * 100_000, "cannot be read"), (b"[]", "is not a JSON object"), (b"null", "is not a JSON object"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_a_json_object_is_refused(content: bytes, problem: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "generation_config.json"
+    path.write_bytes(content)
+    file = read_generation_config(str(tmp_path), None)
+    with pytest.raises(ModelError) as error:
+        resolve_defaults("model", file, CONFIG_ID, VOCAB_SIZE)
+    assert error.value.message.startswith(f"{path} {problem}") and "--generation-config none" in error.value.hint
+    defaults, (_, decision) = resolve_defaults("none", file, CONFIG_ID, VOCAB_SIZE)
+    assert defaults.stop_token_ids == (CONFIG_ID,) and decision.is_fallback and problem in decision.reason
+
+
+def test_a_file_that_cannot_be_opened_is_not_an_absent_one(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert read_generation_config(str(tmp_path), None) is None
+    (tmp_path / "generation_config.json").symlink_to("gone")
+    file = read_generation_config(str(tmp_path), None)
+    assert file is not None and file.problem.startswith("cannot be read")
+
+
+def test_the_file_of_the_embedded_model_sets_only_its_end_of_sequence_id() -> None:
+    file = read_generation_config("builtin:tiny", None)
+    assert file is not None
+    defaults, _ = resolve_defaults("model", file, None, 2048)
+    assert defaults == GenerationDefaults(stop_token_ids=(2,))
+
+
+def test_the_file_of_a_hub_model_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--someone--model"
+    snapshot = repository / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("a" * 40)
+    assert read_generation_config("someone/model", None) is None
+    (snapshot / "generation_config.json").write_text('{"top_k": 3}')
+    file = read_generation_config("someone/model", None)
+    assert file is not None and file.values == {"top_k": 3}
+
+
+def test_the_text_config_has_the_ids_of_a_model_with_several_parts() -> None:
+    text = SimpleNamespace(eos_token_id=[1, 106])
+    assert config_stop_token_ids(SimpleNamespace(get_text_config=lambda: text)) == [1, 106]  # type: ignore[arg-type]
+    both = SimpleNamespace(eos_token_id=5, get_text_config=lambda: text)
+    assert config_stop_token_ids(both) == 5  # type: ignore[arg-type]
+
+
+def test_the_recipe_takes_the_source_from_flag_environment_and_file(tmp_path: Path) -> None:
+    assert build_recipe({"model": "x"}, environ={}).generation_config == "model"
+    assert build_recipe({"model": "x"}, environ={"TCDEPLOY_GENERATION_CONFIG": "none"}).generation_config == "none"
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model: x\ngeneration_config: none\n")
+    assert build_recipe({}, str(recipe), environ={}).generation_config == "none"
+
+
+def test_the_plan_key_does_not_depend_on_the_file(tmp_path: Path) -> None:
+    from tcdeploy.pipeline import decide
+    from tests.model_families import save_config
+
+    folder = save_config("llama", tmp_path)
+    keys = set()
+    for values, source in (({}, "model"), ({"top_k": 3, "eos_token_id": [3, 4]}, "model"), ({"top_k": 3}, "none")):
+        (tmp_path / "generation_config.json").write_text(json.dumps(values))
+        flags = {"model": folder, "load_format": "dummy", "generation_config": source}
+        planned = decide(build_recipe(flags, environ={}))
+        keys.add(planned.plan.key)
+        names = [decision.name for decision in planned.plan.decisions]
+        assert names[-2:] == ["sampling defaults", "stop tokens"]
+    assert len(keys) == 1
