@@ -22,6 +22,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
+from tcdeploy.models.dynamic_rope import freeze_dynamic_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
@@ -160,7 +161,7 @@ def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[t
 
 
 def _rope_limit(text_config: Any) -> int:
-    """Length beyond which longrope switches factors, or 0. The batch's longest position decides for the batch."""
+    """Length beyond which longrope and dynamic rope change the rotary factors of the whole batch, or 0."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # one per type of layer
     default = getattr(text_config, "original_max_position_embeddings", 0)
@@ -169,6 +170,8 @@ def _rope_limit(text_config: Any) -> int:
         for rope in (parameters, *by_layer_type)
         if rope.get("rope_type") == "longrope"
     ]
+    if any(rope.get("rope_type") == "dynamic" and not rope.get("alpha") for rope in (parameters, *by_layer_type)):
+        limits.append(int(text_config.max_position_embeddings))
     return min(filter(None, limits), default=0)
 
 
@@ -217,6 +220,7 @@ def _run_on_fake_tensors(
                     trust_remote_code=trust_remote_code,
                 ).eval()
             model.tie_weights()  # otherwise done by the initialisation
+            freeze_dynamic_rope(model)
             for module in model.modules():
                 if type(module) is nn.Linear:
                     module.register_forward_pre_hook(linear_recorder)
@@ -234,6 +238,8 @@ def _run_on_fake_tensors(
         raise UnsupportedModelError(f"{name} cannot be run on fake tensors: KeyError {error}", HINT) from error
     except Exception as error:
         reason = str(error).strip().split("\n")[0][:200]
+        if type(error).__name__ == "DataDependentOutputException":
+            reason = f"its forward pass reads values of tensors on the host ({reason})"
         raise UnsupportedModelError(
             f"{name} cannot be run on fake tensors, so it cannot be traced: {reason}", HINT
         ) from error

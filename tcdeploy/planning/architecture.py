@@ -51,8 +51,8 @@ class Architecture:
     parameters: number of weights; tied ones count once.
     context: longest sequence, in tokens.
     dtype: of the checkpoint.
-    longrope_limit: length beyond which longrope changes the rotary factors of the whole batch, so that sequences would
-        affect each other's output; 0 for other models.
+    longrope_limit: length beyond which longrope or dynamic rope changes the rotary factors of the whole batch, so that
+        sequences would affect each other's output; 0 for other models.
     peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
     packed_linears: groups of linear layers that read the same input, so that one matrix can hold their weights, as
         module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj).

@@ -27,8 +27,8 @@ def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[D
     limit = architecture.longrope_limit or architecture.context
     if recipe.context is None:
         if architecture.longrope_limit:
-            reason = "longer sequences would change the rotary factors of the whole batch (longrope)"
-            decisions.append(Decision("context", str(limit), reason, is_fallback=True))
+            reason = "longer sequences would change the rotary factors of the whole batch (longrope, dynamic rope)"
+            decisions.append(Decision("context", str(limit), reason, is_fallback=limit < architecture.context))
         else:
             decisions.append(Decision("context", str(limit), "the model's maximum"))
         return limit

@@ -200,6 +200,31 @@ def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) ->
     assert result.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
+@pytest.mark.parametrize("factor", [2.0, 2.7])
+def test_dynamic_rope_is_served_up_to_its_original_length(run_cli: Any, tmp_path: Path, factor: float) -> None:
+    """Greedy text up to the last position equals that of transformers; a longer context is refused."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tcdeploy.models.load import resolve_model_path
+
+    folder = tmp_path / "dynamic"
+    shutil.copytree(resolve_model_path("builtin:tiny"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64, "rope_parameters": rope}))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    prompt = "The list of arguments"
+    ids = tokenizer(prompt, return_tensors="pt")
+    length = 64 - ids.input_ids.shape[1]
+    expected = model.generate(**ids, max_new_tokens=length, do_sample=False)[0, ids.input_ids.shape[1] :]
+    flags = (*WARM, "--cache-dir", str(tmp_path / "cache"))
+    result = run_cli("generate", str(folder), prompt, "--max-new-tokens", str(length), *flags)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
+    assert_fails(run_cli("warm", str(folder), *flags, "--context", "65"), 2, "context 65 is not between 2 and 64")
+
+
 @pytest.mark.parametrize(
     ("model_type", "layers", "values"),
     [

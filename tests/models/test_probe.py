@@ -66,6 +66,32 @@ def test_longrope_is_limited_to_its_original_length() -> None:
     assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).longrope_limit == 0
 
 
+@pytest.mark.parametrize("family", ["llama", "internlm3", "gemma3_text"])
+def test_dynamic_rope_is_limited_to_the_length_up_to_which_it_is_static(family: str) -> None:
+    rope: dict[str, Any] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    if family == "gemma3_text":
+        rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
+    sizes = {**SUPPORTED.get(family, SUPPORTED["llama"]), "rope_parameters": rope}
+    assert probe(AutoConfig.for_model(family, **sizes)).longrope_limit == sizes["max_position_embeddings"]
+
+
+def test_dynamic_rope_with_a_fixed_alpha_is_static() -> None:
+    rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
+    config = AutoConfig.for_model("hunyuan_v1_dense", **{**SUPPORTED["qwen3"], "rope_parameters": rope})
+    assert probe(config).longrope_limit == 0
+
+
+def test_a_forward_pass_that_reads_tensors_on_the_host_is_refused_with_this_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tcdeploy.models import probe as probe_module
+
+    monkeypatch.setattr(probe_module, "freeze_dynamic_rope", lambda model: None)
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    with pytest.raises(UnsupportedModelError, match="its forward pass reads values of tensors on the host"):
+        probe(AutoConfig.for_model("llama", **{**SUPPORTED["llama"], "rope_parameters": rope}))
+
+
 def test_longrope_of_one_type_of_layer_is_limited_too() -> None:
     """Gemma's configs have rope parameters per type of layer."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
