@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tcdeploy.errors import TcdeployError
@@ -36,6 +37,16 @@ VALUES: list[Any] = [
     float("inf"), "", "x", "auto", "float16", "int8", "../../etc/passwd", "a" * 5000, [], [1], ["x"], [None] * 9,
     {}, {"x": 1}, {"rope_type": "longrope"}, {"rope_type": "dynamic", "factor": 2.0}, {"": []}, [[[]]], [{}],
 ]  # fmt: skip
+INDEX_KEYS = ("", "model", "../x", "model.layers.99.mlp.up_proj.weight", "a" * 5000, "\0")
+INDEX_TARGETS: list[Any] = [
+    *VALUES, "../model-00001-of-00002.safetensors", "/etc/passwd", "/dev/zero", "config.json", "gone.safetensors", ".",
+    "..", "model-00001-of-00002.safetensors/", "./model-00001-of-00002.safetensors", "sub/part.safetensors", "\0",
+    "model-00002-of-00002.safetensors", "~/x.safetensors", "https://example.com/x.safetensors", "a\nb.safetensors",
+]  # fmt: skip
+GENERATION_KEYS = (
+    "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens", "do_sample", "eos_token_id",
+    "pad_token_id", "num_beams", "cache_implementation", "suppress_tokens", "early_stopping", "transformers_version",
+)  # fmt: skip
 ADDED_KEYS = (
     "layer_types", "rope_parameters", "rope_scaling", "sliding_window", "quantization_config", "auto_map", "dtype",
     "text_config", "model_type", "architectures", "torch_dtype", "num_labels", "id2label", "is_encoder_decoder",
@@ -107,7 +118,55 @@ def damaged_weights(folder: Path, source: random.Random) -> str:
     return "auto"
 
 
-ATTACKS = (config_only, config_only, with_weights, config_text, damaged_weights)
+def edited_index(folder: Path, source: random.Random) -> str:
+    """The embedded model in two shards, with an index that is edited in one to three places."""
+    shutil.copytree(resolve_model_path("builtin:tiny"), folder, dirs_exist_ok=True)
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names, files = sorted(tensors), ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+    for file, part in zip(files, (names[::2], names[1::2]), strict=True):
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+    weight_map: Any = {name: files[number % 2] for number, name in enumerate(names)}
+    index: Any = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+    for _ in range(source.randint(1, 3)):
+        name, target = source.choice(names), source.choice(INDEX_TARGETS)
+        kind = source.choice(["target", "target", "remove", "swap", "add", "key", "all", "metadata", "value"])
+        if kind in ("target", "add", "key"):
+            weight_map[{"target": name, "add": "model.extra.weight", "key": source.choice(INDEX_KEYS)}[kind]] = target
+        elif kind == "remove":
+            weight_map.pop(name, None)
+        elif kind == "swap":
+            weight_map[name] = files[1 - files.index(weight_map.get(name))] if weight_map.get(name) in files else target
+        elif kind == "all":
+            weight_map.update(dict.fromkeys(names, target))
+        elif kind == "metadata":
+            index["metadata"] = copy.deepcopy(source.choice(VALUES))
+        else:
+            index = source.choice([{"weight_map": copy.deepcopy(source.choice(VALUES))}, {"metadata": {}}, index])
+    text = json.dumps(index)
+    if source.random() < 0.15:
+        at = source.randrange(len(text))
+        text = source.choice([text[:at], text[:at] + source.choice('"{[,') + text[at:], f"{text}{text}", ""])
+    (folder / "model.safetensors.index.json").write_text(text)
+    return "auto"
+
+
+def generation_config(folder: Path, source: random.Random) -> str:
+    """The embedded model with random sampling defaults and end-of-sequence ids, or a damaged file of them."""
+    shutil.copytree(resolve_model_path("builtin:tiny"), folder, dirs_exist_ok=True)
+    text = json.dumps({key: source.choice(VALUES) for key in source.sample(GENERATION_KEYS, source.randint(1, 3))})
+    text = source.choice([text, text, text, text[: source.randrange(len(text))], "[]", "[" * 100_000])
+    (folder / "generation_config.json").write_text(text)
+    return "auto"
+
+
+ATTACKS = (config_only, config_only, with_weights, config_text, damaged_weights, edited_index, generation_config)
+
+
+def has_weights_of_shards(state: dict[str, Any], folder: Path) -> bool:
+    """Whether a model has the values of all tensors in the shards of a folder, if there are any."""
+    shards = [load_file(path) for path in folder.glob("model-*.safetensors")]
+    return all(state[name].equal(value.to(state[name].dtype)) for shard in shards for name, value in shard.items())
 
 
 def attempt(folder: Path, load_format: Any) -> str:
@@ -117,8 +176,8 @@ def attempt(folder: Path, load_format: Any) -> str:
         planned = decide(recipe)
         if load_format == "dummy":
             return "planned"
-        load_model(planned.plan, planned.config, "sdpa")
-        return "loaded"
+        model = load_model(planned.plan, planned.config, "sdpa")
+        return "loaded" if has_weights_of_shards(model.state_dict(), folder) else "loaded other weights"
     except TcdeployError as error:
         return "refused" if error.message and error.hint else f"no hint: {error.message}"
     except BaseException as error:
