@@ -53,9 +53,10 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
-from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model, load_tokenizer
+from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe
+from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -101,17 +102,25 @@ class Deployment:
     stage_seconds: dict[str, float]
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
+    loaded_tokenizer: Any = None  # None: not loaded by `prepare`
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Loaded on first access, because warming needs no tokenizer. Raises ModelError if the model has none."""
-        return load_tokenizer(self.plan)
+        """Loaded on first access unless `prepare` has loaded it. Raises ModelError if the model has none."""
+        return load_tokenizer(self.plan) if self.loaded_tokenizer is None else self.loaded_tokenizer
 
 
 def prepare(
-    recipe: Recipe, progress: Progress | None = None, measure: bool = False, trusted_keys: Path | None = None
+    recipe: Recipe,
+    progress: Progress | None = None,
+    measure: bool = False,
+    trusted_keys: Path | None = None,
+    needs_tokenizer: bool = False,
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
+
+    `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
+    Warming needs none.
 
     `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
     (cache/signing.py).
@@ -129,6 +138,7 @@ def prepare(
     planned = decide(recipe, progress, stages)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
+        tokenizer = load_tokenizer(plan) if needs_tokenizer else None
         staging = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
         pickle_memory_formats_by_name()
         if plan.device == "cuda":
@@ -180,6 +190,7 @@ def prepare(
         stages.seconds,
         staging.target,
         workspace_bytes,
+        tokenizer,
     )
 
 

@@ -65,7 +65,7 @@ def generate(
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
-        deployment = pipeline.prepare(recipe, progress)
+        deployment = pipeline.prepare(recipe, progress, needs_tokenizer=True)
     freeze_gc_after_startup()
     from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 

@@ -78,7 +78,7 @@ def serve(
                 fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
             from tcdeploy.pipeline import prepare
 
-            return prepare(recipe, progress, trusted_keys=trusted_keys)
+            return prepare(recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True)
 
         def on_ready(deployment: Deployment, address: str) -> None:
             body = json.dumps({"model": settings.model, "prompt": "This module provides", "max_tokens": 16})

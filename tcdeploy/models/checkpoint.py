@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.config_file import LFS_POINTER
 from tcdeploy.torch_compat import fake_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -232,8 +233,16 @@ def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
                 f"{model} lacks {name}, which its index lists", "download the model again, with all its files"
             ) from None
         except (SafetensorError, OSError) as error:
+            if _is_lfs_pointer(folder / name):
+                raise ModelError(f"{folder / name} is a Git LFS pointer, not the weights", "git lfs pull") from None
             raise ModelError(f"{folder / name} is damaged: {error}", "download the file again") from None
     return tensors
+
+
+def _is_lfs_pointer(path: Path) -> bool:
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        return file.read(len(LFS_POINTER)) == LFS_POINTER.encode()
+    return False
 
 
 def _indexed_files(folder: Path) -> list[str]:
@@ -251,7 +260,7 @@ def quantisation_method(config: PreTrainedConfig) -> str | None:
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):
             if settings := getattr(part, name, None):
-                values = settings if isinstance(settings, dict) else settings.to_dict()
+                values = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
                 method = values.get("quant_method") or values.get("quant_algo") or "an unknown method"
                 return str(getattr(method, "value", method))
     return None

@@ -19,23 +19,26 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
 from tcdeploy.models.dummy_weights import draw_dummy_weights
+from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dynamic_rope import freeze_dynamic_rope
+from tcdeploy.models.load_errors import exception_chain, first_line, recognise
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
+HUB_URLS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")
 # Planning builds every layer on fake tensors, in 20 ms each. Llama 3.1 405B has 126 layers.
 MAX_LAYERS = 512
 LAYER_COUNT_NAMES = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
@@ -50,12 +53,22 @@ def resolve_model_path(model: str) -> str:
     check_path(model)
     path = Path(model)
     if path.is_dir() and not (path / "config.json").is_file():
-        raise ModelError(
-            f"folder {model} is not a model: it has no config.json", "pass the folder that contains config.json"
-        )
+        raise ModelError(f"folder {model} is not a model: it has no config.json", _hint_of_folder(path))
+    if model.startswith(HUB_URLS):
+        hub_id = "/".join(model.split("/")[3:5])
+        raise ModelError(f"{model} is an address; models are given by their hub id", f"pass {hub_id}")
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise ModelError(f"folder {model} does not exist", "check the path, or pass a hub id such as Qwen/Qwen2.5-7B")
     return model
+
+
+def _hint_of_folder(path: Path) -> str:
+    """Names a model folder inside the folder, if there is one, as in the Hub's cache."""
+    with contextlib.suppress(OSError):
+        for pattern in ("*/config.json", "snapshots/*/config.json"):
+            for config in sorted(path.glob(pattern)):
+                return f"pass the folder that contains config.json: {config.parent}"
+    return "pass the folder that contains config.json"
 
 
 def load_config(recipe: Recipe) -> PreTrainedConfig:
@@ -65,13 +78,22 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     with _translate_errors(recipe.model):
         local_config = Path(path, "config.json")
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
-            _check_layer_count(recipe.model, json.loads(local_config.read_bytes()))
+            _check_layer_count(recipe.model, read_config_file(local_config))
         config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
         _check_is_causal_lm(recipe.model, config)
+        if recipe.trust_remote_code:
+            _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
             check_files(recipe.model, recipe.revision, config)
     _check_layer_count(recipe.model, config.to_dict())
     return config
+
+
+def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
+    """Import the model's class if it comes from a repository, so that code which cannot be imported fails here."""
+    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if reference is not None:
+        get_class_from_dynamic_module(reference, path, revision=revision)
 
 
 def _check_is_causal_lm(model: str, config: PreTrainedConfig) -> None:
@@ -121,14 +143,6 @@ def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     values.pop("_name_or_path", None)
     return values
-
-
-def load_tokenizer(plan: Plan) -> Any:
-    """The model's tokenizer. Raises ModelError if it has none, such as a folder with only a config."""
-    with _translate_errors(plan.model):
-        return AutoTokenizer.from_pretrained(
-            resolve_model_path(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
-        )
 
 
 def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
@@ -198,16 +212,19 @@ def _translate_errors(model: str) -> Iterator[None]:
         raise
     except torch.OutOfMemoryError as error:
         raise SpaceError(
-            f"the weights of {model} do not fit into the GPU's free memory: {_first_line(error)}",
+            f"the weights of {model} do not fit into the GPU's free memory: {first_line(error)}",
             "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
         ) from error
     except Exception as error:  # libraries raise many types for bad files
-        raise _translate_error(model, error) from error
+        raise translate_error(model, error) from error
+    except SystemExit as error:
+        raise ModelError(f"the modelling code of {model} calls sys.exit()", "review the code") from error
 
 
-def _translate_error(model: str, error: Exception) -> TcdeployError:
-    names = {type(link).__name__ for link in _exception_chain(error)}
-    text = " ".join(str(link) for link in _exception_chain(error))
+def translate_error(model: str, error: Exception) -> TcdeployError:
+    """The error to raise instead of one of a library, with the next command."""
+    names = {type(link).__name__ for link in exception_chain(error)}
+    text = " ".join(str(link) for link in exception_chain(error))
     if "GatedRepoError" in names:
         return ModelError(f"{model} is gated", f"accept the licence of {model} on the hub, then: hf auth login")
     if "RepositoryNotFoundError" in names:
@@ -221,17 +238,21 @@ def _translate_error(model: str, error: Exception) -> TcdeployError:
             f"{model} is not a local folder, and the hub cannot be reached",
             "check the network, pass a local folder, or try: tcdeploy compile builtin:tiny",
         )
+    if known := recognise(model, error):
+        return known
+    if "Repo id must" in text or "HFValidationError" in names:
+        return ModelError(
+            f"{model} is neither a local folder nor a hub id", "check the path, or pass an id such as Qwen/Qwen2.5-7B"
+        )
     if "trust_remote_code" in text:
         return ModelError(
             f"{model} requires modelling code from its repository", "review that code, then: --trust-remote-code"
         )
-    if "tokenizer" in text.lower():
-        return ModelError(
-            f"{model} has no tokenizer that transformers can load", "add the tokenizer's files to the model folder"
-        )
+    if "Weights only load failed" in text or "PytorchStreamReader" in text:
+        return ModelError(f"the .bin weights of {model} are damaged, or are not tensors", "download them again")
     if "safetensors" in text and ("no file named" in text or "not appear to have a file named" in text):
         return ModelError(f"{model} has a config but no weights", "--load-format dummy runs it with random weights")
-    return ModelError(f"{model} cannot be loaded: {_first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
+    return ModelError(f"{model} cannot be loaded: {first_line(error)}", "TCDEPLOY_DEBUG=1 shows the traceback")
 
 
 _NETWORK_ERRORS = {
@@ -241,13 +262,3 @@ _NETWORK_ERRORS = {
     "LocalEntryNotFoundError",
     "OfflineModeIsEnabled",
 }
-
-
-def _exception_chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0][:300] or type(error).__name__

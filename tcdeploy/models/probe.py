@@ -25,6 +25,7 @@ from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.dynamic_rope import freeze_dynamic_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
+from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.torch_compat.attention_registry import unregister_attention
 from tcdeploy.torch_compat.dispatch_mode import observe_operations
@@ -237,6 +238,8 @@ def _run_on_fake_tensors(
             ) from error
         raise UnsupportedModelError(f"{name} cannot be run on fake tensors: KeyError {error}", HINT) from error
     except Exception as error:
+        if packages := missing_packages(list(exception_chain(error))):
+            raise missing_package_error(name, packages) from error
         reason = str(error).strip().split("\n")[0][:200]
         if type(error).__name__ == "DataDependentOutputException":
             reason = f"its forward pass reads values of tensors on the host ({reason})"

@@ -111,11 +111,11 @@ def test_a_folder_without_a_config_is_not_a_model(run_cli: Any, tmp_path: Path) 
 
 def test_a_broken_config_is_an_error_without_traceback(run_cli: Any, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
-    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
+    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path}/config.json is not JSON")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": "abc"}))
     assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "nobody-knows-it"}))
-    assert_fails(run_cli("warm", str(tmp_path)), 1, f"{tmp_path} cannot be loaded", "nobody-knows-it")
+    assert_fails(run_cli("warm", str(tmp_path)), 1, "the model type nobody-knows-it", "pip install -U transformers")
 
 
 def test_a_config_without_weights_suggests_dummy_weights(run_cli: Any, tmp_path: Path) -> None:
