@@ -30,8 +30,8 @@ from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError,
 from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.config_file import read_config_file
-from tcdeploy.models.dynamic_rope import freeze_dynamic_rope
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
@@ -158,7 +158,7 @@ def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -
         else:
             model = _pretrained_model(plan, config, dtype, attn_implementation)
     model.requires_grad_(False)
-    freeze_dynamic_rope(model)
+    freeze_rope(model)
     return model.eval()
 
 

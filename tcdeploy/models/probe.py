@@ -22,10 +22,10 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
-from tcdeploy.models.dynamic_rope import freeze_dynamic_rope
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
+from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.torch_compat.attention_registry import unregister_attention
 from tcdeploy.torch_compat.dispatch_mode import observe_operations
@@ -167,7 +167,7 @@ def _rope_limit(text_config: Any) -> int:
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # one per type of layer
     default = getattr(text_config, "original_max_position_embeddings", 0)
     limits = [
-        int(rope.get("original_max_position_embeddings") or default or 0)
+        int(rope.get("original_max_position_embeddings") or default or text_config.max_position_embeddings)
         for rope in (parameters, *by_layer_type)
         if rope.get("rope_type") == "longrope"
     ]
@@ -221,7 +221,7 @@ def _run_on_fake_tensors(
                     trust_remote_code=trust_remote_code,
                 ).eval()
             model.tie_weights()  # otherwise done by the initialisation
-            freeze_dynamic_rope(model)
+            freeze_rope(model)
             for module in model.modules():
                 if type(module) is nn.Linear:
                     module.register_forward_pre_hook(linear_recorder)

@@ -200,18 +200,28 @@ def test_weights_are_loaded_from_a_local_folder(run_cli: Any, tmp_path: Path) ->
     assert result.stdout == tokenizer.decode(expected, skip_special_tokens=True) + "\n"
 
 
-@pytest.mark.parametrize("factor", [2.0, 2.7])
-def test_dynamic_rope_is_served_up_to_its_original_length(run_cli: Any, tmp_path: Path, factor: float) -> None:
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "dynamic", "factor": 2.7},
+        {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0,
+         "short_factor": [1.0 + 0.1 * i for i in range(16)], "long_factor": [3.0] * 16},
+    ],
+)  # fmt: skip
+def test_rope_that_changes_with_the_length_is_served_up_to_its_original_length(
+    run_cli: Any, tmp_path: Path, rope: dict[str, Any]
+) -> None:
     """Greedy text up to the last position equals that of transformers; a longer context is refused."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from tcdeploy.models.load import resolve_model_path
 
-    folder = tmp_path / "dynamic"
+    folder = tmp_path / "rope"
     shutil.copytree(resolve_model_path("builtin:tiny"), folder)
     config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": "dynamic", "factor": factor, "rope_theta": 10000.0}
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 64, "rope_parameters": rope}))
+    config["rope_parameters"] = {"rope_theta": 10000.0, **rope}
+    config["max_position_embeddings"] = 64 if rope["rope_type"] == "dynamic" else 128
+    (folder / "config.json").write_text(json.dumps(config))
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = "The list of arguments"
