@@ -22,7 +22,8 @@ FIGURES = ServerFigures(
     rejections={"queue_full": 2, "loading": 1},
     model=ModelFigures(
         kv_cache_usage=0.5, step_counts={"decode:4": 11}, padding_tokens={"decode:4": 13}, uncaptured_runs=1,
-        missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, records=(RECORD,),
+        missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, generation_defaults={"top_k": 20},
+        records=(RECORD,),
     ),
 )  # fmt: skip
 
@@ -48,6 +49,7 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert values["bucket_padding_tokens_total", "decode:4"] == bucket["padding_tokens"] == 13
     assert values["recompiles_total",] == status["recompiles"] == 0
     assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
+    assert status["generation_defaults"] == {"top_k": 20}
     assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
     assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3
 
