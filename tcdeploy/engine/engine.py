@@ -48,6 +48,7 @@ class Engine:
             ),
             self.allocator,
         )
+        self.failed_steps = 0  # steps whose launch raised
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
         self._stream_tokens: dict[int, list[NewToken]] = {}  # tokens not yet returned, of requests of a `stream`
@@ -138,6 +139,7 @@ class Engine:
 
         The scheduler has counted keys and values as computed that were never written.
         """
+        self.failed_steps += 1
         try:
             self._deliver(self._collect(previous) if previous else [])
         finally:

@@ -7,8 +7,10 @@ device with the greedy tokens and the advance of the decode rows; other sampling
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import Counter
+from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
 from typing import Any, Literal
 
@@ -60,6 +62,7 @@ class ModelRunner:
         self._pool: Any | None = None
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
         self.padding_tokens: Counter[Bucket] = Counter()  # padding tokens or rows computed by these steps
+        self._counts_steps = True
         self.uncaptured_runs = 0  # passes of buckets that have a graph, for the logprobs of prompts
         self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
@@ -87,7 +90,18 @@ class ModelRunner:
         self._count_step(bucket, len(running))
         return self._run(self._decode_buffers[bucket])
 
+    @contextlib.contextmanager
+    def uncounted_steps(self) -> Iterator[None]:
+        """Leave steps out of `step_counts` and `padding_tokens`, which describe the load of the users."""
+        self._counts_steps = False
+        try:
+            yield
+        finally:
+            self._counts_steps = True
+
     def _count_step(self, bucket: Bucket, used: int) -> None:
+        if not self._counts_steps:
+            return
         self.step_counts[bucket] += 1
         self.padding_tokens[bucket] += bucket.size - used if not bucket.min_size else 0
 

@@ -1,0 +1,208 @@
+"""Runs known prompts through the warmed buckets again, and compares the results with those recorded after warm-up.
+
+The same program on the same inputs gives the same logits, so a later difference means that weights, programs, KV blocks
+or the device have changed: a flipped bit in GPU memory, a block table that points to another block, a damaged graph.
+Wrong results that were there before recording are the parity check's task (parity_check.py).
+
+A case has its own batch: fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
+buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
+engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
+free, the least recently used prefixes are evicted, as for a request: `max_blocks` at most.
+
+Prompts are short even in large buckets. A graph computes the whole bucket anyway, and short prompts need few blocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Generator, Iterator
+from collections.abc import Sequence as ListLike
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from tcdeploy.compiler.stances import fail_on_recompile
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.graphs import StepOutput
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.planning.plan import Bucket, Plan
+
+DECODE_STEPS = 4
+MAX_PROMPT_BLOCKS = 4  # a prompt of a single prefill step also reaches into a fifth block
+LONG_ROW_BLOCKS = 2  # the first row of a decode batch also reaches into a third block
+SEED = 77
+ROWS_PER_PASS = 16  # of the log-probabilities: 8 MB of float32 at a vocabulary of 128,256
+# Nats, by compute dtype. Equal kernels in equal order give equal bits. The tolerance allows for sums in another order,
+# as in a matrix product on a CPU whose inputs have another alignment.
+LOGPROB_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
+
+
+class CanaryCase(NamedTuple):
+    """Fixed prompts for one bucket. Only the first prompt is prefilled, in steps of at most `chunk_size` tokens."""
+
+    name: str
+    bucket: Bucket
+    prompts: tuple[tuple[int, ...], ...]
+    chunk_size: int
+
+
+class StepResult(NamedTuple):
+    """Greedy tokens of one step and their log-probabilities, by row."""
+
+    phase: str
+    tokens: list[int]
+    logprobs: list[float]
+
+
+class Difference(NamedTuple):
+    """The first value that differs from the recorded one."""
+
+    case: CanaryCase
+    phase: str  # of the step that differs
+    step: int  # counts the steps of the case
+    row: int
+    expected: tuple[int, float]  # token, log-probability
+    actual: tuple[int, float]
+
+    def __str__(self) -> str:
+        (expected, expected_logprob), (actual, logprob) = self.expected, self.actual
+        return (
+            f"prompt {self.row} of {self.case.name} (bucket {self.case.bucket.name}), {self.phase} step {self.step}: "
+            f"expected token {expected} with log-probability {expected_logprob:.6f}, "
+            f"got token {actual} with {logprob:.6f}"
+        )
+
+
+class Canary:
+    """The cases of an engine and their recorded results. The engine must be idle while a case is recorded or runs."""
+
+    def __init__(self, engine: Engine) -> None:
+        """Record all cases, each twice. A case whose two results differ is in `unrepeatable`, and is not used."""
+        self._engine, self._runner = engine, engine.runner
+        self._tolerance = LOGPROB_TOLERANCE[engine.plan.compute_dtype]
+        self.cases: list[CanaryCase] = []
+        self.unrepeatable: list[Difference] = []
+        self.num_steps = 0  # since the start, recording included
+        self._recorded: list[list[StepResult]] = []
+        for case in make_cases(engine.plan, engine.vocab_size, engine.allocator.capacity):
+            self._record(case)
+
+    @property
+    def max_blocks(self) -> int:
+        """The most KV blocks that a case takes while it runs."""
+        return max((sum(self._blocks_for(prompt) for prompt in case.prompts) for case in self.cases), default=0)
+
+    def check(self, number: int) -> Generator[None, None, Difference | None]:
+        """Run case `number`: one step per item. Returns the first difference, or None.
+
+        Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
+        Raises RecompileError if a step would compile.
+        """
+        case, recorded = self.cases[number], self._recorded[number]
+        with contextlib.closing(self._run(case)) as results:
+            for step, (expected, result) in enumerate(zip(recorded, results, strict=True)):
+                difference = self._difference(case, step, expected, result)
+                if difference is not None:
+                    return difference
+                yield
+        return None
+
+    def _record(self, case: CanaryCase) -> None:
+        first, second = list(self._run(case)), list(self._run(case))
+        for step, (expected, result) in enumerate(zip(first, second, strict=True)):
+            difference = self._difference(case, step, expected, result)
+            if difference is not None:
+                self.unrepeatable.append(difference)
+                return
+        self.cases.append(case)
+        self._recorded.append(first)
+
+    def _difference(self, case: CanaryCase, step: int, expected: StepResult, result: StepResult) -> Difference | None:
+        pairs = zip(expected.tokens, expected.logprobs, result.tokens, result.logprobs, strict=True)
+        for row, (token, logprob, actual_token, actual_logprob) in enumerate(pairs):
+            if token != actual_token or not abs(logprob - actual_logprob) <= self._tolerance:  # NaN is a difference
+                return Difference(case, result.phase, step, row, (token, logprob), (actual_token, actual_logprob))
+        return None
+
+    def _run(self, case: CanaryCase) -> Generator[StepResult]:
+        """Run the case, one step per item, and wait for each step."""
+        assert not self._engine.has_work, "requests and a canary would overwrite each other's rows"
+        allocator = self._engine.allocator
+        sequences = [Sequence(0, list(prompt), len(prompt), SamplingParams()) for prompt in case.prompts]
+        try:
+            for sequence in sequences:
+                sequence.blocks = allocator.allocate(self._blocks_for(sequence.token_ids))
+            yield from self._prefill(case, sequences[0])
+            if not case.bucket.is_prefill:
+                self._runner.row_assignment.assign_prefilled(sequences)
+            for _ in range(1 if case.bucket.is_prefill else DECODE_STEPS):
+                yield self._step("decode", lambda: self._runner.decode(sequences), len(sequences))
+        finally:
+            for sequence in sequences:
+                allocator.release(sequence.blocks)
+            self._runner.row_assignment.assign([])
+
+    def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[StepResult]:
+        """Prefill the whole prompt in a prefill case. A decode case feeds the last token, as in a warm-up batch."""
+        is_prefill, runner = case.bucket.is_prefill, self._runner
+        end = len(sequence.token_ids) if is_prefill else len(sequence.token_ids) - 1
+        for start in range(0, end, case.chunk_size):
+            chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
+            running = [sequence] if is_prefill and chunk.stop == end else []
+            bucket = case.bucket if is_prefill else None
+            yield self._step("prefill", partial(runner.prefill, [chunk], running, bucket), 1)
+
+    def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int) -> StepResult:
+        with fail_on_recompile(), self._runner.uncounted_steps():
+            output = launch()
+        self.num_steps += 1
+        return StepResult(phase, output.tokens[:rows].tolist(), _chosen_logprobs(output, rows))
+
+    def _blocks_for(self, prompt: ListLike[int]) -> int:
+        return self._engine.allocator.blocks_for(len(prompt) + DECODE_STEPS)
+
+
+@torch.no_grad()
+def _chosen_logprobs(output: StepOutput, rows: int) -> list[float]:
+    """Log-probabilities of the tokens of the first `rows` rows. Their normalisation depends on every logit."""
+    values: list[float] = []
+    for start in range(0, rows, ROWS_PER_PASS):
+        part = slice(start, min(start + ROWS_PER_PASS, rows))
+        logits = output.logits[part].float()
+        chosen = logits.gather(1, output.tokens[part, None])[:, 0]
+        values += (chosen - logits.logsumexp(dim=-1)).tolist()
+    return values
+
+
+def make_cases(plan: Plan, vocab_size: int, num_blocks: int) -> list[CanaryCase]:
+    """One case for each bucket, and one prompt in two chunks in the smallest prefill bucket.
+
+    A prefill case also decodes one token, so that the keys and values it wrote are read through the block table. A
+    decode bucket that needs more rows than `num_blocks` is left out: no load can fill it either.
+    """
+    source = random.Random(SEED)
+    longest = max(1, min(plan.context, num_blocks * plan.block_size) - DECODE_STEPS)
+
+    def prompt(length: int) -> tuple[int, ...]:
+        return tuple(source.randrange(vocab_size) for _ in range(min(length, longest)))
+
+    cases = []
+    for bucket in plan.prefill_buckets:
+        length = min(bucket.size, MAX_PROMPT_BLOCKS * plan.block_size + 5)
+        cases.append(CanaryCase(bucket.name, bucket, (prompt(length),), bucket.size))
+    smallest = plan.prefill_buckets[0]
+    chunk_size = min(smallest.size, MAX_PROMPT_BLOCKS * plan.block_size)
+    two_chunks = prompt(2 * chunk_size - 1)
+    if len(two_chunks) > chunk_size:
+        cases.append(CanaryCase(f"{smallest.name} in two chunks", smallest, (two_chunks,), chunk_size))
+    for bucket in plan.decode_buckets:
+        long_row = min(LONG_ROW_BLOCKS * plan.block_size + 5, longest)
+        long_row_blocks = -(-(long_row + DECODE_STEPS) // plan.block_size)
+        if bucket.size - 1 + long_row_blocks > num_blocks:
+            long_row, long_row_blocks = 1, 1
+        if bucket.size - 1 + long_row_blocks <= num_blocks:
+            prompts = (prompt(long_row), *(prompt(1) for _ in range(bucket.size - 1)))
+            cases.append(CanaryCase(bucket.name, bucket, prompts, plan.prefill_buckets[-1].size))
+    return cases

@@ -1,0 +1,239 @@
+"""The canary passes on an undamaged engine, finds planted damage, and leaves no trace in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from tcdeploy.engine.batch import PrefillBuffers
+from tcdeploy.engine.canary import Canary, Difference, make_cases
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.rows import RowAssignment
+from tcdeploy.engine.sequence import SamplingParams
+
+EXPONENT_BIT = 30  # the highest exponent bit of a float32
+
+
+def run_case(canary: Canary, number: int) -> Difference | None:
+    check = canary.check(number)
+    while True:
+        try:
+            next(check)
+        except StopIteration as end:
+            return end.value
+
+
+def run_round(canary: Canary) -> list[Difference]:
+    return [difference for number in range(len(canary.cases)) if (difference := run_case(canary, number)) is not None]
+
+
+@contextmanager
+def flipped_bit(weight: torch.Tensor, index: tuple[int, ...], bit: int = EXPONENT_BIT) -> Iterator[None]:
+    """Flip one bit of a float32 weight in place, and flip it back."""
+    bits, mask = weight.data.view(torch.int32), 1 << bit
+    bits[index] ^= mask
+    try:
+        yield
+    finally:
+        bits[index] ^= mask
+
+
+@pytest.fixture
+def engine(tiny_deployment: Any) -> Engine:
+    """An engine of its own, so that its blocks are new."""
+    return Engine(tiny_deployment.engine.runner)
+
+
+@pytest.fixture
+def canary(engine: Engine) -> Canary:
+    return Canary(engine)
+
+
+def test_every_bucket_and_a_chunked_prompt_have_a_case(canary: Canary, engine: Engine) -> None:
+    assert {case.bucket for case in canary.cases} == set(engine.plan.buckets)
+    assert [case.name for case in canary.cases] == [
+        "prefill:32", "prefill:128", "prefill:32 in two chunks", "decode:1", "decode:4",
+    ]  # fmt: skip
+    assert not canary.unrepeatable
+
+
+def test_each_case_runs_its_bucket(canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = engine.runner._run
+    monkeypatch.setattr(engine.runner, "_run", lambda buffers: ran.append(buffers.bucket.name) or run(buffers))
+    for number, case in enumerate(canary.cases):
+        ran.clear()
+        assert run_case(canary, number) is None
+        assert case.bucket.name in ran
+        assert ran.count("prefill:32") == (2 if "chunks" in case.name else int(case.name == "prefill:32"))
+
+
+def test_fifty_rounds_pass_on_other_blocks_and_leak_nothing(canary: Canary, engine: Engine) -> None:
+    free, counts = engine.allocator.num_allocatable, dict(engine.runner.step_counts)
+    used: set[int] = set()
+    allocate = engine.allocator.allocate
+
+    def record(count: int) -> list[int]:
+        blocks = allocate(count)
+        used.update(blocks)
+        return blocks
+
+    engine.allocator.allocate = record  # type: ignore[method-assign]
+    for _ in range(50):
+        assert run_round(canary) == []
+    assert engine.allocator.num_allocatable == free == engine.allocator.capacity
+    engine.allocator.check_idle()
+    assert not engine.runner.decode_rows.seq_lens.any(), "no row is left"
+    assert engine.runner.step_counts == counts, "the steps do not count as load"
+    assert len(used) > 4 * canary.max_blocks, "the blocks differ between rounds"
+
+
+def test_an_interrupted_case_frees_blocks_and_rows_after_every_step(canary: Canary, engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=4)
+    expected = engine.generate([[5, 6, 7]], params)
+    for number in range(len(canary.cases)):
+        for steps in range(1, 6):
+            check = canary.check(number)
+            for _, _ in zip(range(steps), check, strict=False):
+                pass
+            check.close()
+            engine.allocator.check_idle()
+            assert not engine.runner.decode_rows.seq_lens.any()
+        assert engine.generate([[5, 6, 7]], params) == expected
+        engine.allocator.reset_prefix_cache()
+    assert run_round(canary) == []
+
+
+def test_the_prefix_cache_is_neither_read_nor_extended(canary: Canary, engine: Engine) -> None:
+    prompt = list(canary.cases[1].prompts[0])
+    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    registered = dict(engine.allocator._registry)
+    assert registered
+    assert run_round(canary) == []
+    assert engine.allocator._registry == registered
+
+
+def test_prefixes_are_evicted_only_if_no_block_is_free(engine: Engine) -> None:
+    canary, block = Canary(engine), engine.plan.block_size
+    prompt = [3 + position % 900 for position in range(20 * block)]
+    engine.generate([prompt], SamplingParams(max_new_tokens=2))
+    before = len(engine.allocator._registry)
+    assert run_round(canary) == [] and len(engine.allocator._registry) == before
+    held = engine.allocator.allocate(len(engine.allocator._free))
+    assert run_round(canary) == []
+    assert before - canary.max_blocks <= len(engine.allocator._registry) < before
+    engine.allocator.release(held)
+
+
+def test_sampled_requests_before_and_after_give_the_same_tokens(canary: Canary, engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=12, temperature=0.9, repetition_penalty=1.3, seed=3)
+    before = engine.generate([[40, 41], [9] * 50], params)
+    assert run_round(canary) == []
+    assert engine.generate([[40, 41], [9] * 50], params) == before
+
+
+def weights(model: Any) -> dict[str, torch.Tensor]:
+    layer = model.model.layers[1]
+    return {"lm_head": model.get_output_embeddings().weight, "mlp": layer.mlp.down_proj.weight}
+
+
+@pytest.mark.parametrize("name", ["lm_head", "mlp"])
+def test_a_flipped_weight_bit_is_found(name: str, canary: Canary, engine: Engine) -> None:
+    weight = weights(engine.runner.model)[name]
+    with flipped_bit(weight, (37, 11)):
+        differences = run_round(canary)
+    assert differences, "found in at least one case"
+    assert "expected token" in str(differences[0]) and differences[0].case.bucket.name in str(differences[0])
+    assert run_round(canary) == [], "the difference goes with the damage"
+
+
+def test_a_prompt_written_to_a_wrong_block_is_found(
+    canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill, block = PrefillBuffers.fill, engine.plan.block_size
+
+    def misplaced(self: PrefillBuffers, *arguments: Any) -> None:
+        fill(self, *arguments)
+        prefill = self.buffers.metadata.prefill
+        assert prefill is not None
+        prefill.slot_mapping[:block] += 100 * block
+
+    monkeypatch.setattr(PrefillBuffers, "fill", misplaced)
+    names = {difference.case.name for difference in run_round(canary)}
+    assert {"prefill:32", "prefill:128", "prefill:32 in two chunks", "decode:1", "decode:4"} == names
+
+
+def test_a_decode_row_with_a_stale_block_is_found(
+    canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    upload = RowAssignment.upload_block_table
+
+    def stale(self: RowAssignment) -> None:
+        upload(self)
+        self.decode_rows.block_table[0, 0] = 100
+
+    monkeypatch.setattr(RowAssignment, "upload_block_table", stale)
+    assert {difference.case.name for difference in run_round(canary)} == {case.name for case in canary.cases}
+
+
+def test_a_wrong_program_is_found_in_its_bucket(
+    canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The logits of one bucket are scaled: the tokens stay the same, and the log-probabilities do not."""
+    runner = engine.runner
+    logits: Callable[..., torch.Tensor] = runner._logits
+
+    def scaled(buffers: Any, *arguments: Any) -> torch.Tensor:
+        return logits(buffers, *arguments) * (1.01 if buffers.bucket.name == "decode:4" else 1)
+
+    monkeypatch.setattr(runner, "_logits", scaled)
+    differences = run_round(canary)
+    assert [difference.case.name for difference in differences] == ["decode:4"]
+    assert differences[0].expected[0] == differences[0].actual[0], "only the log-probability differs"
+
+
+def test_logits_of_nan_are_a_difference(canary: Canary, engine: Engine) -> None:
+    weight = engine.runner.model.get_output_embeddings().weight
+    saved = weight.data[:, 0].clone()
+    weight.data[:, 0] = float("nan")
+    try:
+        assert len(run_round(canary)) == len(canary.cases)
+    finally:
+        weight.data[:, 0] = saved
+
+
+def test_a_case_whose_first_runs_differ_is_not_used(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = engine.runner
+    logits, calls = runner._logits, iter(range(1000))
+
+    def noisy(buffers: Any, *arguments: Any) -> torch.Tensor:
+        scale = 1 + 0.05 * next(calls) if buffers.bucket.name == "decode:4" else 1
+        return logits(buffers, *arguments) * scale
+
+    monkeypatch.setattr(runner, "_logits", noisy)
+    canary = Canary(engine)
+    assert [difference.case.name for difference in canary.unrepeatable] == ["decode:4"]
+    assert "decode:4" not in {case.name for case in canary.cases}
+
+
+def test_cases_fit_into_a_small_cache(engine: Engine) -> None:
+    """Buckets with more rows than blocks are left out; the scheduler cannot fill them either."""
+    block = engine.plan.block_size
+    for num_blocks in (1, 3, 6):
+        cases = make_cases(engine.plan, engine.vocab_size, num_blocks)
+        for case in cases:
+            assert sum(-(-(len(prompt) + 4) // block) for prompt in case.prompts) <= num_blocks
+        assert ("decode:4" in {case.name for case in cases}) == (num_blocks >= 4)
+
+
+def test_a_failed_launch_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
+    monkeypatch.setattr(engine.runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("launch failed")))
+    with pytest.raises(RuntimeError):
+        engine.step()
+    assert engine.failed_steps == 1
+    engine.abort(request)
