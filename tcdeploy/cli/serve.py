@@ -50,6 +50,12 @@ def serve(
     drain_timeout: Annotated[
         float, typer.Option(help="Seconds for running requests to finish after SIGTERM")
     ] = ServerSettings.drain_timeout,
+    canary_interval: Annotated[
+        float, typer.Option(help="Seconds between rounds of known prompts that check the idle server; 0: none")
+    ] = ServerSettings.canary_interval,
+    canary_strict: Annotated[
+        bool, typer.Option("--canary-strict", help="Make /health and /ready return 503 once a known prompt differs")
+    ] = ServerSettings.canary_strict,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
@@ -61,6 +67,10 @@ def serve(
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+    if not canary_interval >= 0:  # NaN included
+        raise UsageError(f"the canary interval is {canary_interval} s", "pass a number of seconds, or 0 for no canary")
+    if canary_strict and not canary_interval:
+        raise UsageError("--canary-strict needs a canary", "pass --canary-interval with more than 0 seconds")
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     with display.show_progress() as progress:
@@ -70,6 +80,7 @@ def serve(
         settings = ServerSettings(
             host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
+            canary_interval=canary_interval, canary_strict=canary_strict,
             hot_path=hot_path_from_environment(os.environ),
         )  # fmt: skip
 

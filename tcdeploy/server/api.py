@@ -95,8 +95,8 @@ def make_app(state: ServerState) -> ASGIApp:
 
 def _operations_routes(state: ServerState) -> list[Route]:
     async def health(_: Request) -> Response:
-        """200 if the process and its engine are alive."""
-        return Response(status_code=503 if state.worker.failure else 200)
+        """200 if the process and its engine are alive; with --canary-strict, 503 once a canary has failed."""
+        return Response(status_code=200 if state.is_healthy else 503)
 
     async def ready(_: Request) -> Response:
         """200 if every bucket is warm and checked and the warm-up requests have completed; 503 while draining."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.scheduler import SchedulerStats
+from tcdeploy.server.canary import CanaryStats
 
 
 @dataclass(frozen=True)
@@ -28,8 +29,9 @@ class ModelFigures:
 @dataclass(frozen=True)
 class ServerFigures:
     model_name: str
-    state: str  # "ready", "loading", "draining" or "dead"
+    state: str  # "ready", "loading", "draining", "dead" or "canary failed"
     uptime_seconds: float
     scheduler: SchedulerStats
     rejections: Mapping[str, int]  # requests that admission rejected, by reason
     model: ModelFigures | None  # None while loading
+    canary: CanaryStats = CanaryStats()  # zeros while loading, and without a canary

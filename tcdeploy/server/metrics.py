@@ -102,6 +102,13 @@ class _FiguresCollector:
         yield _counter(
             "admission_rejections", "Rejected requests by reason", _labelled(figures.rejections), ("reason",)
         )
+        canary = figures.canary
+        yield _counter("canary_runs", "Completed rounds of the canary", {(): canary.rounds})
+        yield _counter("canary_failures", "Prompts of the canary with other results", {(): canary.failures})
+        yield _counter("canary_steps", "Steps of the canary, in no other metric", {(): canary.steps})
+        yield _gauge(
+            "canary_last_success_timestamp_seconds", "Unix time of the last round that passed", canary.last_success
+        )
         if figures.model is not None:
             yield from _model_metrics(figures.model)
 

@@ -28,6 +28,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
+from tcdeploy.server.canary import CanarySchedule
 from tcdeploy.server.http import http_protocol
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.server_state import ServerState
@@ -100,7 +101,10 @@ class _Server:
 
     def _load(self) -> Service:
         """Runs in the engine thread."""
-        return build_service(self._deploy(), self.settings, self.worker, self.admission, self.metrics)
+        deployment = self._deploy()
+        if self.settings.canary_interval:
+            self.worker.canary = _record_canary(deployment, self.settings.canary_interval)
+        return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service
@@ -142,6 +146,16 @@ class _Server:
         while self.admission.num_admitted and asyncio.get_running_loop().time() < deadline + 2 * ERROR_DELIVERY_S:
             await asyncio.sleep(DRAIN_POLL_S)
         self._exit_event.set()
+
+
+def _record_canary(deployment: Deployment, interval: float) -> CanarySchedule:
+    """Record the canary right after the parity checks have passed."""
+    from tcdeploy.engine.canary import Canary  # imports torch, which is loaded by now
+
+    start = time.perf_counter()
+    canary = Canary(deployment.engine)
+    deployment.stage_seconds["canary"] = time.perf_counter() - start
+    return CanarySchedule(canary, deployment.engine, interval)
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tcdeploy.server.admission import RETRY_AFTER_S, Admission
+from tcdeploy.server.canary import CanaryStats
 from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError
@@ -33,8 +34,19 @@ class ServerState:
 
     @property
     def unready_reason(self) -> str:
-        """Why /ready answers 503: "loading", "draining", "dead", or "" if the server is ready."""
-        return "dead" if self.worker.failure else self.admission.closed_reason
+        """Why /ready answers 503: "loading", "draining", "dead", "canary failed", or "" if the server is ready."""
+        return "dead" if self.worker.failure else self.admission.closed_reason or self._canary_reason
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine is alive and, with --canary-strict, no canary has ever differed."""
+        return not self.worker.failure and not self._canary_reason
+
+    @property
+    def _canary_reason(self) -> str:
+        """Permanent: a device that gave a wrong result once may pass the next round."""
+        canary = self.worker.canary
+        return "canary failed" if self.settings.canary_strict and canary and canary.stats.failures else ""
 
     def figures(self) -> ServerFigures:
         return ServerFigures(
@@ -43,6 +55,7 @@ class ServerState:
             uptime_seconds=time.time() - self.start_time,
             scheduler=self.worker.stats,
             rejections=dict(self.admission.rejections),
+            canary=self.worker.canary.stats if self.worker.canary else CanaryStats(),
             model=None if self.service is None else _model_figures(self.service),
         )
 

@@ -24,6 +24,8 @@ class ServerSettings:
     max_queued: int = 256  # choices that may wait for a decode row
     drain_timeout: float = 30.0  # seconds
     stall_timeout: float = 30.0  # seconds
+    canary_interval: float = 600.0  # seconds between two rounds of the canary; 0: none
+    canary_strict: bool = False  # whether a difference makes the server unhealthy
     max_body_bytes: int = 8 << 20
     max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
     hot_path: HotPath = HotPath()

@@ -1,7 +1,8 @@
 """Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue; the
-tokens of a step leave in one callback of the event loop. An exception in a step is fatal, because the state of the
+tokens of a step leave in one callback of the event loop. While no request is open, the thread runs the canary
+(canary.py) and checks the queue after each of its steps. An exception in a step is fatal, because the state of the
 device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
 """
 
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
+from tcdeploy.server.canary import CanarySchedule
 from tcdeploy.server.hot_path import sleep_after_first_token
 from tcdeploy.server.settings import HotPath
 
@@ -24,6 +26,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
+MAX_IDLE_WAIT_S = 3600.0  # an interval may be longer than a thread can wait
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
 
@@ -79,6 +82,7 @@ class Worker(Generic[LoadedT]):
         self.hot_path = hot_path
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
+        self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
         self._load, self._on_ready, self._on_death = load, on_ready, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
@@ -125,9 +129,14 @@ class Worker(Generic[LoadedT]):
                 self._loop.call_soon_threadsafe(self._on_engine_failure, error)
 
     def _serve(self, engine: Any) -> None:
+        canary = self.canary
         while self._process_inbox(engine, wait=not engine.has_work):
             if not engine.has_work:
+                if canary is not None:
+                    canary.run_step_if_due()
                 continue
+            if canary is not None:
+                canary.interrupt()
             tokens = engine.step()
             self.stats = engine.scheduler.stats
             new_requests, self._new_requests = self._new_requests, []
@@ -141,10 +150,14 @@ class Worker(Generic[LoadedT]):
                     sleep_after_first_token(tokens)
 
     def _process_inbox(self, engine: Engine, wait: bool) -> bool:
-        """Process the messages since the last step. False: stop."""
+        """Process the messages since the last step. False: stop.
+
+        `wait`: wait for a message if there is none, until the canary is due.
+        """
+        timeout = min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S) if wait and self.canary else None
         while True:
             try:
-                message = self._inbox.get(block=wait)
+                message = self._inbox.get(block=wait, timeout=timeout)
             except queue.Empty:
                 return True
             if message is STOP:
