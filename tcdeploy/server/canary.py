@@ -1,13 +1,15 @@
 """Runs the canary (engine/canary.py) while the engine is idle, one step at a time.
 
 A round runs every case once. It is due `interval` seconds after the previous round ended, and at once after a step that
-failed and that the engine survived. A step runs only if no request is open and none arrived for IDLE_S, so that the
-short gaps between the requests of one client are not used. The engine thread checks its inbox after each step. A
-request that arrives meanwhile waits for that step only: at most one step of the largest bucket. The case is then
-dropped, and runs again from its first step once the engine is idle.
+failed and that the engine survived (the worker survives none today: it ends with the first exception).
 
-A server that is never idle runs no canaries, which the time of the last success shows. An exception of a step ends the
-engine thread, as it does for a step of a request.
+A step runs only if no request is open and none was for IDLE_S, so that the short gaps between the requests of one
+client are not used. The engine thread checks its inbox after each step. A request that arrives meanwhile waits for that
+step only: at most one step of the largest bucket. The case is then dropped, and runs again from its first step once the
+engine is idle.
+
+A server that is never idle runs no canaries, which the time of the last success shows. An exception of a canary's step
+ends the engine thread too.
 """
 
 from __future__ import annotations

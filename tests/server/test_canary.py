@@ -15,6 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tcdeploy.engine.canary import Canary
+from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.server import canary as canary_module
 from tcdeploy.server.canary import CanarySchedule
@@ -125,6 +127,36 @@ def test_a_failed_step_makes_a_round_due(monkeypatch: pytest.MonkeyPatch) -> Non
     engine.failed_steps += 1  # inside a round: another complete one follows
     run_until_not_due(schedule)
     assert schedule.stats.rounds == 3
+
+
+def test_a_round_follows_a_step_that_the_engine_survived(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(tiny_deployment.engine.runner)
+    schedule = CanarySchedule(Canary(engine), engine, 600)
+    schedule.run_step_if_due()
+    params = SamplingParams(max_new_tokens=6)
+    expected = engine.generate([[5, 6, 7]], params)
+    decode = engine.runner.decode
+    failures = iter([RuntimeError("the launch failed")])
+
+    def fail_once(running: Any) -> Any:
+        for error in failures:
+            raise error
+        return decode(running)
+
+    monkeypatch.setattr(engine.runner, "decode", fail_once)
+    stream = engine.submit([5, 6, 7], params)
+    tokens: list[int] = []
+    while engine.has_work:
+        schedule.interrupt()
+        try:
+            tokens += [token.token_id for token in engine.step() if token.request_id == stream]
+        except RuntimeError:
+            assert schedule.stats.rounds == 0
+    assert [tokens] == expected and engine.failed_steps == 1
+    wait_for(lambda: schedule.seconds_until_due() == 0, 5)
+    run_until_not_due(schedule)
+    assert (schedule.stats.rounds, schedule.stats.failures) == (1, 0)
+    assert schedule.seconds_until_due() > 500
 
 
 def test_a_difference_is_counted_and_logged_and_the_last_success_stays(
