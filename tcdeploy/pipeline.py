@@ -47,8 +47,8 @@ from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.parity_check import Checker
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
+from tcdeploy.engine.parity_check import Checker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets

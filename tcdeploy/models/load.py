@@ -28,8 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
-from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.config_file import read_config_file
+from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist

@@ -23,8 +23,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.load import config_to_dict, quiet_transformers
-from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
+from tcdeploy.models.positions import PositionTracer
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.torch_compat.attention_registry import unregister_attention
