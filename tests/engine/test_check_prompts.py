@@ -1,0 +1,88 @@
+"""The prompts on which buckets are checked: lengths, packing, windows and tokens."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine.check_prompts import BEYOND_WINDOW, CheckPrompts, checked_rows, special_token_ids
+from tcdeploy.planning.plan import Bucket
+
+PREFILL, LARGE_PREFILL, DECODE = Bucket("prefill", 64), Bucket("prefill", 8192), Bucket("decode", 4)
+
+
+def make_prompts(window: int = 0, config: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> CheckPrompts:
+    values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8}
+    plan: Any = SimpleNamespace(**{**values, "buckets": (PREFILL, DECODE), **changes})
+    layers = (SimpleNamespace(window=window), SimpleNamespace(window=0))
+    architecture: Any = SimpleNamespace(attention_layers=layers, vocab_size=300)
+    return CheckPrompts(plan, architecture, SimpleNamespace(to_dict=lambda: config or {}), seed)
+
+
+def lengths(prompts: CheckPrompts, bucket: Bucket) -> list[int]:
+    return [prefix.length for prefix in prompts.batch(bucket)]
+
+
+def test_a_prefill_check_packs_three_unequal_prompts_and_leaves_padding() -> None:
+    assert lengths(make_prompts(), PREFILL) == [39, 16, 8]
+
+
+@pytest.mark.parametrize("changes", [{"max_prefill_sequences": 2}, {"kv_blocks": 5}])
+def test_a_prefill_check_is_one_prompt_if_three_do_not_fit(changes: dict[str, int]) -> None:
+    assert lengths(make_prompts(**changes), PREFILL) == [64]
+
+
+def test_a_large_bucket_is_filled_with_prompts_of_limited_length() -> None:
+    found = lengths(make_prompts(context=8192), LARGE_PREFILL)
+    assert found == [2048, 2048, 1024, 2048] and sum(found) < LARGE_PREFILL.size
+
+
+def test_a_decode_check_has_unequal_rows_and_one_of_three_blocks() -> None:
+    assert lengths(make_prompts(), DECODE) == [37, 9, 16, 8]
+    assert [prefix.prompt for prefix in make_prompts().batch(DECODE)] == [0, 1, 2, 0]
+
+
+def test_a_decode_check_has_short_rows_if_blocks_are_scarce() -> None:
+    assert max(lengths(make_prompts(kv_blocks=5), DECODE)) <= 16
+
+
+def test_sequences_reach_beyond_the_window() -> None:
+    prompts = make_prompts(window=512)
+    assert lengths(prompts, DECODE)[0] == 512 + BEYOND_WINDOW
+    assert [prefix.length for prefix in prompts.continued(PREFILL)] == [512 + BEYOND_WINDOW]
+    assert prompts.all_prefixes()[-1].prompt == 2
+
+
+@pytest.mark.parametrize("changes", [{"window": 4096}, {"window": 512, "kv_blocks": 30}])
+def test_a_window_beyond_the_context_or_the_kv_cache_is_not_reached(changes: dict[str, int]) -> None:
+    prompts = make_prompts(**changes)
+    assert lengths(prompts, DECODE)[0] == 37
+    assert [prefix.length for prefix in prompts.continued(PREFILL)] == [39]
+
+
+def test_prefixes_of_a_prompt_begin_with_the_same_tokens() -> None:
+    prompts = make_prompts()
+    first, second, _, last = prompts.batch(DECODE)
+    assert prompts.token_ids(last) == prompts.token_ids(first)[: last.length]
+    assert prompts.token_ids(second) != prompts.token_ids(first)[: second.length]
+
+
+def test_the_same_tokens_are_checked_in_every_run_and_others_with_another_seed() -> None:
+    prefix = make_prompts().batch(DECODE)[0]
+    assert make_prompts().token_ids(prefix) == make_prompts().token_ids(prefix)
+    assert make_prompts(seed=1).token_ids(prefix) != make_prompts().token_ids(prefix)
+
+
+def test_special_tokens_are_left_out() -> None:
+    config = {"eos_token_id": [2, 3], "pad_token_id": None, "vision": {"image_token_index": 7}, "id2label": {0: "a"}}
+    assert special_token_ids(config) == {2, 3, 7}
+    prompts = make_prompts(config={"image_token_id": 5, "eos_token_id": list(range(6, 300))})
+    assert set(prompts.token_ids(prompts.batch(PREFILL)[0])) <= {0, 1, 2, 3, 4}
+
+
+def test_many_decode_rows_are_sampled_evenly() -> None:
+    rows = checked_rows(Bucket("decode", 256), 256)
+    assert len(rows) == 16 and rows[0] == 0 and rows[-1] == 255
+    assert checked_rows(PREFILL, 3) == [0, 1, 2]
