@@ -17,11 +17,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tcdeploy.engine import precise_math
 from tcdeploy.engine.check_prompts import CheckPrompts, PromptPrefix, evenly_spaced
 from tcdeploy.engine.parity import row_distances
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.torch_compat import precise_math
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 OTHER_ROWS = 8  # of each prompt

@@ -1,7 +1,8 @@
-"""Observe each operation that torch runs, with its inputs and its result.
+"""Observe or replace each operation that torch runs, with its inputs and its result.
 
 `TorchDispatchMode` is the documented way to do so, but is defined in a private module. Without it, the probe cannot
-check where a model's token positions come from (models/positions.py).
+check where a model's token positions come from (models/positions.py), and the reference of the parity check cannot be
+computed in a higher precision (engine/precise_math.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Any
 from tcdeploy.torch_compat.internal import Internal, find
 
 DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
+# Called with an operation (torch.ops.aten.mm.default), its positional and its keyword arguments; returns the result.
+Handler = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
 def supported() -> bool:
@@ -20,12 +23,23 @@ def supported() -> bool:
 
 
 INTERNAL = Internal(
-    "position check",
+    "operation dispatch",
     "torch",
     "torch.utils._python_dispatch.TorchDispatchMode",
-    "models that compute token positions of their own are not refused",
+    "models that compute token positions of their own are not refused, and the parity check has fixed tolerances",
     supported,
 )
+
+
+def handle_operations(handler: Handler) -> contextlib.AbstractContextManager[Any]:
+    """Within the block, `handler` runs instead of each operation. It may call the operation itself."""
+
+    def __torch_dispatch__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return handler(func, args, kwargs or {})
+
+    mode = type("HandlerMode", (find(DISPATCH_MODE),), {"__torch_dispatch__": __torch_dispatch__})()
+    assert isinstance(mode, contextlib.AbstractContextManager)
+    return mode
 
 
 @contextlib.contextmanager
@@ -39,8 +53,7 @@ def observe_operations(observer: Callable[[str, tuple[Any, ...], dict[str, Any],
         return
     names: dict[Any, str] = {}
 
-    def __torch_dispatch__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+    def handler(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = func(*args, **kwargs)
         name = names.get(func)
         if name is None:
@@ -48,6 +61,5 @@ def observe_operations(observer: Callable[[str, tuple[Any, ...], dict[str, Any],
         observer(name, args, kwargs, result)
         return result
 
-    mode = type("ObservingMode", (find(DISPATCH_MODE),), {"__torch_dispatch__": __torch_dispatch__})
-    with mode():
+    with handle_operations(handler):
         yield

@@ -31,7 +31,6 @@ from tcdeploy.torch_compat import (
     inductor_workers,
     mark_dynamic,
     pdl,
-    precise_math,
     precompiled_headers,
     torch_flash,
     triton_cache,
@@ -47,8 +46,7 @@ INTERNALS: tuple[Internal, ...] = tuple(
         attention_registry, autotune_cache, benchmarker, body_forward, compile_callback, compile_counters,
         compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries, custom_graph_pass,
         dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, graph_cache_keys, inductor_settings,
-        inductor_workers, mark_dynamic, pdl, precise_math, precompiled_headers, torch_flash, triton_cache,
-        triton_platform_key,
+        inductor_workers, mark_dynamic, pdl, precompiled_headers, torch_flash, triton_cache, triton_platform_key,
         triton_source, uvicorn_protocol,
     )
 )  # fmt: skip

@@ -74,7 +74,7 @@ MOVED = {
     "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),
     "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
     "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
-    "position check": ("dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
+    "operation dispatch": ("dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
     "fake tensors": ("fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
     "graph cache keys": ("graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
     "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),

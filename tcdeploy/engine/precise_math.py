@@ -13,15 +13,15 @@ this takes a third of the time of float32 products, and no converted copy of the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat import dispatch_mode
 
-DISPATCH_MODE = "torch.utils._python_dispatch:TorchDispatchMode"
 aten = torch.ops.aten
 MOVES_DATA = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
 GROUPED_PRODUCTS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
@@ -29,41 +29,23 @@ BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 
 def supported() -> bool:
-    return hasattr(find(DISPATCH_MODE), "__torch_dispatch__") and hasattr(aten.view.default, "is_view")
+    return dispatch_mode.supported()
 
 
-INTERNAL = Internal(
-    "precise reference",
-    "torch",
-    "torch.utils._python_dispatch.TorchDispatchMode",
-    "the parity check compares with transformers in the compute dtype, within fixed tolerances",
-    supported,
-)
-
-
-@contextlib.contextmanager
-def precise_math(low: torch.dtype, high: torch.dtype) -> Iterator[None]:
+def precise_math(low: torch.dtype, high: torch.dtype) -> contextlib.AbstractContextManager[Any]:
     """Compute in `high` wherever an operation would compute in `low`. Tensors made within the block are `high`."""
-    with _make_mode(low, high):
-        yield
+    return dispatch_mode.handle_operations(functools.partial(_compute, low, high))
 
 
-def _make_mode(low: torch.dtype, high: torch.dtype) -> Any:
-    base: Any = find(DISPATCH_MODE)
-
-    class PreciseMode(base):  # type: ignore[misc]
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            kwargs = kwargs or {}
-            if func.is_view or func in MOVES_DATA:
-                return func(*args, **kwargs)
-            product = _PRODUCTS.get(func)
-            if product is not None and _is_split_product(args, low, high):
-                return product(*args, **kwargs)
-            if func._schema.name in GROUPED_PRODUCTS:
-                return _grouped_product(*args, **kwargs)
-            return func(*_raise_precision(args, low, high), **_raise_precision(kwargs, low, high))
-
-    return PreciseMode()
+def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if func.is_view or func in MOVES_DATA:
+        return func(*args, **kwargs)
+    product = _PRODUCTS.get(func)
+    if product is not None and _is_split_product(args, low, high):
+        return product(*args, **kwargs)
+    if func.name() in GROUPED_PRODUCTS:
+        return _grouped_product(*args, **kwargs)
+    return func(*_raise_precision(args, low, high), **_raise_precision(kwargs, low, high))
 
 
 def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:
