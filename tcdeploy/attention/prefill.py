@@ -51,6 +51,7 @@ PREFILL_TILES = {
     64: TileConfig(128, 64, 4, 2),
     128: TileConfig(64, 64, 4, 3),
     256: TileConfig(128, 64, 8, 2),
+    512: TileConfig(64, 32, 8, 2),
 }
 PREFILL_TILES_FLOAT32 = TileConfig(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
 

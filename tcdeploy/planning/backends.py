@@ -81,6 +81,7 @@ _ROWS = (
         name="triton",
         uses_triton=True,
         dtypes=ALL_DTYPES,
+        max_head_dim=512,
         requires_equal_head_dims=False,
         is_capturable=True,
         serves_decode=True,

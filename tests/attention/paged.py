@@ -48,6 +48,7 @@ CASES = {
     "heads of 96, groups of 4": Case(head_dim=96, group=4, kv_heads=1),
     "heads of 128, groups of 7": Case(head_dim=128, group=7, kv_heads=1, block_size=32),
     "heads of 256": Case(head_dim=256, kv_heads=1),
+    "heads of 512": Case(head_dim=512, kv_heads=1),
     "groups of 8": Case(group=8, kv_heads=1),
     "groups of 17": Case(head_dim=16, group=17, kv_heads=1),
     "blocks larger than a tile": Case(block_size=256),
@@ -65,6 +66,7 @@ CASES = {
     "bfloat16": Case(head_dim=128, group=4, dtype=torch.bfloat16),
     "bfloat16, everything": Case(sinks=True, softcap=2.0, window=70, group=3, dtype=torch.bfloat16),
     "bfloat16, heads of 256": Case(head_dim=256, kv_heads=1, group=2, dtype=torch.bfloat16),
+    "bfloat16, heads of 512": Case(head_dim=512, kv_heads=1, group=4, dtype=torch.bfloat16),
     "float16": Case(group=4, dtype=torch.float16),
 }
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -74,10 +76,12 @@ some_models = pytest.mark.parametrize(
     [
         Case(head_dim=128, kv_heads=8, group=4, dtype=torch.bfloat16),
         Case(head_dim=256, kv_heads=4, group=2, dtype=torch.bfloat16, window=1024, softcap=50.0),
+        Case(head_dim=512, kv_heads=4, group=8, dtype=torch.bfloat16),
         Case(head_dim=192, v_head_dim=128, kv_heads=16, dtype=torch.bfloat16, sinks=True),
         Case(head_dim=256, kv_heads=1),
+        Case(head_dim=512, kv_heads=1),
     ],
-    ids=["llama", "gemma", "deepseek with sinks", "float32"],
+    ids=["llama", "gemma", "gemma 4", "deepseek with sinks", "float32", "float32 of 512"],
 )
 
 
