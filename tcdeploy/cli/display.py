@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
+MANY_LAYERS = 4  # more than a model has kinds of layers
 PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
 COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
@@ -240,10 +241,15 @@ def _print_totals(deployment: Deployment) -> None:
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
     programs = sum(record.programs for record in records)
+    num_layers = len(deployment.architecture.attention_layers)
     print(
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
-        f"{len(deployment.architecture.attention_layers)} layers; compile {compile_seconds:.1f} s"
+        f"{num_layers} layers; compile {compile_seconds:.1f} s"
     )
+    if num_layers > MANY_LAYERS and all(record.programs >= num_layers for record in records):
+        print(
+            "each layer has a program of its own: a number in it, such as its attention scale, differs between layers"
+        )
     for record in records:
         if record.trials:
             print(f"{record.bucket} variants: {_format_trials(record)}")

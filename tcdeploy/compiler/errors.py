@@ -17,6 +17,7 @@ from tcdeploy.torch_compat.compile_errors import (
     find_compiler_failure,
     is_compile_error,
     is_graph_break,
+    is_recompile_limit,
 )
 
 NEARLY_FULL_BYTES = 1 << 20
@@ -35,8 +36,9 @@ def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
             f"the GPU ran out of memory during warm-up: {str(error).splitlines()[0]}",
             "lower --memory-fraction, or leave out the largest bucket",
         ) from error
-    except (RuntimeError, OSError) as error:
-        if isinstance(error, OSError) or is_compile_error(error) or _is_disk_full(error, cache_dir):
+    except Exception as error:  # torch's own do not all derive from RuntimeError
+        may_be_disk = isinstance(error, RuntimeError) and _is_disk_full(error, cache_dir)
+        if isinstance(error, OSError) or is_compile_error(error) or may_be_disk:
             raise _translate_error(error, plan, cache_dir) from error
         raise
 
@@ -54,6 +56,11 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
         return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)
+    if is_recompile_limit(error):
+        return CompileError(
+            f"{plan.model} needs more programs than torch.compile may make of one function: {_first_sentence(text)}",
+            "try --region blocks, or fewer --buckets and --batch-sizes",
+        )
     if "InvalidCxxCompiler" in text or NO_COMPILER_MESSAGE in text:
         return CompileError(
             f"{plan.model} needs a program that is not in the cache folder {cache_dir}, and there is no C++ compiler",

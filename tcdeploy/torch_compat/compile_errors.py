@@ -14,6 +14,7 @@ from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
 PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
+RECOMPILE_LIMIT = "FailOnRecompileLimitHit"  # Dynamo's: derives from Exception, not from TorchDynamoException
 CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 
@@ -29,9 +30,10 @@ class CompilerFailure(NamedTuple):
 def supported() -> bool:
     base, unsupported = find("torch._dynamo.exc:TorchDynamoException"), find(f"torch._dynamo.exc:{UNSUPPORTED}")
     cpp_compile_error = find(f"torch._inductor.exc:{CPP_COMPILE_ERROR}")
+    recompile_limit = find(f"torch._dynamo.exc:{RECOMPILE_LIMIT}")
     errors = (base, unsupported, cpp_compile_error)
     are_errors = all(isinstance(error, type) and issubclass(error, RuntimeError) for error in errors)
-    return are_errors and has_parameters(cpp_compile_error, "cmd", "output")
+    return are_errors and recompile_limit is not None and has_parameters(cpp_compile_error, "cmd", "output")
 
 
 INTERNAL = Internal(
@@ -51,6 +53,11 @@ def is_compile_error(error: BaseException) -> bool:
 def is_graph_break(error: BaseException) -> bool:
     """Whether it reports code that Dynamo cannot trace."""
     return is_compile_error(error) and any(cls.__name__ == UNSUPPORTED for cls in type(error).__mro__)
+
+
+def is_recompile_limit(error: BaseException) -> bool:
+    """Whether it reports that a function has as many programs as torch allows."""
+    return is_compile_error(error) and any(cls.__name__ == RECOMPILE_LIMIT for cls in type(error).__mro__)
 
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:

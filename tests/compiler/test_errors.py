@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._inductor import cpp_builder
 from torch._inductor.exc import CppCompileError, InductorError
 
@@ -36,6 +36,11 @@ def translate(error: Exception, plan: Any, folder: Path) -> TcdeployError:
 @pytest.fixture
 def plan() -> Any:
     return Plan.__new__(Plan)  # no field is read
+
+
+def with_model(plan: Any, model: str) -> Any:
+    object.__setattr__(plan, "model", model)
+    return plan
 
 
 def chained(error: Exception) -> Exception:
@@ -84,6 +89,14 @@ def test_a_compiler_without_memory_exits_with_code_7(plan: Any, tmp_path: Path) 
     output = "g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.\n"
     error = translate(InductorError(CppCompileError(COMMAND, output), None), plan, tmp_path)
     assert isinstance(error, SpaceError) and "Killed signal" in error.message and "memory" in error.hint
+
+
+def test_too_many_programs_are_an_error_with_a_hint(plan: Any, tmp_path: Path) -> None:
+    """torch's class derives from Exception, unlike its other errors."""
+    error = translate(FailOnRecompileLimitHit("Hard failure due to fullgraph=True"), with_model(plan, "x"), tmp_path)
+    assert isinstance(error, CompileError)
+    assert error.message.startswith("x needs more programs than torch.compile may make of one function")
+    assert "--region blocks" in error.hint
 
 
 def test_a_cold_start_names_the_error_of_its_compiler(run_cli: Any, tmp_path: Path) -> None:

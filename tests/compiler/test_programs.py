@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.cli.display import show_warm_report
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.sequence import SamplingParams
@@ -83,6 +84,19 @@ def test_other_regions_have_their_own_count(region: str, programs: int, cache_di
     deployment = deploy(save_config("llama", tmp_path, num_hidden_layers=2), cache_dir, region=region)
     assert [record.programs for record in deployment.records] == [programs, programs]
     assert all(record.parity.relative_difference < 1e-5 for record in deployment.records)
+
+
+def test_a_number_that_differs_between_layers_costs_a_program_per_layer(
+    cache_dir: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Attention scales of 20 layers. torch's own limit is 8 programs. Dynamo makes them here, and Inductor none."""
+    sizes = {"n_layer": 20, "n_embd": 16, "n_head": 2, "n_positions": 64}
+    folder = save_config("gpt2", tmp_path, scale_attn_by_inverse_layer_idx=True, **sizes)
+    with torch.compiler.set_stance("default", force_backend="eager"):
+        deployment = deploy(folder, cache_dir, buckets=(16,), batch_sizes=(1,))
+    assert [record.programs for record in deployment.records] == [20, 20]
+    show_warm_report(deployment, as_json=False)
+    assert "each layer has a program of its own" in capsys.readouterr().out
 
 
 PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]
