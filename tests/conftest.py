@@ -49,7 +49,7 @@ COMPILING_FIXTURES = frozenset(
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
     "cache/test_source_keys.py", "compiler/", "engine/test_tuning.py", "gpu/", "linear/",
-    "models/test_packed_linears.py", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
+    "models/test_packed_linears.py", "parity/", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
@@ -57,7 +57,7 @@ LONG_FILES = (
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "torch_compat/test_missing_internals.py",
     "bundle/test_relocation.py", "test_prewarm.py", "cache/test_source_keys.py", "engine/test_tuning.py",
     "cache/test_toolchain.py", "hostile/test_kills.py", "engine/test_continuous_batching.py", "server/test_faults.py",
-    "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py", "cli/test_cli_bench.py",
+    "parity/test_planted_faults.py", "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py", "cli/test_cli_bench.py",
 )  # fmt: skip
 
 relax_gc_for_startup()  # as the CLI does

@@ -78,13 +78,16 @@ class Case:
 
 
 def run_case(model: str, folder: str, dtype: str, fault: str, compiles: bool, flags: dict[str, Any]) -> Case:
-    """Start the model in `folder` with a fault planted ("" for none). `compiles`: False runs the buckets uncompiled."""
+    """Start the model in `folder` with a fault planted ("" for none). `compiles`: False runs the buckets uncompiled.
+
+    `flags` name the cache folder. Cases that compile in one process share it: torch keeps the path of its headers.
+    """
     release_memory()
     start = time.perf_counter()
     outcome, message, records, stage_seconds = "passed", "", (), {}
     mode = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
-    with tempfile.TemporaryDirectory() as cache, planted(FAULTS[fault] if fault else None), mode:
-        recipe = {"model": folder, "load_format": "dummy", "dtype": dtype, "cache_dir": cache, **flags}
+    with planted(FAULTS[fault] if fault else None), mode:
+        recipe = {"model": folder, "load_format": "dummy", "dtype": dtype, **flags}
         try:
             deployment = prepare(build_recipe(recipe, environ={}))
         except NotApplicable as reason:
@@ -104,7 +107,8 @@ def run_family(family: str, dtype: str, faults: list[str], compiles: bool) -> li
     """Small random model of a family: once without a fault, and once with each of `faults`."""
     with tempfile.TemporaryDirectory() as folder:
         save_config(family, Path(folder))
-        return [run_case(family, folder, dtype, fault, compiles, SMALL) for fault in ["", *faults]]
+        flags = {**SMALL, "cache_dir": f"{folder}/cache"}
+        return [run_case(family, folder, dtype, fault, compiles, flags) for fault in ["", *faults]]
 
 
 def run_shape(shape: str) -> list[Case]:
@@ -113,7 +117,8 @@ def run_shape(shape: str) -> list[Case]:
     with tempfile.TemporaryDirectory() as folder:
         config = AutoConfig.for_model(**values)
         Path(folder, "config.json").write_text(json.dumps({**config.to_dict(), "torch_dtype": "bfloat16"}))
-        return [run_case(shape, folder, "bfloat16", name, True, LARGE) for name in ("", fault)]
+        flags = {**LARGE, "cache_dir": f"{folder}/cache"}
+        return [run_case(shape, folder, "bfloat16", name, True, flags) for name in ("", fault)]
 
 
 def matrix(cases: list[Case]) -> str:
