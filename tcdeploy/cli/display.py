@@ -24,13 +24,14 @@ from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
-    from tcdeploy.cache.manifest import BucketRecord
+    from tcdeploy.cache.manifest import BucketRecord, Parity
     from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import GraphBreak
     from tcdeploy.pipeline import Deployment
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
+PARITY_HEADERS = ("dlogit", "eager", "KL", "eager")
 MANY_LAYERS = 4  # more than a model has kinds of layers
 PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
@@ -145,14 +146,15 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     console.print(_plan_table(deployment.plan))
     console.print(
         _table(
-            ("bucket", "compile s", "cache", "programs", "eager ms", "compiled ms", "speed-up", "max |dlogit|", "KL",
+            ("bucket", "compile s", "cache", "programs", "eager ms", "compiled ms", "speed-up", *PARITY_HEADERS,
              "breaks", "peak memory"),
             [_compile_row(record) for record in deployment.records],
         )
     )  # fmt: skip
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     lengths = " and ".join(str(context) for context in contexts)
-    print(f"ms: median of whole steps, decode at a context of {lengths} tokens; |dlogit| and KL: against transformers")
+    print(f"ms: median of whole steps, decode at a context of {lengths} tokens")
+    print(_explain_parity(deployment.records))
     skipped = sum(record.cudagraph_skips for record in deployment.records)
     if skipped:
         print(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
@@ -165,6 +167,7 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
         _print_report("warm", deployment)
         return
     _console().print(_warm_table(deployment))
+    print(_explain_parity(deployment.records))
     _print_totals(deployment)
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
@@ -204,8 +207,7 @@ def _compile_row(record: BucketRecord) -> Sequence[str]:
         f"{record.eager_ms:.2f}",
         f"{record.compiled_ms:.2f}",
         f"{record.eager_ms / record.compiled_ms:.2f}x",
-        f"{record.parity.max_difference:.2g}",
-        f"{record.parity.kl:.1e}",
+        *_parity_columns(record.parity),
         str(record.graph_breaks),
         f"{record.peak_memory_bytes / 2**30:.2f} GiB",
     )
@@ -223,15 +225,31 @@ def _warm_row(record: BucketRecord) -> Sequence[str]:
         record.variant,
         str(record.programs),
         str(record.graph_breaks),
-        f"{record.parity.max_difference:.2g}",
-        f"{record.parity.kl:.1e}",
+        *_parity_columns(record.parity),
+    )
+
+
+def _parity_columns(parity: Parity) -> Sequence[str]:
+    return (
+        f"{parity.max_difference:.2g}",
+        f"{parity.eager_max_difference:.2g}",
+        f"{parity.kl:.1e}",
+        f"{parity.eager_kl:.1e}",
+    )
+
+
+def _explain_parity(records: Sequence[BucketRecord]) -> str:
+    dtypes = sorted({record.parity.reference_dtype for record in records})
+    return (
+        f"dlogit: largest difference of logits from {' and '.join(dtypes)}; KL: divergence from it in nats; "
+        "eager: the same of transformers' own attention"
     )
 
 
 def _warm_table(deployment: Deployment) -> Table:
     headers = (
         "bucket", "cache", "compile s", "cold s", "capture s", "graph MB", "check s", "kernels", "programs", "breaks",
-        "max |dlogit|", "KL",
+        *PARITY_HEADERS,
     )  # fmt: skip
     return _table(headers, [_warm_row(record) for record in deployment.records])
 

@@ -53,6 +53,8 @@ def _bucket_json(model: ModelFigures, record: BucketRecord) -> dict[str, Any]:
         "steps": model.step_counts.get(record.bucket, 0),
         "padding_tokens": model.padding_tokens.get(record.bucket, 0),
         "max_difference": record.parity.max_difference,
+        "eager_max_difference": record.parity.eager_max_difference,
         "kl": record.parity.kl,
+        "eager_kl": record.parity.eager_kl,
         "variant": record.variant,
     }

@@ -38,7 +38,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
         "num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 152064, "rope_theta": 1000000.0,
         "max_position_embeddings": 131072,
     }),
-    "qwen3-32b": ("swapped heads in one layer", {
+    "qwen3-32b": ("residual dropped in one layer", {
         "model_type": "qwen3", "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64,
         "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936,
         "rope_theta": 1000000.0, "max_position_embeddings": 40960,

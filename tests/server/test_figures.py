@@ -13,9 +13,8 @@ from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.recent_stats import RecentStats, percentile
 from tcdeploy.server.status import status_json
 
-RECORD: Any = SimpleNamespace(
-    bucket="decode:4", outcome="hit", variant="default", parity=SimpleNamespace(max_difference=0.25, kl=0.5)
-)
+PARITY = SimpleNamespace(max_difference=0.25, eager_max_difference=0.375, kl=0.5, eager_kl=0.75)
+RECORD: Any = SimpleNamespace(bucket="decode:4", outcome="hit", variant="default", parity=PARITY)
 FIGURES = ServerFigures(
     model_name="tiny", state="ready", uptime_seconds=3.0,
     scheduler=SchedulerStats(waiting=5, prefilling=1, running=2, used_blocks=8, preemptions=7),
