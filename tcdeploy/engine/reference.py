@@ -22,6 +22,7 @@ from tcdeploy.engine.check_prompts import CheckPrompts, PromptPrefix, evenly_spa
 from tcdeploy.engine.parity import row_distances
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
 OTHER_ROWS = 8  # of each prompt
@@ -60,9 +61,12 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
     other_rows: list[Tensor] = []
     dtype = HIGHER_PRECISION[runner.plan.compute_dtype]
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
-    for _, group in itertools.groupby(prompts.all_prefixes(), key=lambda prefix: prefix.prompt):
+    all_prefixes = prompts.all_prefixes()
+    equal_length = _equal_length(all_prefixes) if runner.plan.device == "cuda" else 0
+    for _, group in itertools.groupby(all_prefixes, key=lambda prefix: prefix.prompt):
         prefixes = list(group)
-        token_ids = prompts.token_ids(prefixes[-1])  # the longest
+        longest = prefixes[-1]
+        token_ids = prompts.token_ids(longest._replace(length=max(longest.length, equal_length)))
         others = evenly_spaced(len(token_ids), OTHER_ROWS_WITH_EXPERTS if has_experts else OTHER_ROWS)
         positions = [prefix.length - 1 for prefix in prefixes] + others
         eager = runner.reference_logits(token_ids, positions, attn_implementation)
@@ -75,6 +79,15 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
     if runner.plan.device == "cuda":
         torch.cuda.empty_cache()
     return ReferenceLogits(rows, dtype, torch.cat(other_rows))
+
+
+def _equal_length(prefixes: list[PromptPrefix]) -> int:
+    """A length to which shorter prompts are extended on a GPU.
+
+    Each length may need other cuBLAS kernels, whose first call loads them: 1 s for a second length on an H100. Later
+    tokens do not change the logits of a prefix.
+    """
+    return max(prefix.length for prefix in prefixes if prefix.length <= MAX_PROMPT_TOKENS)
 
 
 def _precise_logits(

@@ -37,8 +37,10 @@ def handle_operations(handler: Handler) -> contextlib.AbstractContextManager[Any
     def __torch_dispatch__(_: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return handler(func, args, kwargs or {})
 
-    mode = type("HandlerMode", (find(DISPATCH_MODE),), {"__torch_dispatch__": __torch_dispatch__})()
-    assert isinstance(mode, contextlib.AbstractContextManager)
+    base: Any = find(DISPATCH_MODE)
+    mode: contextlib.AbstractContextManager[Any] = type(
+        "HandlerMode", (base,), {"__torch_dispatch__": __torch_dispatch__}
+    )()
     return mode
 
 

@@ -52,7 +52,9 @@ def send_request(state: ServerState, method: str, path: str, body: Any, **header
 
 
 def fake_worker(hot_path: HotPath, **attributes: Any) -> Any:
-    return SimpleNamespace(failure=None, stats=SchedulerStats(0, 0, 0, 0, 0), hot_path=hot_path, **attributes)
+    return SimpleNamespace(
+        failure=None, canary=None, stats=SchedulerStats(0, 0, 0, 0, 0), hot_path=hot_path, **attributes
+    )
 
 
 @pytest.fixture(params=[HotPath(), SIMPLE_PATH], ids=["hot path", "simple path"])
