@@ -226,7 +226,10 @@ class ModelRunner:
         rows = torch.tensor(positions, device=self.model.device)
         selected_rows = {"logits_to_keep": rows} if self._supports_logits_to_keep else {}
         self.step_holder.step = None  # modules run uncompiled
-        self.model.set_attn_implementation(attn_implementation)
+        try:
+            self.model.set_attn_implementation(attn_implementation)
+        except ValueError:  # a part of the model, such as an audio tower, supports no other implementation
+            self.model.set_attn_implementation("eager")
         try:
             logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits[0]
         finally:

@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.config_file import LFS_POINTER
 from tcdeploy.torch_compat import fake_tensors
 
@@ -104,11 +105,11 @@ def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, tr
     if tensors is None:
         return False
     check_not_quantised(model, tensors)
-    is_remote = trust_remote_code and "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if is_remote or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING or len(tensors) > MAX_TENSORS:
+    known_class = model_class(config, trust_remote_code)
+    if known_class is None or len(tensors) > MAX_TENSORS:
         return False
     try:
-        report = _load_on_fake_tensors(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config, tensors)
+        report = _load_on_fake_tensors(known_class, config, tensors)
     except Exception as error:  # the load on real tensors may succeed, and is checked too
         log.debug("the tensors of %s are not compared while planning: %s", model, error)
         return False

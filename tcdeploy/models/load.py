@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
-    AutoModelForCausalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -27,6 +25,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
+from tcdeploy.models.auto_classes import auto_class, remote_class
 from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
@@ -80,7 +79,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
-        _check_is_causal_lm(recipe.model, config)
+        auto_class(config, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
@@ -91,26 +90,8 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
 
 def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
     """Import the model's class if it comes from a repository, so that code which cannot be imported fails here."""
-    reference = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if reference is not None:
+    if reference := remote_class(config):
         get_class_from_dynamic_module(reference, path, revision=revision)
-
-
-def _check_is_causal_lm(model: str, config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError for encoder-decoders and for types that transformers does not load as a causal LM."""
-    name, hint = config.model_type, "docs/models.md describes the models that can be served"
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported", hint
-        )
-    has_own_class = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or has_own_class:
-        return
-    if config.get_text_config() is not config:
-        raise UnsupportedModelError(
-            f"{model} is a multimodal model ({name}) that transformers does not load as a causal LM", hint
-        )
-    raise UnsupportedModelError(f"{model} is not a causal LM: transformers has no such class for {name}", hint)
 
 
 def check_checkpoint(recipe: Recipe, config: PreTrainedConfig) -> None:
@@ -166,7 +147,7 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
     """Random weights, created on the device; equal for equal config, device and torch version."""
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+        model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
     draw_dummy_weights(model)
@@ -178,7 +159,7 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     """If accelerate is installed, shards are read directly to the device; otherwise through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = auto_class(config).from_pretrained(
         resolve_model_path(plan.model),
         config=config,
         revision=plan.revision,

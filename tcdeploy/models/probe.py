@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
+from tcdeploy.models.auto_classes import auto_class, is_multimodal
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
 from tcdeploy.models.positions import PositionTracer
@@ -123,6 +124,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
         vocab_size=int(text_config.vocab_size),
         dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
         attention_layers=attention_layers,
+        is_multimodal=is_multimodal(config),
         longrope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
         packed_linears=_find_packed_linears(model, linear_recorder),
@@ -209,12 +211,13 @@ def _run_on_fake_tensors(
     positions: PositionTracer,
 ) -> nn.Module:
     """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
+    model_class = auto_class(config)
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
             # Some models read their weights while they initialise them. Code from a repository may use what
             # torch.nn.init returns, which is nothing without initialisation.
             with contextlib.nullcontext() if trust_remote_code else no_init_weights():
-                model = AutoModelForCausalLM.from_config(  # a copy: transformers stores attn_implementation in it
+                model = model_class.from_config(  # a copy: transformers stores attn_implementation in it
                     copy.deepcopy(config),
                     dtype=torch.bfloat16,
                     attn_implementation=PROBE_ATTN_IMPLEMENTATION,

@@ -51,6 +51,7 @@ class Architecture:
     parameters: number of weights; tied ones count once.
     context: longest sequence, in tokens.
     dtype: of the checkpoint.
+    is_multimodal: it also has parts for images, audio or video, which are not run.
     longrope_limit: length beyond which longrope or dynamic rope changes the rotary factors of the whole batch, so that
         sequences would affect each other's output; 0 for other models.
     peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
@@ -66,6 +67,7 @@ class Architecture:
     vocab_size: int
     dtype: str
     attention_layers: tuple[AttentionSpec, ...]
+    is_multimodal: bool = False
     longrope_limit: int = 0
     peak_activation_elements: int = 0
     packed_linears: tuple[tuple[str, ...], ...] = ()

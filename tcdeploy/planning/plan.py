@@ -152,6 +152,10 @@ def make_plan(
     _check_max_consecutive_prefills(recipe)
     decisions = [*_untested_versions(environment), *_missing_internals(environment)]
     recipe = _without_dynamic_shapes(recipe, environment, decisions)
+    if architecture.is_multimodal:
+        decisions.append(
+            Decision("inputs", "text only", f"images, audio and video of {architecture.model_type} are refused")
+        )
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
     inputs = PlanInputs(recipe, environment, architecture, device, dtypes)
