@@ -1,0 +1,173 @@
+"""Starts a small random model of every type that transformers loads as a text generator, and compares its tokens.
+
+Each model is saved as safetensors and started by `prepare` in float32, as a user would. Then a batch of unequal
+prompts, one longer than the largest bucket, is continued by 24 greedy tokens, and compared with transformers'
+`generate` on the same files. scripts/coverage runs all types, and writes the table of docs/models.md.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from tcdeploy.compiler.jit import JitLoader
+from tcdeploy.compiler.programs import Program, ProgramKey, run_region
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.errors import TcdeployError, UnsupportedModelError
+from tcdeploy.models.auto_classes import auto_class
+from tcdeploy.models.dummy_weights import draw_dummy_weights
+from tcdeploy.pipeline import prepare, release_memory
+from tcdeploy.planning.recipe import build_recipe
+from tests.coverage.small_configs import small_config
+
+NEW_TOKENS = 24
+BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}
+PROMPTS = [
+    [(7 * position + 11 * row) % 230 + 3 for position in range(length)] for row, length in enumerate((70, 5, 19))
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """verdict: "served", "served as text only", "refused", "wrong" (other tokens), "error", or "no small config".
+
+    reason: of the refusal, or the last lines of the traceback. programs: of the buckets; 0 if uncompiled.
+    """
+
+    model_type: str
+    verdict: str
+    reason: str = ""
+    programs: int = 0
+    seconds: float = 0.0
+
+
+def model_types() -> list[str]:
+    """All types of the installed transformers with a causal LM class or a multimodal one."""
+    mappings = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+    classes = {config_class for mapping in mappings for config_class in mapping.keys()}  # noqa: SIM118 - lazy
+    return sorted(name for name in CONFIG_MAPPING.keys() if CONFIG_MAPPING[name] in classes)  # noqa: SIM118
+
+
+def check_type(model_type: str, cache_dir: str, compiles: bool = True) -> Result:
+    start = time.perf_counter()
+    result = _check_type(model_type, cache_dir, compiles)
+    return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
+
+
+def _check_type(model_type: str, cache_dir: str, compiles: bool) -> Result:
+    try:
+        config = small_config(model_type)
+    except Exception as error:
+        return Result(model_type, "no small config", _last_line(error))
+    mode = contextlib.nullcontext() if compiles else traced_only()
+    release_memory()
+    with tempfile.TemporaryDirectory() as folder, mode:
+        try:
+            save_model(config, Path(folder))
+            recipe = {"model": folder, "dtype": "float32", "cache_dir": cache_dir, **BUCKETS}
+            deployment = prepare(build_recipe(recipe, environ={}))
+            ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
+            theirs = generate(config, folder)
+        except UnsupportedModelError as error:
+            return Result(model_type, "refused", error.message.replace(folder, model_type))
+        except TcdeployError as error:
+            return Result(model_type, "error", error.message.replace(folder, model_type))
+        except Exception:
+            return Result(model_type, "error", "".join(traceback.format_exc().splitlines(keepends=True)[-3:]))
+        programs = sum(record.programs for record in deployment.records)
+    if ours != theirs:
+        return Result(model_type, "wrong", f"{ours} instead of {theirs}", programs)
+    return Result(model_type, "served as text only" if _is_text_only(deployment) else "served", "", programs)
+
+
+def _is_text_only(deployment: Any) -> bool:
+    return any(decision.name == "inputs" for decision in deployment.plan.decisions)
+
+
+@contextlib.contextmanager
+def traced_only() -> Iterator[None]:
+    """Trace the programs as usual, but run the traced operations one by one instead of compiling them."""
+
+    def load(_: JitLoader, __: ProgramKey) -> Program:
+        return torch.compile(run_region, fullgraph=True, dynamic=False, backend="aot_eager")
+
+    with patch.object(JitLoader, "load", load):
+        yield
+
+
+def save_model(config: Any, folder: Path) -> None:
+    """Save random weights, or only the config if the type is refused before weights are read."""
+    try:
+        model_class = auto_class(config)
+        torch.manual_seed(0)
+        model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+        draw_dummy_weights(model)
+        model.save_pretrained(folder)
+    except Exception:  # for `prepare` to report
+        config.save_pretrained(folder)
+
+
+def generate(config: Any, folder: str) -> list[list[int]]:
+    """What transformers continues each prompt with, greedily and not stopped by an end-of-sequence token."""
+    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    answers = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            output = model.generate(
+                input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False,
+                eos_token_id=-1, pad_token_id=0,
+            )  # fmt: skip
+        answers.append(output[0].tolist()[-NEW_TOKENS:])
+    return answers
+
+
+def _last_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:200]}"
+
+
+def table(results: list[Result]) -> str:
+    """Markdown: the types by verdict, and refused ones by reason."""
+    lines = ["| | | |", "|---|---|---|"]
+    for verdict in ("served", "served as text only", "wrong", "error", "no small config"):
+        names = sorted(result.model_type for result in results if result.verdict == verdict)
+        if names:
+            lines.append(f"| {verdict} | {len(names)} | {', '.join(names)} |")
+    by_reason: dict[str, list[str]] = {}
+    for result in results:
+        if result.verdict == "refused":
+            by_reason.setdefault(_general_reason(result), []).append(result.model_type)
+    for reason, names in sorted(by_reason.items(), key=lambda item: -len(item[1])):
+        lines.append(f"| refused: {reason} | {len(names)} | {', '.join(sorted(names))} |")
+    return "\n".join(lines)
+
+
+# A part of the message, and how the table says it.
+REASONS = {
+    "never calls": "attention code outside of transformers' AttentionInterface",
+    "does not look its attention up": "attention code outside of transformers' AttentionInterface",
+    "which a KV cache cannot serve": "kinds of layers without a KV cache of their own (recurrent, chunked, indexed)",
+    "is not causal": "attention that is not causal",
+    "token positions of its own": "token positions of their own",
+    "requires": "packages that are not installed",
+    "on the host": "code that reads values of tensors on the host",
+    "missing": "inputs other than text are required",
+    "encoder-decoder": "encoder-decoders",
+    "its own attention mask": "attention masks of their own",
+    "does not pass it to attention": "windows that attention does not receive",
+    "times in one forward pass": "layers that attend more than once",
+}
+
+
+def _general_reason(result: Result) -> str:
+    return next((text for part, text in REASONS.items() if part in result.reason), "other reasons")
