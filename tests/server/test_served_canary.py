@@ -263,22 +263,19 @@ def test_canaries_change_neither_tokens_nor_the_metrics_of_requests(serve: Calla
 
 
 def test_no_canary_runs_while_a_request_runs(serve: Callable[..., Any]) -> None:
-    with serve("--canary-interval", "0.001") as server:
-        body = {"prompt": [5, 6], "n": 4, "max_tokens": 900, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{server.address}/v1/completions", json=body, timeout=60) as response:
-            next(response.iter_lines())
-            steps: list[float] = []  # while the requests run
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline:
-                running, canary_steps = sample(server, "num_requests_running", "canary_steps_total")
-                if running:
-                    steps.append(canary_steps)
-                elif steps:
-                    break
+    with serve("--canary-interval", "0.001") as server, ThreadPoolExecutor(3) as pool:
+        body = {"prompt": [5, 6], "n": 2, "max_tokens": 600, "ignore_eos": True}
+        requests = [
+            pool.submit(httpx.post, f"{server.address}/v1/completions", json=body, timeout=120) for _ in range(3)
+        ]
+        steps: list[float] = []  # canary steps, at each scrape while requests run
+        while not all(request.done() for request in requests):
+            running, canary_steps = sample(server, "num_requests_running", "canary_steps_total")
+            if running:
+                steps.append(canary_steps)
+        assert [request.result().status_code for request in requests] == [200] * 3
         assert len(steps) > 2 and len(set(steps)) == 1
-        before = steps[0]
-        server.wait_until_idle(10)
-        wait_for(lambda: server.metric("canary_steps_total") > before)
+        wait_for(lambda: server.metric("canary_steps_total") > steps[0])
 
 
 @pytest.mark.parametrize("strict", [False, True])
