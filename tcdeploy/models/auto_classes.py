@@ -1,7 +1,9 @@
-"""Chooses the class of transformers that loads a model: the causal LM's, else the multimodal one's.
+"""Chooses the class of transformers that loads a model: the multimodal one if its type has one, else the causal LM's.
 
 Multimodal models are served as text only: their text is computed as by the causal LM that they contain, and their image
-and audio towers are loaded but never run.
+and audio towers are loaded but never run. A few types also have a causal LM class, which loads the text model alone
+(Emu3, Llama 4). It is not used: it would leave tensors of the checkpoint unused, so that no check could distinguish
+them from tensors that the text needs.
 """
 
 from __future__ import annotations
@@ -32,11 +34,9 @@ def auto_class(config: PreTrainedConfig, model: str = "") -> Any:
         raise UnsupportedModelError(
             f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported", HINT
         )
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return AutoModelForCausalLM
     if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         return AutoModelForMultimodalLM
-    if remote_class(config):
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote_class(config):
         return AutoModelForCausalLM
     if config.get_text_config() is not config:
         raise UnsupportedModelError(
@@ -55,7 +55,7 @@ def model_class(config: PreTrainedConfig, trust_remote_code: bool) -> Any | None
     """The class that `auto_class` makes an instance of; None if it comes from the model's repository."""
     if trust_remote_code and remote_class(config):
         return None
-    for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING):
+    for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
         if type(config) in mapping:
             return mapping[type(config)]
     return None
