@@ -51,6 +51,7 @@ class Parity:
     kl_limit: float
     median_kl_limit: float
     passed: bool
+    outlier_rows: int = 0  # rows that were outliers on all sets of prompts
 
 
 @dataclass(frozen=True)

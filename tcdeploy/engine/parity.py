@@ -7,8 +7,10 @@ largest difference of any logit, and in the KL divergence, which grows with the 
 
 The largest eager distance is that of the compared rows and of some others. With routed experts these are many
 (reference.py): a rounding error can select another expert, which changes the logits of a few rows by far more than
-rounding does elsewhere. This makes a wide limit, so the median KL divergence has its own, which catches what is wrong
-in all rows.
+rounding does elsewhere. This makes a wide limit, which can hide two kinds of faults. For those that change all rows,
+the median KL divergence has a limit of its own. For those that change one row, such as a wrong KV block, `outlier_rows`
+compares each row with most of the eager rows. An outlier can be a rounding error too, but not in the same row on
+several sets of prompts (parity_check.py).
 
 Differences of a few units in the last place pass in any case (ROUNDING). If the reference could not be computed in a
 higher precision, the bucket is compared with transformers within fixed tolerances.
@@ -28,6 +30,7 @@ MAX_RATIO = 1.5  # on an H100 six shapes of 8B to 32B had ratios up to 1.0, smal
 ROUNDING = {"float32": (1e-5, 1e-9), "float16": (1e-3, 1e-6), "bfloat16": (8e-3, 1e-5)}
 TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 EAGER_QUANTILE = 0.75  # of the eager rows' KL divergence; compared with the median of the bucket's rows
+OUTLIER_QUANTILE = 0.95  # of the eager rows; what is farther by MAX_RATIO is an outlier
 
 
 def compare_logits(
@@ -72,6 +75,25 @@ def compare_logits(
         median_kl_limit=median_kl_limit,
         passed=max_difference <= limit and kl <= kl_limit and median_kl <= median_kl_limit,
     )
+
+
+def outlier_rows(
+    logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, other_rows: Tensor
+) -> frozenset[int]:
+    """Rows that are farther from the precise logits than nearly all eager rows, and than the same eager row.
+
+    The arguments are those of `compare_logits`. Empty if `precise` could not be computed in a higher precision.
+    """
+    if reference_dtype == compute_dtype:
+        return frozenset()
+    distances, eager_distances = row_distances(logits, precise), row_distances(eager, precise)
+    typical = torch.cat([eager_distances, other_rows.to(logits.device)]).quantile(OUTLIER_QUANTILE, dim=0)
+    ratios = torch.tensor([MAX_RATIO, MAX_RATIO**2], dtype=distances.dtype, device=distances.device)
+    rounding, kl_rounding = ROUNDING[compute_dtype]
+    minimum = torch.tensor([rounding * precise.abs().max().item(), kl_rounding], device=distances.device)
+    limits = torch.maximum(ratios * torch.maximum(typical, eager_distances), minimum)
+    is_outlier = ~(distances <= limits).all(dim=1)  # NaN too
+    return frozenset(is_outlier.nonzero().flatten().tolist())
 
 
 def row_distances(logits: Tensor, precise: Tensor) -> Tensor:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tcdeploy.cache.manifest import Parity
-from tcdeploy.engine.parity import MAX_RATIO, compare_logits, row_distances
-from tcdeploy.engine.parity_check import raise_if_failed
+from tcdeploy.cache.manifest import GreedyTokens, Parity
+from tcdeploy.engine import parity_check
+from tcdeploy.engine.parity import MAX_RATIO, compare_logits, outlier_rows, row_distances
+from tcdeploy.engine.parity_check import Checker, ParityCheck, raise_if_failed
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.plan import Bucket
 
 BUCKET = Bucket("prefill", 512)
 PRECISE = torch.tensor([[4.0, 1.0, 0.0], [0.0, 4.0, 1.0]])
+NO_TOKENS = GreedyTokens("", (), ())
 NO_ROWS = torch.empty(0, 2, dtype=torch.float64)
 
 
@@ -56,6 +59,63 @@ def test_one_outlier_of_many_eager_rows_does_not_hide_what_is_wrong_in_all_rows(
     parity = compare_logits(everywhere, shifted(0.01), PRECISE, "bfloat16", "float32", eager_rows)
     assert parity.max_difference < parity.max_difference_limit and parity.kl < parity.kl_limit
     assert parity.median_kl > parity.median_kl_limit and not parity.passed
+
+
+def outliers(difference: float, eager_difference: float = 0.1, eager_rows: Tensor = NO_ROWS) -> frozenset[int]:
+    eager = shifted(eager_difference)
+    return outlier_rows(shifted(difference), eager, PRECISE, "bfloat16", "float32", eager_rows)
+
+
+def test_a_row_is_an_outlier_although_a_few_eager_rows_are_as_far_off() -> None:
+    eager_rows = torch.tensor([[2.0, 0.5]] + [[0.1, 1e-3]] * 30, dtype=torch.float64)
+    assert compare(1.0, 0.1, other_rows=eager_rows).passed
+    assert outliers(1.0, eager_rows=eager_rows) == {0}
+    assert outliers(0.1, eager_rows=eager_rows) == frozenset()
+    assert outliers(1.0, eager_difference=1.0, eager_rows=eager_rows) == frozenset(), "eager has it in the same row"
+    assert outliers(math.nan, eager_rows=eager_rows) == {0}
+
+
+def make_checker(monkeypatch: pytest.MonkeyPatch, attempts: list[tuple[bool, set[int]]]) -> tuple[Checker, list[int]]:
+    """A checker whose comparisons have these results (passed, outliers), and the numbers of the attempts it made."""
+    checker = object.__new__(Checker)
+    made: list[int] = []
+    monkeypatch.setattr(checker, "_runner", None, raising=False)
+    monkeypatch.setattr(checker, "_attempt", lambda number: (number, None), raising=False)
+
+    def check(_: Any, __: Bucket, number: int, ___: None) -> ParityCheck:
+        made.append(number)
+        passed, rows = attempts[number]
+        return ParityCheck(replace(compare(0.1, 0.1), passed=passed), frozenset(rows), NO_TOKENS, NO_TOKENS)
+
+    monkeypatch.setattr(parity_check, "_check", check)
+    return checker, made
+
+
+@pytest.mark.parametrize(
+    ("attempts", "num_made", "passed", "num_outliers"),
+    [
+        ([(True, set())], 1, True, 0),
+        ([(False, {1}), (True, set())], 2, True, 0),
+        ([(False, {1}), (False, {2})], 2, False, 0),
+        ([(True, {1}), (True, {2})], 2, True, 0),
+        ([(True, {1, 2}), (True, {1}), (True, {0, 1}), (True, {0})], 4, True, 0),
+        ([(True, {1, 2}), (True, {1}), (True, {0, 1}), (True, {1})], 4, False, 1),
+        ([(False, {1}), (True, {1}), (True, {1}), (True, {1})], 4, False, 1),
+    ],
+)
+def test_a_bucket_fails_on_two_sets_of_prompts_or_for_one_row_that_is_an_outlier_on_all(
+    monkeypatch: pytest.MonkeyPatch,
+    attempts: list[tuple[bool, set[int]]],
+    num_made: int,
+    passed: bool,
+    num_outliers: int,
+) -> None:
+    checker, made = make_checker(monkeypatch, attempts)
+    parity = checker.check(BUCKET).parity
+    assert (made, parity.passed, parity.outlier_rows) == (list(range(num_made)), passed, num_outliers)
+    if num_outliers:
+        with pytest.raises(CompileError, match="; rows that are outliers on 4 sets of prompts: 1$"):
+            raise_if_failed(parity, BUCKET)
 
 
 def test_differences_of_the_last_bits_pass_even_if_eager_has_none() -> None:
