@@ -47,17 +47,27 @@ _MROPE = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
 _MROPE_OF_HALF = {"text_config.rope_parameters.mrope_section": [1, 1, 2]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPE_BY_LAYER_TYPE = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_IMAGE_TOKENS = {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}}
+_MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": HEAD_DIM}
 _HEAD_DIM = {"head_dim": HEAD_DIM}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "paddleocr_vl": _MROPE, "qwen2_5_omni_thinker": _MROPE,
     "glm4v": _MROPE, "glm46v": _MROPE, "glm_ocr": _MROPE, "glmga": _MROPE, "glm4v_moe": _MROPE_OF_HALF,
     "hunyuan_v1_dense": _HEAD_DIM, "hunyuan_v1_moe": _HEAD_DIM, "ministral": _HEAD_DIM,
-    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM},
+    "hunyuan_vl": {"text_config.head_dim": HEAD_DIM, "text_config.rope_parameters.mrope_section": [2, 2, 2, 2]},
     "nemotron": {"num_key_value_heads": 2, "head_dim": HEAD_DIM},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
-    "gemma4_assistant": {"text_config.hidden_size_per_layer_input": 0},
-    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [0, 1, 2, 3]},
+    "granite4_vision": {"deepstack_layer_map": [], "spatial_target_layers": [0, 1, 2, 3], "downsample_rate": "4/8"},
+    "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]},
+    "chameleon": _IMAGE_TOKENS, "emu3": _IMAGE_TOKENS,
+    "mistral4": {"head_dim": HEAD_DIM},
+    "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24},
+    "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
+    "bamba": _MAMBA_HEADS, "granitemoehybrid": _MAMBA_HEADS, "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "step3p7": {"text_config.sliding_window": WINDOW}, "step3p5": {"sliding_window": WINDOW},
+    "gemma3n_text": {"num_kv_shared_layers": 1},
     "molmo2": {"adapter_config.vision_feature_layer": [2, 3]},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "xlnet": {"d_head": 16},
