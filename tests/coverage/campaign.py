@@ -23,7 +23,7 @@ from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import Program, ProgramKey, run_region
 from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.errors import TcdeployError, UnsupportedModelError
+from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.pipeline import prepare, release_memory
@@ -78,7 +78,7 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool) -> Result:
             deployment = prepare(build_recipe(recipe, environ={}))
             ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
             theirs = generate(config, folder)
-        except UnsupportedModelError as error:
+        except ModelError as error:
             return Result(model_type, "refused", error.message.replace(folder, model_type))
         except TcdeployError as error:
             return Result(model_type, "error", error.message.replace(folder, model_type))

@@ -47,11 +47,12 @@ _MROPE = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
 _MROPE_OF_HALF = {"text_config.rope_parameters.mrope_section": [1, 1, 2]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPE_BY_LAYER_TYPE = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 _IMAGE_TOKENS = {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}}
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": HEAD_DIM}
 _HEAD_DIM = {"head_dim": HEAD_DIM}
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "paddleocr_vl": _MROPE, "qwen2_5_omni_thinker": _MROPE,
+    "qwen2_vl": _MROPE, "qwen2_5_vl": _MROPE, "paddleocr_vl": _MROPE,
     "glm4v": _MROPE, "glm46v": _MROPE, "glm_ocr": _MROPE, "glmga": _MROPE, "glm4v_moe": _MROPE_OF_HALF,
     "hunyuan_v1_dense": _HEAD_DIM, "hunyuan_v1_moe": _HEAD_DIM, "ministral": _HEAD_DIM,
     "hunyuan_vl": {"text_config.head_dim": HEAD_DIM, "text_config.rope_parameters.mrope_section": [2, 2, 2, 2]},
@@ -65,10 +66,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "bamba": _MAMBA_HEADS, "granitemoehybrid": _MAMBA_HEADS, "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
-    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    "lfm2": {"layer_types": _CONVOLUTIONS}, "lfm2_moe": {"layer_types": _CONVOLUTIONS},
+    "lfm2_vl": {"text_config.layer_types": _CONVOLUTIONS},
     "step3p7": {"text_config.sliding_window": WINDOW}, "step3p5": {"sliding_window": WINDOW},
     "gemma3n_text": {"num_kv_shared_layers": 1},
     "molmo2": {"adapter_config.vision_feature_layer": [2, 3]},
+    "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 200},
+    "qwen3_omni_moe_thinker": {"vision_start_token_id": 200},
     "fun_asr_nano": {"adaptor_config.intermediate_size": 16},
     "xlnet": {"d_head": 16},
     "cohere_compass": {"text_config.rope_parameters": _ROPE_BY_LAYER_TYPE},

@@ -1,0 +1,85 @@
+"""A subset of `scripts/coverage`: one type for each mechanism that the types of transformers differ in.
+
+The programs are traced and not compiled. docs/models.md has the table of all types.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.coverage.campaign import Result, check_type, model_types, table
+from tests.coverage.small_configs import LAYERS, representative, small_config
+
+SERVED = {
+    "llama": "RMSNorm, rotary embedding, grouped queries, gated MLP",
+    "gpt2": "learned positions, LayerNorm, Conv1D, fused QKV, tied head",
+    "opt": "learned positions with an offset",
+    "gpt_neox": "parallel attention and MLP, partial rotary embedding",
+    "qwen2": "biases of Q, K and V",
+    "qwen3": "norms of Q and K",
+    "gemma2": "soft-capping, sliding windows, scaled embedding, norms after each block",
+    "gpt_oss": "sinks, experts with biases",
+    "mixtral": "experts",
+    "deepseek_v3": "multi-head latent attention, shared experts, groups of experts",
+    "phi3": "fused QKV and fused gate and up",
+    "cohere2": "layers without positions, scaled logits, one norm per layer",
+    "glm4": "interleaved rotary embedding",
+    "olmo2": "norms after each block only",
+    "granite": "multipliers of embedding, attention, residual and logits",
+    "minimax_m2": "rotary embedding of a part of the head, norms across heads",
+    "modernbert-decoder": "initialisation that reads weights, biases of norms left out",
+}
+TEXT_ONLY = {
+    "gemma3": "a multimodal class in the causal mapping",
+    "mistral3": "a vision tower and a projector around Mistral",
+    "qwen2_5_vl": "rotary embedding with three position axes",
+    "llava": "a text model that the config names",
+    "voxtral": "an audio tower",
+}
+REFUSED = {
+    "bart": "computes token positions of its own",
+    "llama4_text": "layers of type chunked_attention",
+    "mamba": "layers of type linear_attention",
+    "falcon": "never calls transformers' AttentionInterface",
+    "bert": "is not causal",
+    "musicgen": "is an encoder-decoder model",
+}
+
+
+@pytest.mark.parametrize("model_type", [*SERVED, *TEXT_ONLY])
+def test_a_type_generates_the_tokens_of_transformers(model_type: str, tmp_path: Path) -> None:
+    result = check_type(model_type, str(tmp_path), compiles=False)
+    assert result.verdict == ("served as text only" if model_type in TEXT_ONLY else "served"), result.reason
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_a_type_is_refused_with_the_reason(model_type: str, tmp_path: Path) -> None:
+    result = check_type(model_type, str(tmp_path), compiles=False)
+    assert result.verdict == "refused" and REFUSED[model_type] in result.reason, result
+
+
+def test_all_causal_and_multimodal_types_are_tried() -> None:
+    types = model_types()
+    assert {*SERVED, *TEXT_ONLY, *REFUSED} <= {*types}
+    assert len(types) > 200
+
+
+def test_small_configs_keep_each_kind_of_layer() -> None:
+    assert representative(["full", "full", "sliding", "full", "linear"]) == [0, 1, 2, 4]
+    config = small_config("gemma3_text")
+    assert len(config.layer_types) == LAYERS and {*config.layer_types} == {"full_attention", "sliding_attention"}
+
+
+def test_the_table_has_a_row_per_verdict_and_per_reason_of_refusal() -> None:
+    results = [
+        Result("b", "served"),
+        Result("a", "served"),
+        Result("c", "refused", "c: layer 0 is not causal"),
+        Result("d", "refused", "d: layer 1 is not causal"),
+    ]
+    assert table(results).splitlines()[2:] == [
+        "| served | 2 | a, b |",
+        "| refused: attention that is not causal | 2 | c, d |",
+    ]
