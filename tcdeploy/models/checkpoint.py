@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from huggingface_hub import HfApi, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
@@ -35,7 +36,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
 # checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
 IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
-MAX_TENSORS = 2500  # compared while planning, in about 0.5 s; with more, as of many experts, only while loading
+# Converted on fake tensors while planning, in about 0.5 s. More, as of many experts, are compared only while loading.
+MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 # Files that hold weights in other formats, by suffix.
@@ -48,6 +50,27 @@ class Tensor(NamedTuple):
 
     dtype: str
     shape: tuple[int, ...]
+
+
+class ExpectedTensors(NamedTuple):
+    """The shapes in a model's state dict, by name, and the names of tensors that are tied to an earlier one."""
+
+    shapes: dict[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+    def match(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether these are the model's tensors, under the same names. A checkpoint may omit tied ones."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return shapes.items() <= self.shapes.items() and self.shapes.keys() - shapes.keys() <= self.tied
+
+
+def expected_tensors(model: nn.Module) -> ExpectedTensors:
+    """The tensors that a checkpoint of the model contains, unless transformers renames or converts them."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)  # modules may add objects that are no tensors
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    tied = frozenset(name for name, tensor in tensors.items() if names.setdefault(id(tensor), name) != name)
+    return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tied)
 
 
 def check_path(model: str) -> None:
@@ -94,17 +117,33 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
         )
 
 
-def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, trust_remote_code: bool = False) -> bool:
-    """Compare the tensors in the safetensors headers with those of the model. Returns whether they were compared.
+def read_stored_tensors(model: str, revision: str | None) -> dict[str, Tensor] | None:
+    """The tensors in the headers of a model's safetensors files, by name.
 
-    They are not if the files have not been downloaded or are not safetensors, if there are more than MAX_TENSORS, and
-    for modelling code from the repository; then load.py checks the tensors while it loads them. Raises ModelError.
+    None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
     folder = model_folder(model, revision)
-    tensors = read_headers(model, folder) if folder and not quantisation_method(config) else None
-    if tensors is None:
+    return read_headers(model, folder) if folder else None
+
+
+def check_tensors(
+    model: str,
+    config: PreTrainedConfig,
+    tensors: dict[str, Tensor],
+    expected: ExpectedTensors,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
+
+    If a name or a shape differs, transformers' own renaming and conversion decides. It is not tried with more than
+    MAX_TENSORS and for modelling code from the repository; then load.py checks the tensors while it loads them. Raises
+    ModelError.
+    """
+    if quantisation_method(config):
         return False
     check_not_quantised(model, tensors)
+    if expected.match(tensors):
+        return True
     known_class = model_class(config, trust_remote_code)
     if known_class is None or len(tensors) > MAX_TENSORS:
         return False

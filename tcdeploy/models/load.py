@@ -26,7 +26,14 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, remote_class
-from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
+from tcdeploy.models.checkpoint import (
+    ExpectedTensors,
+    check_files,
+    check_loading_report,
+    check_path,
+    check_tensors,
+    read_stored_tensors,
+)
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
@@ -94,7 +101,7 @@ def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfi
         get_class_from_dynamic_module(reference, path, revision=revision)
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig) -> None:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> None:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
     Raises ModelError. A builtin model and random weights are not checked.
@@ -103,7 +110,9 @@ def check_checkpoint(recipe: Recipe, config: PreTrainedConfig) -> None:
         return
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        check_tensors(recipe.model, recipe.revision, config, recipe.trust_remote_code)
+        tensors = read_stored_tensors(recipe.model, recipe.revision)
+        if tensors is not None:
+            check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
 
 
 def _check_layer_count(model: str, config: Any) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, is_multimodal
+from tcdeploy.models.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
 from tcdeploy.models.positions import PositionTracer
@@ -80,8 +81,18 @@ class _LinearRecorder:
         self.calls[id(module)] = self.calls.get(id(module), 0) + 1
 
 
+class ProbedModel(NamedTuple):
+    architecture: Architecture
+    tensors: ExpectedTensors
+
+
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
     """The Architecture of the causal LM that `config` describes. Raises UnsupportedModelError with the reason."""
+    return probe_model(config, trust_remote_code).architecture
+
+
+def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
+    """The Architecture, and the tensors that a checkpoint of the model contains. Raises UnsupportedModelError."""
     try:
         return _probe(config, trust_remote_code)
     except TcdeployError:
@@ -93,7 +104,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         ) from error
 
 
-def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
+def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
     name = config.model_type
     _check_layer_types(config)
     positions = PositionTracer(PROBE_TOKENS)
@@ -116,7 +127,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
     if not context:
         raise UnsupportedModelError(f"{name} has no max_position_embeddings in its config", HINT)
     _check_windows(text_config, attention_layers, name)
-    return Architecture(
+    architecture = Architecture(
         model_type=name,
         class_name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -130,6 +141,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
         packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
     )
+    return ProbedModel(architecture, expected_tensors(model))
 
 
 def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:
