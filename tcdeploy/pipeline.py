@@ -248,7 +248,11 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
             config_stop_token_ids(config),
             architecture.vocab_size,
         )
-        check_checkpoint(recipe, config, expected_tensors)
+        stored_dtype = check_checkpoint(recipe, config, expected_tensors)
+        if stored_dtype and not architecture.dtype:
+            architecture = dataclasses.replace(architecture, dtype=stored_dtype)
+            reason = "of the first floating-point tensor; config.json states none"
+            decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
         plan = make_plan(recipe, environment, architecture, decisions)
         planned = PlannedDeployment(recipe, config, environment, architecture, plan, defaults, decisions)
         if not environment.compiler and toolchain.is_compiler_missing():

@@ -156,6 +156,12 @@ def check_tensors(
     return True
 
 
+def stored_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
+    dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    return str(next(filter(None, dtypes), "")).removeprefix("torch.")
+
+
 def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """transformers' report about loading tensors of these names and shapes, with its renaming of tensors."""
     with fake_tensors.fake_loading(), torch.no_grad():

@@ -33,6 +33,7 @@ from tcdeploy.models.checkpoint import (
     check_path,
     check_tensors,
     read_stored_tensors,
+    stored_dtype,
 )
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
@@ -101,18 +102,21 @@ def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfi
         get_class_from_dynamic_module(reference, path, revision=revision)
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> None:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> str:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
-    Raises ModelError. A builtin model and random weights are not checked.
+    Returns the dtype in which they are stored, or "" if it is not known. Raises ModelError. A builtin model and random
+    weights are not checked.
     """
     if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
-        return
+        return ""
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
         tensors = read_stored_tensors(recipe.model, recipe.revision)
-        if tensors is not None:
-            check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
+        if tensors is None:
+            return ""
+        check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
+        return stored_dtype(tensors)
 
 
 def _check_layer_count(model: str, config: Any) -> None:

@@ -133,7 +133,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         context=int(context),
         vocab_size=int(text_config.vocab_size),
-        dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
         attention_layers=attention_layers,
         is_multimodal=is_multimodal(config),
         longrope_limit=_rope_limit(text_config),

@@ -50,7 +50,7 @@ class Architecture:
 
     parameters: number of weights; tied ones count once.
     context: longest sequence, in tokens.
-    dtype: of the checkpoint.
+    dtype: of the checkpoint; "" if neither the config nor the checkpoint states one.
     is_multimodal: it also has parts for images, audio or video, which are not run.
     longrope_limit: length beyond which longrope or dynamic rope changes the rotary factors of the whole batch, so that
         sequences would affect each other's output; 0 for other models.

@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models import checkpoint, load
-from tcdeploy.models.checkpoint import check_files, check_tensors, read_stored_tensors
+from tcdeploy.models.checkpoint import Tensor, check_files, check_tensors, read_stored_tensors, stored_dtype
 from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
 from tcdeploy.models.probe import probe_model
+from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe
 from tests.model_families import SUPPORTED
 
@@ -217,6 +218,38 @@ def test_loading_checks_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     })  # fmt: skip
     with pytest.raises(ModelError, match=f"{QUERY}.bias"):
         load.load_model(planned, config, "sdpa")  # type: ignore[arg-type]
+
+
+# Dtypes
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_dtype_of_the_first_floating_tensor_counts_if_the_config_states_none(
+    folder: Path, stored: torch.dtype
+) -> None:
+    change_tensors(folder, lambda tensors: [tensors.update({name: tensors[name].to(stored)}) for name in tensors])
+    change_config(folder, dtype=None)
+    planned = decide(Recipe(model=str(folder)))
+    [decision] = [decision for decision in planned.plan.decisions if decision.name == "checkpoint dtype"]
+    name = str(stored).removeprefix("torch.")
+    assert (planned.architecture.dtype, decision.value) == (name, name)
+    assert "config.json states none" in decision.reason
+    with_random_weights = decide(Recipe(model=str(folder), load_format="dummy"))
+    assert with_random_weights.architecture.dtype == ""  # the checkpoint is not read
+    assert with_random_weights.plan.key == planned.plan.key
+
+
+def test_the_dtype_that_the_config_states_counts(folder: Path) -> None:
+    change_tensors(folder, lambda tensors: [tensors.update({name: tensors[name].half()}) for name in tensors])
+    planned = decide(Recipe(model=str(folder)))
+    assert planned.architecture.dtype == "bfloat16"
+    assert [decision for decision in planned.plan.decisions if decision.name == "checkpoint dtype"] == []
+
+
+def test_integers_and_float8_are_not_the_dtype_of_a_checkpoint() -> None:
+    tensors = {"a": Tensor("I64", (1,)), "b": Tensor("F8_E4M3", (1,)), "c": Tensor("F16", (1,))}
+    assert stored_dtype(tensors) == "float16"
+    assert stored_dtype({}) == ""
 
 
 # Files
