@@ -42,6 +42,7 @@ from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.torch_compat.float32_tensors import float32_tensors
 
 BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
@@ -157,12 +158,18 @@ def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -
 
 
 def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Random weights, created on the device; equal for equal config, device and torch version."""
+    """Random weights, created on the device; equal for equal config, device and torch version.
+
+    They have the dtypes of loaded weights, so that both run the same programs.
+    """
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name in float32_tensors(model, dtype):
+        tensors[name].data = tensors[name].data.float()
     draw_dummy_weights(model)
     return model
 
