@@ -24,14 +24,17 @@ from transformers import PreTrainedConfig
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.config_file import LFS_POINTER
+from tcdeploy.models.quantisation import (
+    Tensor,
+    check_method,
+    check_not_quantised,
+    dequantised_tensors,
+    is_dequantised,
+)
 from tcdeploy.torch_compat import fake_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
-MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
-CONVERTED_METHODS = {"mxfp4"}  # of gpt-oss; left to transformers, which may convert the weights
-QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
-INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "F4")  # in which no plain weight is stored
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
 # checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
@@ -39,17 +42,9 @@ IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra
 # Converted on fake tensors while planning, in about 0.5 s. More, as of many experts, are compared only while loading.
 MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
-NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 # Files that hold weights in other formats, by suffix.
 OTHER_FORMATS = {".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo"}
 log = logging.getLogger("tcdeploy.models")
-
-
-class Tensor(NamedTuple):
-    """A tensor as a safetensors header describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class ExpectedTensors(NamedTuple):
@@ -104,17 +99,7 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         raise _adapter_error(model, folder)
-    method = quantisation_method(config)
-    if method and method not in CONVERTED_METHODS:
-        raise UnsupportedModelError(
-            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
-        )
-    if not method and MODEL_OPTIMIZER_FILE in names:
-        raise UnsupportedModelError(
-            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
-            "supported yet",
-            NOT_QUANTISED_HINT,
-        )
+    check_method(model, config, names)
 
 
 def read_stored_tensors(model: str, revision: str | None) -> dict[str, Tensor] | None:
@@ -139,9 +124,10 @@ def check_tensors(
     MAX_TENSORS and for modelling code from the repository; then load.py checks the tensors while it loads them. Raises
     ModelError.
     """
-    if quantisation_method(config):
-        return False
-    check_not_quantised(model, tensors)
+    if is_dequantised(config):
+        tensors = dequantised_tensors(tensors)
+    else:
+        check_not_quantised(model, tensors)
     if expected.match(tensors):
         return True
     known_class = model_class(config, trust_remote_code)
@@ -169,9 +155,11 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
             name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
             for name, tensor in tensors.items()
         }
+        config = copy.deepcopy(config)
+        config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
         _, report = model_class.from_pretrained(
             None,
-            config=copy.deepcopy(config),
+            config=config,
             state_dict=state_dict,
             dtype=torch.bfloat16,
             ignore_mismatched_sizes=True,
@@ -180,23 +168,12 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
     return dict(report)
 
 
-def check_not_quantised(model: str, tensors: dict[str, Tensor]) -> None:
-    """Recognise quantised weights by the dtypes and names of their tensors."""
-    for name, tensor in tensors.items():
-        has_integers = tensor.dtype in INTEGER_DTYPES and name.endswith("weight")
-        if has_integers or name.endswith(QUANTISED_SUFFIXES):
-            raise UnsupportedModelError(
-                f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
-                NOT_QUANTISED_HINT,
-            )
-
-
 def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
     `report`: as transformers returns it with `output_loading_info`. Tensors that the model's class declares ignorable
-    are not in it. Tensors that are not used are accepted in quantised models, to which transformers adds some, and in
-    multimodal ones, of which only the text model may be loaded.
+    are not in it. Tensors that are not used are accepted in multimodal models, of which only the text model may be
+    loaded.
     """
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -209,7 +186,7 @@ def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str,
             f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    if quantisation_method(config) or config.get_text_config() is not config:
+    if config.get_text_config() is not config:
         return
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, config)):
         raise ModelError(
@@ -299,17 +276,6 @@ def _indexed_files(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ModelError(f"{folder / INDEX} is damaged: weight_map must name the file of each tensor", "download it again")
-
-
-def quantisation_method(config: PreTrainedConfig) -> str | None:
-    """The quantisation method that the config or its text config names."""
-    for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
-            if settings := getattr(part, name, None):
-                values = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
-                method = values.get("quant_method") or values.get("quant_algo") or "an unknown method"
-                return str(getattr(method, "value", method))
-    return None
 
 
 def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:

@@ -38,6 +38,7 @@ from tcdeploy.models.checkpoint import (
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
@@ -189,7 +190,10 @@ def _pretrained_model(
         output_loading_info=True,
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
+        **dequantisation(config),
     )
+    if is_dequantised(config):
+        cast_experts(model, dtype)
     check_loading_report(plan.model, config, report)
     return model.to(plan.device)
 

@@ -27,6 +27,7 @@ from tcdeploy.models.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
 from tcdeploy.models.positions import PositionTracer
+from tcdeploy.models.quantisation import quantisation_method
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
 from tcdeploy.planning.memory import DTYPE_BYTES
@@ -142,6 +143,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
         extra_weight_bytes={
             dtype: _weight_bytes(model, dtype) - parameters * size for dtype, size in DTYPE_BYTES.items()
         },
+        quantisation=quantisation_method(config) or "",
         is_multimodal=is_multimodal(config),
         longrope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),

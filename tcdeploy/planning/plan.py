@@ -158,6 +158,9 @@ def make_plan(
         )
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
+    if architecture.quantisation:
+        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
+        decisions.append(Decision("weights", method, "products with quantised weights are not supported yet"))
     inputs = PlanInputs(recipe, environment, architecture, device, dtypes)
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)

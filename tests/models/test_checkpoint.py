@@ -16,9 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models import checkpoint, load
-from tcdeploy.models.checkpoint import Tensor, check_files, check_tensors, read_stored_tensors, stored_dtype
+from tcdeploy.models.checkpoint import check_files, check_tensors, read_stored_tensors, stored_dtype
 from tcdeploy.models.load import check_checkpoint, load_config, resolve_model_path
 from tcdeploy.models.probe import probe_model
+from tcdeploy.models.quantisation import Tensor
 from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe
 from tests.model_families import SUPPORTED
