@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig
@@ -42,6 +42,7 @@ IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra
 # Converted on fake tensors while planning, in about 0.5 s. More, as of many experts, are compared only while loading.
 MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
+FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
 # Files that hold weights in other formats, by suffix.
 OTHER_FORMATS = {".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo"}
 log = logging.getLogger("tcdeploy.models")
@@ -77,16 +78,33 @@ def check_path(model: str) -> None:
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
     if not path.is_dir() or (path / "config.json").is_file():
         return
-    if (path / ADAPTER_CONFIG).is_file():
-        raise _adapter_error(model, path)
-    suffixes: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
-        suffixes = {item.suffix for item in path.iterdir()} & OTHER_FORMATS.keys()
+        names = {item.name for item in path.iterdir()}
+    _check_formats(f"folder {model}", names, path)
+
+
+def check_repository(model: str, revision: str | None) -> None:
+    """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    if config is None or isinstance(config, str):
+        return  # otherwise the cache records that the repository has no such file
+    folder = None
+    with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
+        folder = Path(hf_hub_download(model, ADAPTER_CONFIG, revision=revision)).parent
+    _check_formats(model, _file_names(model, revision, folder), folder)
+    raise ModelError(f"{model} has no config.json on the hub", FORMAT_HINT)
+
+
+def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
+    """Refuse an adapter, and weights in another format, of a model without config.json."""
+    if ADAPTER_CONFIG in names:
+        raise _adapter_error(model, folder)
+    suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
     if suffixes:
-        names = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
+        formats = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
         raise ModelError(
-            f"folder {model} has weights in the format {names}, which is not supported, and no config.json",
-            "pass a folder in transformers' format, with config.json and safetensors files",
+            f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
         )
 
 

@@ -31,6 +31,7 @@ from tcdeploy.models.checkpoint import (
     check_files,
     check_loading_report,
     check_path,
+    check_repository,
     check_tensors,
     read_stored_tensors,
     stored_dtype,
@@ -88,7 +89,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         local_config = Path(path, "config.json")
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
-        config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        config = _read_config(path, recipe)
         auto_class(config, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
@@ -96,6 +97,15 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
             check_files(recipe.model, recipe.revision, config)
     _check_layer_count(recipe.model, config.to_dict())
     return config
+
+
+def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError):
+        if not Path(path).is_dir():
+            check_repository(recipe.model, recipe.revision)
+        raise
 
 
 def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
