@@ -55,7 +55,7 @@ from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.packed_linears import pack_linears
-from tcdeploy.models.probe import probe
+from tcdeploy.models.probe import probe_model
 from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
@@ -241,14 +241,18 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
     with stages.stage("decide"):
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
-        architecture = probe(config, recipe.trust_remote_code)
+        architecture, expected_tensors = probe_model(config, recipe.trust_remote_code)
         defaults, decisions = resolve_defaults(
             recipe.generation_config,
             read_generation_config(recipe.model, recipe.revision),
             config_stop_token_ids(config),
             architecture.vocab_size,
         )
-        check_checkpoint(recipe, config)
+        stored_dtype = check_checkpoint(recipe, config, expected_tensors)
+        if stored_dtype and not architecture.dtype:
+            architecture = dataclasses.replace(architecture, dtype=stored_dtype)
+            reason = "of the first floating-point tensor; config.json states none"
+            decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
         plan = make_plan(recipe, environment, architecture, decisions)
         planned = PlannedDeployment(recipe, config, environment, architecture, plan, defaults, decisions)
         if not environment.compiler and toolchain.is_compiler_missing():

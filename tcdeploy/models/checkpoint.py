@@ -16,38 +16,57 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
+from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
+from torch import nn
 from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.config_file import LFS_POINTER
+from tcdeploy.models.quantisation import (
+    Tensor,
+    check_method,
+    check_not_quantised,
+    dequantised_tensors,
+    is_dequantised,
+)
 from tcdeploy.torch_compat import fake_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
-MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
-CONVERTED_METHODS = {"mxfp4"}  # of gpt-oss; left to transformers, which may convert the weights
-QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
-INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "F4")  # in which no plain weight is stored
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
 # checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
 IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
-MAX_TENSORS = 2500  # compared while planning, in about 0.5 s; with more, as of many experts, only while loading
+# Converted on fake tensors while planning, in about 0.5 s. More, as of many experts, are compared only while loading.
+MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
-NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
+FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
 # Files that hold weights in other formats, by suffix.
 OTHER_FORMATS = {".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo"}
 log = logging.getLogger("tcdeploy.models")
 
 
-class Tensor(NamedTuple):
-    """A tensor as a safetensors header describes it."""
+class ExpectedTensors(NamedTuple):
+    """The shapes in a model's state dict, by name, and the names of tensors that are tied to an earlier one."""
 
-    dtype: str
-    shape: tuple[int, ...]
+    shapes: dict[str, tuple[int, ...]]
+    tied: frozenset[str]
+
+    def match(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether these are the model's tensors, under the same names. A checkpoint may omit tied ones."""
+        shapes = {name: tensor.shape for name, tensor in tensors.items()}
+        return shapes.items() <= self.shapes.items() and self.shapes.keys() - shapes.keys() <= self.tied
+
+
+def expected_tensors(model: nn.Module) -> ExpectedTensors:
+    """The tensors that a checkpoint of the model contains, unless transformers renames or converts them."""
+    names: dict[int, str] = {}
+    state = model.state_dict(keep_vars=True)  # modules may add objects that are no tensors
+    tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
+    tied = frozenset(name for name, tensor in tensors.items() if names.setdefault(id(tensor), name) != name)
+    return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tied)
 
 
 def check_path(model: str) -> None:
@@ -59,16 +78,33 @@ def check_path(model: str) -> None:
         raise ModelError(f"{model} is a file, not a model folder", "pass the folder that contains config.json")
     if not path.is_dir() or (path / "config.json").is_file():
         return
-    if (path / ADAPTER_CONFIG).is_file():
-        raise _adapter_error(model, path)
-    suffixes: set[str] = set()
+    names: set[str] = set()
     with contextlib.suppress(OSError):  # unreadable; reported as a folder without config.json
-        suffixes = {item.suffix for item in path.iterdir()} & OTHER_FORMATS.keys()
+        names = {item.name for item in path.iterdir()}
+    _check_formats(f"folder {model}", names, path)
+
+
+def check_repository(model: str, revision: str | None) -> None:
+    """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
+    config = try_to_load_from_cache(model, "config.json", revision=revision)
+    if config is None or isinstance(config, str):
+        return  # otherwise the cache records that the repository has no such file
+    folder = None
+    with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
+        folder = Path(hf_hub_download(model, ADAPTER_CONFIG, revision=revision)).parent
+    _check_formats(model, _file_names(model, revision, folder), folder)
+    raise ModelError(f"{model} has no config.json on the hub", FORMAT_HINT)
+
+
+def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
+    """Refuse an adapter, and weights in another format, of a model without config.json."""
+    if ADAPTER_CONFIG in names:
+        raise _adapter_error(model, folder)
+    suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
     if suffixes:
-        names = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
+        formats = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
         raise ModelError(
-            f"folder {model} has weights in the format {names}, which is not supported, and no config.json",
-            "pass a folder in transformers' format, with config.json and safetensors files",
+            f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
         )
 
 
@@ -81,30 +117,37 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         raise _adapter_error(model, folder)
-    method = quantisation_method(config)
-    if method and method not in CONVERTED_METHODS:
-        raise UnsupportedModelError(
-            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
-        )
-    if not method and MODEL_OPTIMIZER_FILE in names:
-        raise UnsupportedModelError(
-            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
-            "supported yet",
-            NOT_QUANTISED_HINT,
-        )
+    check_method(model, config, names)
 
 
-def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, trust_remote_code: bool = False) -> bool:
-    """Compare the tensors in the safetensors headers with those of the model. Returns whether they were compared.
+def read_stored_tensors(model: str, revision: str | None) -> dict[str, Tensor] | None:
+    """The tensors in the headers of a model's safetensors files, by name.
 
-    They are not if the files have not been downloaded or are not safetensors, if there are more than MAX_TENSORS, and
-    for modelling code from the repository; then load.py checks the tensors while it loads them. Raises ModelError.
+    None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
     folder = model_folder(model, revision)
-    tensors = read_headers(model, folder) if folder and not quantisation_method(config) else None
-    if tensors is None:
-        return False
-    check_not_quantised(model, tensors)
+    return read_headers(model, folder) if folder else None
+
+
+def check_tensors(
+    model: str,
+    config: PreTrainedConfig,
+    tensors: dict[str, Tensor],
+    expected: ExpectedTensors,
+    trust_remote_code: bool = False,
+) -> bool:
+    """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
+
+    If a name or a shape differs, transformers' own renaming and conversion decides. It is not tried with more than
+    MAX_TENSORS and for modelling code from the repository; then load.py checks the tensors while it loads them. Raises
+    ModelError.
+    """
+    if is_dequantised(config):
+        tensors = dequantised_tensors(tensors)
+    else:
+        check_not_quantised(model, tensors)
+    if expected.match(tensors):
+        return True
     known_class = model_class(config, trust_remote_code)
     if known_class is None or len(tensors) > MAX_TENSORS:
         return False
@@ -117,6 +160,12 @@ def check_tensors(model: str, revision: str | None, config: PreTrainedConfig, tr
     return True
 
 
+def stored_dtype(tensors: dict[str, Tensor]) -> str:
+    """The dtype that transformers' `dtype="auto"` takes if the config states none: of the first floating tensor."""
+    dtypes = (DTYPES.get(tensor.dtype) for tensor in tensors.values())
+    return str(next(filter(None, dtypes), "")).removeprefix("torch.")
+
+
 def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> dict[str, Any]:
     """transformers' report about loading tensors of these names and shapes, with its renaming of tensors."""
     with fake_tensors.fake_loading(), torch.no_grad():
@@ -124,9 +173,11 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
             name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
             for name, tensor in tensors.items()
         }
+        config = copy.deepcopy(config)
+        config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
         _, report = model_class.from_pretrained(
             None,
-            config=copy.deepcopy(config),
+            config=config,
             state_dict=state_dict,
             dtype=torch.bfloat16,
             ignore_mismatched_sizes=True,
@@ -135,23 +186,12 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
     return dict(report)
 
 
-def check_not_quantised(model: str, tensors: dict[str, Tensor]) -> None:
-    """Recognise quantised weights by the dtypes and names of their tensors."""
-    for name, tensor in tensors.items():
-        has_integers = tensor.dtype in INTEGER_DTYPES and name.endswith("weight")
-        if has_integers or name.endswith(QUANTISED_SUFFIXES):
-            raise UnsupportedModelError(
-                f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
-                NOT_QUANTISED_HINT,
-            )
-
-
 def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
     `report`: as transformers returns it with `output_loading_info`. Tensors that the model's class declares ignorable
-    are not in it. Tensors that are not used are accepted in quantised models, to which transformers adds some, and in
-    multimodal ones, of which only the text model may be loaded.
+    are not in it. Tensors that are not used are accepted in multimodal models, of which only the text model may be
+    loaded.
     """
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -164,7 +204,7 @@ def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str,
             f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    if quantisation_method(config) or config.get_text_config() is not config:
+    if config.get_text_config() is not config:
         return
     if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, config)):
         raise ModelError(
@@ -254,17 +294,6 @@ def _indexed_files(folder: Path) -> list[str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     raise ModelError(f"{folder / INDEX} is damaged: weight_map must name the file of each tensor", "download it again")
-
-
-def quantisation_method(config: PreTrainedConfig) -> str | None:
-    """The quantisation method that the config or its text config names."""
-    for part in (config, config.get_text_config()):
-        for name in ("quantization_config", "compression_config"):
-            if settings := getattr(part, name, None):
-                values = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
-                method = values.get("quant_method") or values.get("quant_algo") or "an unknown method"
-                return str(getattr(method, "value", method))
-    return None
 
 
 def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:

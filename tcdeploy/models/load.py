@@ -26,14 +26,25 @@ from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, remote_class
-from tcdeploy.models.checkpoint import check_files, check_loading_report, check_path, check_tensors
+from tcdeploy.models.checkpoint import (
+    ExpectedTensors,
+    check_files,
+    check_loading_report,
+    check_path,
+    check_repository,
+    check_tensors,
+    read_stored_tensors,
+    stored_dtype,
+)
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.torch_compat.float32_tensors import float32_tensors
 
 BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
@@ -78,7 +89,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         local_config = Path(path, "config.json")
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
-        config = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+        config = _read_config(path, recipe)
         auto_class(config, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
@@ -88,22 +99,36 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
     return config
 
 
+def _read_config(path: str, recipe: Recipe) -> PreTrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
+    except (OSError, ValueError):
+        if not Path(path).is_dir():
+            check_repository(recipe.model, recipe.revision)
+        raise
+
+
 def _import_remote_code(path: str, revision: str | None, config: PreTrainedConfig) -> None:
     """Import the model's class if it comes from a repository, so that code which cannot be imported fails here."""
     if reference := remote_class(config):
         get_class_from_dynamic_module(reference, path, revision=revision)
 
 
-def check_checkpoint(recipe: Recipe, config: PreTrainedConfig) -> None:
+def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: ExpectedTensors) -> str:
     """Check the tensors of a model's downloaded files against its config, before they are loaded (checkpoint.py).
 
-    Raises ModelError. A builtin model and random weights are not checked.
+    Returns the dtype in which they are stored, or "" if it is not known. Raises ModelError. A builtin model and random
+    weights are not checked.
     """
     if recipe.model in BUILTIN_MODELS or recipe.load_format == "dummy":
-        return
+        return ""
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        check_tensors(recipe.model, recipe.revision, config, recipe.trust_remote_code)
+        tensors = read_stored_tensors(recipe.model, recipe.revision)
+        if tensors is None:
+            return ""
+        check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)
+        return stored_dtype(tensors)
 
 
 def _check_layer_count(model: str, config: Any) -> None:
@@ -144,12 +169,18 @@ def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -
 
 
 def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str) -> PreTrainedModel:
-    """Random weights, created on the device; equal for equal config, device and torch version."""
+    """Random weights, created on the device; equal for equal config, device and torch version.
+
+    They have the dtypes of loaded weights, so that both run the same programs.
+    """
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
         model: PreTrainedModel = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
+    tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
+    for name in float32_tensors(model, dtype):
+        tensors[name].data = tensors[name].data.float()
     draw_dummy_weights(model)
     return model
 
@@ -169,7 +200,10 @@ def _pretrained_model(
         output_loading_info=True,
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
+        **dequantisation(config),
     )
+    if is_dequantised(config):
+        cast_experts(model, dtype)
     check_loading_report(plan.model, config, report)
     return model.to(plan.device)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,21 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
 from tcdeploy.models.auto_classes import auto_class, is_multimodal
+from tcdeploy.models.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
 from tcdeploy.models.positions import PositionTracer
+from tcdeploy.models.quantisation import quantisation_method
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.architecture import Architecture, AttentionSpec, digest_config
+from tcdeploy.planning.memory import DTYPE_BYTES
 from tcdeploy.torch_compat.attention_registry import unregister_attention
 from tcdeploy.torch_compat.dispatch_mode import observe_operations
 from tcdeploy.torch_compat.fake_tensors import fake_tensors
+from tcdeploy.torch_compat.float32_tensors import float32_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
+PROBE_DTYPE = torch.bfloat16  # grouped expert GEMMs support no other dtype on fake tensors
 PROBE_TOKENS = 13  # a prime that is no dimension of a model: models/positions.py recognises counts of tokens by it
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_ATTENTION_KWARGS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -80,8 +85,18 @@ class _LinearRecorder:
         self.calls[id(module)] = self.calls.get(id(module), 0) + 1
 
 
+class ProbedModel(NamedTuple):
+    architecture: Architecture
+    tensors: ExpectedTensors
+
+
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
     """The Architecture of the causal LM that `config` describes. Raises UnsupportedModelError with the reason."""
+    return probe_model(config, trust_remote_code).architecture
+
+
+def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
+    """The Architecture, and the tensors that a checkpoint of the model contains. Raises UnsupportedModelError."""
     try:
         return _probe(config, trust_remote_code)
     except TcdeployError:
@@ -93,7 +108,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
         ) from error
 
 
-def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
+def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
     name = config.model_type
     _check_layer_types(config)
     positions = PositionTracer(PROBE_TOKENS)
@@ -116,20 +131,42 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> Architecture:
     if not context:
         raise UnsupportedModelError(f"{name} has no max_position_embeddings in its config", HINT)
     _check_windows(text_config, attention_layers, name)
-    return Architecture(
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    architecture = Architecture(
         model_type=name,
         class_name=type(model).__name__,
-        parameters=sum(parameter.numel() for parameter in model.parameters()),
+        parameters=parameters,
         context=int(context),
         vocab_size=int(text_config.vocab_size),
-        dtype=str(getattr(config, "dtype", None) or "float32").removeprefix("torch."),
+        dtype=str(getattr(config, "dtype", None) or "").removeprefix("torch."),
         attention_layers=attention_layers,
+        extra_weight_bytes={
+            dtype: _weight_bytes(model, dtype) - parameters * size for dtype, size in DTYPE_BYTES.items()
+        },
+        quantisation=quantisation_method(config) or "",
         is_multimodal=is_multimodal(config),
         longrope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
         packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
     )
+    return ProbedModel(architecture, expected_tensors(model))
+
+
+def _weight_bytes(model: nn.Module, dtype: str) -> int:
+    """Bytes of the parameters and buffers of a model that was built in PROBE_DTYPE, if it is loaded in `dtype`.
+
+    Tensors of other dtypes keep them: the modelling code sets them, as it does for rotary frequencies.
+    """
+    in_float32 = float32_tensors(model, getattr(torch, dtype))
+    size_bytes = 0
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):  # each tied tensor once
+        if name in in_float32:
+            element_bytes = DTYPE_BYTES["float32"]
+        else:
+            element_bytes = DTYPE_BYTES[dtype] if tensor.dtype == PROBE_DTYPE else tensor.element_size()
+        size_bytes += tensor.numel() * element_bytes
+    return size_bytes
 
 
 def _peak_activation_elements(recorder: _LinearRecorder, text_config: Any) -> int:
@@ -210,7 +247,7 @@ def _run_on_fake_tensors(
     linear_recorder: _LinearRecorder,
     positions: PositionTracer,
 ) -> nn.Module:
-    """Build and call the model on fake tensors, in bfloat16: grouped expert GEMMs support no other dtype."""
+    """Build and call the model on fake tensors, in PROBE_DTYPE."""
     model_class = auto_class(config)
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
@@ -219,7 +256,7 @@ def _run_on_fake_tensors(
             with contextlib.nullcontext() if trust_remote_code else no_init_weights():
                 model = model_class.from_config(  # a copy: transformers stores attn_implementation in it
                     copy.deepcopy(config),
-                    dtype=torch.bfloat16,
+                    dtype=PROBE_DTYPE,
                     attn_implementation=PROBE_ATTN_IMPLEMENTATION,
                     trust_remote_code=trust_remote_code,
                 ).eval()

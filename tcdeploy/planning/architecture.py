@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 # Keys of transformers' config that no program depends on: names, paths and token ids. Keys that start with "_" are
@@ -50,7 +50,10 @@ class Architecture:
 
     parameters: number of weights; tied ones count once.
     context: longest sequence, in tokens.
-    dtype: of the checkpoint.
+    dtype: of the checkpoint; "" if neither the config nor the checkpoint states one.
+    extra_weight_bytes: memory beyond `parameters` times the size of the model's dtype, by this dtype: buffers, and
+        tensors that transformers keeps in float32. Without an entry there is none.
+    quantisation: method of the checkpoint, which is dequantised while it is loaded; "" if it is not quantised.
     is_multimodal: it also has parts for images, audio or video, which are not run.
     longrope_limit: length beyond which longrope or dynamic rope changes the rotary factors of the whole batch, so that
         sequences would affect each other's output; 0 for other models.
@@ -67,6 +70,8 @@ class Architecture:
     vocab_size: int
     dtype: str
     attention_layers: tuple[AttentionSpec, ...]
+    extra_weight_bytes: Mapping[str, int] = field(default_factory=dict)
+    quantisation: str = ""
     is_multimodal: bool = False
     longrope_limit: int = 0
     peak_activation_elements: int = 0

@@ -62,6 +62,11 @@ class Workspace(NamedTuple):
         return sum(self) - self.parity_check_bytes
 
 
+def predict_weight_bytes(architecture: Architecture, dtype: DType) -> int:
+    """Bytes of all parameters and buffers of the model loaded in `dtype`, without the allocator's rounding."""
+    return architecture.parameters * DTYPE_BYTES[dtype] + architecture.extra_weight_bytes.get(dtype, 0)
+
+
 def predict_workspace(
     architecture: Architecture, compute_dtype: DType, demand: CacheDemand, max_prefill_sequences: int
 ) -> Workspace:
@@ -112,7 +117,7 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     of 0 to 1.
     """
     recipe, architecture, dtypes = inputs.recipe, inputs.architecture, inputs.dtypes
-    weight_bytes = architecture.parameters * DTYPE_BYTES[dtypes.weight]
+    weight_bytes = predict_weight_bytes(architecture, dtypes.weight)
     block_bytes = architecture.kv_elements_per_token * DTYPE_BYTES[dtypes.kv] * demand.block_size
     budget = _kv_budget(inputs, weight_bytes, sum(workspace))
     if budget < block_bytes:

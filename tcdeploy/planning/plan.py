@@ -158,6 +158,9 @@ def make_plan(
         )
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
+    if architecture.quantisation:
+        method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
+        decisions.append(Decision("weights", method, "products with quantised weights are not supported yet"))
     inputs = PlanInputs(recipe, environment, architecture, device, dtypes)
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
@@ -209,12 +212,14 @@ def make_plan(
 def _plan_key(plan: Plan, environment: Environment, architecture: Architecture) -> str:
     """16 hex digits. Equal for a model and its fine-tunes, with weights or without: `architecture` covers the config.
 
+    The checkpoint's dtype does not enter: programs depend on the plan's dtypes only.
     Remote code can change programs, so model and revision enter the key if it is trusted.
     """
     ignored = IGNORED_PLAN_FIELDS | (PARALLEL_FIELDS if plan.world_size == 1 else set())
     program_fields = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
     program_fields = {name: value for name, value in program_fields.items() if name not in ignored}
     remote_code = (plan.model, plan.revision) if plan.trust_remote_code else None
+    architecture = dataclasses.replace(architecture, dtype="")
     plain = [CACHE_EPOCH, program_fields, remote_code, environment.cache_factors(), architecture]
     document = json.dumps(plain, sort_keys=True, default=dataclasses.asdict)
     return hashlib.sha256(document.encode()).hexdigest()[:16]
@@ -290,7 +295,8 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) ->
     for half_dtype in HALF_DTYPES:
         if half_dtype == architecture.dtype:
             return half_dtype, "the checkpoint's dtype"
-    return "bfloat16", f"the checkpoint is {architecture.dtype}; bfloat16 halves the bytes read per token"
+    stored = f"the checkpoint is {architecture.dtype}" if architecture.dtype else "the checkpoint's dtype is unknown"
+    return "bfloat16", f"{stored}; bfloat16 halves the bytes read per token"
 
 
 def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:

@@ -21,18 +21,43 @@ from tests.conftest import cli_environment
 from tests.fork_server import ForkServer
 from tests.model_families import save_config
 
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
 WARM = ("--buckets", "16", "--batch-sizes", "1")
 
 
 class _FakeHub(http.server.BaseHTTPRequestHandler):
-    """Rejects requests as the real Hub does, with status and X-Error-Code."""
+    """Rejects requests as the real Hub does, with status and X-Error-Code. Some repositories exist."""
 
     rejections = {"gated": (403, "GatedRepo"), "missing": (401, "RepoNotFound")}
+    repositories = {
+        "someone/lora": ("README.md", "adapter_config.json", "adapter_model.safetensors"),
+        "someone/llama-gguf": ("README.md", "llama-Q4_K_M.gguf", "llama-Q8_0.gguf"),
+        "someone/readme": ("README.md",),
+    }
+    adapter_config = b'{"base_model_name_or_path": "someone/base"}'
 
     def do_GET(self) -> None:
+        for name, files in self.repositories.items():
+            if self.path.startswith(f"/api/models/{name}"):
+                siblings = [{"rfilename": file} for file in files]
+                return self.send_file(json.dumps({"id": name, "sha": COMMIT, "siblings": siblings}).encode())
+            if self.path.startswith(f"/{name}/"):
+                is_adapter_config = self.path.endswith("/adapter_config.json") and "adapter_config.json" in files
+                return self.send_file(self.adapter_config) if is_adapter_config else self.reject(404, "EntryNotFound")
         kind = next(kind for kind in self.rejections if kind in self.path)
-        status, code = self.rejections[kind]
+        return self.reject(*self.rejections[kind])
+
+    def send_file(self, content: bytes) -> None:
+        self.send_response(200)
+        for header, value in (("X-Repo-Commit", COMMIT), ("ETag", '"1"'), ("Content-Length", str(len(content)))):
+            self.send_header(header, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def reject(self, status: int, code: str) -> None:
         self.send_response(status)
+        self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("X-Error-Code", code)
         self.send_header("X-Error-Message", f"{code} says the hub")
         self.send_header("Content-Length", "0")
@@ -92,6 +117,25 @@ def test_a_gated_model_is_an_error_with_the_login_command(run_cli: Any, hub: str
 def test_a_missing_model_is_an_error(run_online: Any, hub: str) -> None:
     result = run_online("warm", "someone/missing-8b", endpoint=hub)
     assert_fails(result, 1, "the hub has no model someone/missing-8b, or it is private")
+
+
+@pytest.mark.parametrize(
+    ("model", "fact", "hint"),
+    [
+        ("someone/lora", "contains a PEFT adapter for someone/base, which is not supported", "merge_and_unload()"),
+        ("someone/llama-gguf", "has weights in the format GGUF, which is not supported, and no config.json",
+         "in transformers' format"),
+        ("someone/readme", "has no config.json on the hub", "in transformers' format"),
+    ],
+)  # fmt: skip
+def test_a_repository_without_a_config_is_named_by_what_it_contains(
+    run_online: Any, run_cli: Any, hub: str, model: str, fact: str, hint: str
+) -> None:
+    for flags in (("--dry-run",), ("--load-format", "dummy"), ()):
+        result = run_online("warm", model, *flags, endpoint=hub)
+        assert_fails(result, 1, f"error: {model} {fact}", hint)
+    if model == "someone/lora":  # its config has been cached
+        assert_fails(run_cli("warm", model), 1, f"error: {model} {fact}", hint)
 
 
 def test_no_network_is_exit_code_8(run_cli: Any, run_online: Any) -> None:

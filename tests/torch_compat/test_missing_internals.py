@@ -76,6 +76,7 @@ MOVED = {
     "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),
     "operation dispatch": ("dispatch_mode", "DISPATCH_MODE", "torch.utils.moved:TorchDispatchMode"),
     "fake tensors": ("fake_tensors", "FAKE_TENSOR_MODE", "torch._subclasses.moved:FakeTensorMode"),
+    "float32 weights": ("float32_tensors", "DTYPE_PLAN", "transformers:PreTrainedModel.moved"),
     "graph cache keys": ("graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
     "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
     "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),

@@ -1,0 +1,103 @@
+"""Recognises quantised checkpoints, and prepares the one kind that is served: gpt-oss with MXFP4 experts.
+
+A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. No quantised weights
+are computed with yet, so every method is refused by name, except MXFP4: transformers dequantises it while loading, and
+the model then equals one whose checkpoint is in bfloat16. transformers does so by default only if its kernels cannot
+run. Otherwise it would replace the experts by modules that call kernels from the Hub, inside of a compiled region.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
+
+from tcdeploy.errors import UnsupportedModelError
+
+MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
+NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
+QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
+INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "F4")  # in which no plain weight is stored
+INTEGER_SUFFIXES = ("weight", "_blocks", "_scales")  # of weights, and of MXFP4's tensors
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # that gpt-oss has in MXFP4
+MXFP4_BLOCK = 32  # values that share a scale; two values per byte
+
+
+class Tensor(NamedTuple):
+    """A tensor as a safetensors header describes it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def quantisation_method(config: PreTrainedConfig) -> str | None:
+    """The quantisation method that the config or its text config names."""
+    for part in (config, config.get_text_config()):
+        for name in ("quantization_config", "compression_config"):
+            settings = getattr(part, name, None)
+            if settings is not None:  # empty settings are an error in transformers too
+                values = settings if isinstance(settings, dict) else getattr(settings, "to_dict", dict)()
+                method = values.get("quant_method") or values.get("quant_algo") or "an unknown method"
+                return str(getattr(method, "value", method))
+    return None
+
+
+def is_dequantised(config: PreTrainedConfig) -> bool:
+    """Whether the checkpoint is quantised, and transformers dequantises it while loading."""
+    return quantisation_method(config) == "mxfp4" and config.model_type == "gpt_oss"
+
+
+def check_method(model: str, config: PreTrainedConfig, file_names: set[str]) -> None:
+    """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
+    method = quantisation_method(config)
+    if method and not is_dequantised(config):
+        raise UnsupportedModelError(
+            f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
+        )
+    if not method and MODEL_OPTIMIZER_FILE in file_names:
+        raise UnsupportedModelError(
+            f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
+            "supported yet",
+            NOT_QUANTISED_HINT,
+        )
+
+
+def check_not_quantised(model: str, tensors: dict[str, Tensor]) -> None:
+    """Recognise quantised weights by the dtypes and names of their tensors."""
+    for name, tensor in tensors.items():
+        has_integers = tensor.dtype in INTEGER_DTYPES and name.endswith(INTEGER_SUFFIXES)
+        if has_integers or name.endswith(QUANTISED_SUFFIXES):
+            raise UnsupportedModelError(
+                f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
+                NOT_QUANTISED_HINT,
+            )
+
+
+def dequantised_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of an MXFP4 checkpoint as they are after dequantisation.
+
+    NAME_blocks [experts, outputs, groups, 16] and NAME_scales [experts, outputs, groups] become NAME
+    [experts, inputs, outputs]. Tensors that do not fit together stay as they are.
+    """
+    dequantised = dict(tensors)
+    for name, scales in tensors.items():
+        weight = name.removesuffix("_scales")
+        blocks = tensors.get(f"{weight}_blocks")
+        if weight.endswith(EXPERT_WEIGHTS) and blocks and blocks.shape == (*scales.shape, MXFP4_BLOCK // 2):
+            experts, outputs, groups = scales.shape
+            del dequantised[name], dequantised[f"{weight}_blocks"]
+            dequantised[weight] = Tensor("BF16", (experts, groups * MXFP4_BLOCK, outputs))
+    return dequantised
+
+
+def dequantisation(config: PreTrainedConfig) -> dict[str, Any]:
+    """Arguments of `from_pretrained` with which it dequantises, or none."""
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_dequantised(config) else {}
+
+
+def cast_experts(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Cast dequantised weights to the model's dtype, in place: transformers 5.17 leaves them in bfloat16."""
+    for name, parameter in model.named_parameters():
+        if name.endswith(EXPERT_WEIGHTS) and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)

@@ -1,0 +1,227 @@
+"""MXFP4 checkpoints of gpt-oss are dequantised while they are loaded; other quantised models are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers import quantizer_mxfp4
+
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.errors import ModelError
+from tcdeploy.models.load import load_config, load_model
+from tcdeploy.models.quantisation import Tensor, dequantised_tensors
+from tcdeploy.pipeline import decide, prepare
+from tcdeploy.planning.recipe import Recipe
+from tests.machines import decision_named
+from tests.model_families import SUPPORTED
+
+FP4_VALUES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+FP4_VALUES = torch.cat([FP4_VALUES, -FP4_VALUES])  # by the four bits of a value
+SIZES = {**SUPPORTED["gpt_oss"], "intermediate_size": 64}  # inputs are a multiple of 32
+METHOD = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
+DTYPES = ("float32", "bfloat16", "float16")
+EXPERTS = "model.layers.0.mlp.experts"
+WEIGHTS = "model.safetensors"
+
+
+class Folders(NamedTuple):
+    """The same weights twice: with experts in MXFP4, as openai/gpt-oss stores them, and all in bfloat16."""
+
+    quantised: Path
+    plain: Path
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> Folders:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("gpt_oss", **SIZES, dtype="bfloat16")
+    plain = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).state_dict()
+    plain = {name: torch.randn_like(tensor) * 0.3 for name, tensor in plain.items()}
+    quantised = dict(plain)
+    for name in [name for name in plain if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = plain[name].shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), dtype=torch.uint8)
+        scales = torch.randint(121, 127, (experts, outputs, inputs // 32), dtype=torch.uint8)
+        del quantised[name]
+        quantised |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        plain[name] = dequantise(blocks, scales).bfloat16()
+    folders = Folders(tmp_path / "quantised", tmp_path / "plain")
+    for folder, tensors, values in ((folders[0], quantised, {"quantization_config": METHOD}), (folders[1], plain, {})):
+        config.save_pretrained(folder)
+        change_config(folder, **values)
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    return folders
+
+
+def dequantise(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """[experts, outputs, groups, 16] and [experts, outputs, groups] -> [experts, inputs, outputs]."""
+    values = torch.stack([FP4_VALUES[(blocks & 15).long()], FP4_VALUES[(blocks >> 4).long()]], dim=-1).flatten(-2)
+    return (values * torch.exp2(scales.float() - 127)[..., None]).flatten(-2).transpose(1, 2).contiguous()
+
+
+def change_config(folder: Path, **values: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+
+
+def load(folder: Path, dtype: str, load_format: str = "auto") -> PreTrainedModel:
+    plan: Any = SimpleNamespace(
+        model=str(folder), revision=None, trust_remote_code=False, device="cpu", weight_dtype=dtype,
+        load_format=load_format,
+    )  # fmt: skip
+    return load_model(plan, load_config(Recipe(model=str(folder))), "eager")
+
+
+def rejection(folder: Path, **fields: Any) -> str:
+    with pytest.raises(ModelError) as error:
+        decide(Recipe(model=str(folder), **fields))
+    assert error.value.hint
+    return error.value.message
+
+
+# MXFP4
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_loaded_model_equals_one_with_dequantised_weights(folders: Folders, dtype: str) -> None:
+    quantised, plain = (load(folder, dtype) for folder in folders)
+    expected = plain.state_dict()
+    assert expected[f"{EXPERTS}.gate_up_proj"].dtype == getattr(torch, dtype)
+    assert type(quantised.get_submodule(EXPERTS)) is type(plain.get_submodule(EXPERTS))
+    for name, tensor in quantised.state_dict().items():
+        torch.testing.assert_close(tensor, expected.pop(name), rtol=0, atol=0)
+    assert expected == {}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_random_weights_have_the_shapes_and_dtypes_of_loaded_ones(folders: Folders, dtype: str) -> None:
+    loaded, random = (
+        {
+            name: (tensor.shape, tensor.dtype)
+            for name, tensor in load(folders.quantised, dtype, kind).state_dict().items()
+        }
+        for kind in ("auto", "dummy")
+    )
+    assert loaded == random
+
+
+def test_it_is_dequantised_also_if_transformers_could_run_its_kernels(
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("is_kernels_available", "is_triton_available", "is_accelerate_available"):
+        monkeypatch.setattr(quantizer_mxfp4, name, lambda *_: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_, **__: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    assert type(load(folders.quantised, "bfloat16").get_submodule(EXPERTS)).__name__ == "GptOssExperts"
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_shows_it_and_has_the_memory_of_dequantised_weights(
+    folders: Folders, dtype: Any, load_format: Any
+) -> None:
+    quantised, plain = (
+        decide(Recipe(model=str(folder), dtype=dtype, load_format=load_format)).plan for folder in folders
+    )
+    assert decision_named(quantised, "weights").value == f"mxfp4 dequantised to {dtype}"
+    assert [decision for decision in plain.decisions if decision.name == "weights"] == []
+    assert quantised.weight_bytes == plain.weight_bytes
+    tensors = load(folders.quantised, dtype)
+    assert quantised.weight_bytes == sum(
+        tensor.nbytes for tensor in dict([*tensors.named_parameters(), *tensors.named_buffers()]).values()
+    )
+
+
+@pytest.mark.compiles
+def test_tokens_equal_those_of_transformers_with_dequantised_weights(folders: Folders, tmp_path: Path) -> None:
+    recipe = Recipe(
+        model=str(folders.quantised), buckets=(16,), batch_sizes=(1,), mode="default", dtype="float32",
+        cache_dir=str(tmp_path / "cache"),
+    )  # fmt: skip
+    prompt = [5, 9, 77, 130, 200, 3, 4]
+    [tokens] = prepare(recipe).engine.generate([prompt], SamplingParams(max_new_tokens=24))
+    reference = AutoModelForCausalLM.from_pretrained(folders.plain, dtype=torch.float32, attn_implementation="eager")
+    expected = reference.generate(torch.tensor([prompt]), max_new_tokens=24, do_sample=False)[0, len(prompt) :]
+    assert list(tokens) == expected.tolist()
+    assert len(set(tokens)) > 8
+
+
+def test_missing_and_unexpected_tensors_are_named(folders: Folders) -> None:
+    change_tensors(folders.quantised, lambda tensors: tensors.update({f"{EXPERTS}.extra": torch.ones(2)}))
+    assert f"tensors that the model does not use (1): {EXPERTS}.extra" in rejection(folders.quantised)
+    change_tensors(folders.quantised, lambda tensors: tensors.pop("model.norm.weight"))
+    assert "lacks 1 of the model's tensors: model.norm.weight" in rejection(folders.quantised)
+
+
+@pytest.mark.parametrize("name", ["gate_up_proj_scales", "down_proj_blocks"])
+def test_blocks_without_scales_are_refused(folders: Folders, name: str) -> None:
+    change_tensors(folders.quantised, lambda tensors: tensors.pop(f"{EXPERTS}.{name}"))
+    weight = f"{EXPERTS}.{name.rpartition('_')[0]}"
+    assert f"lacks 1 of the model's tensors: {weight}" in rejection(folders.quantised)
+
+
+def test_experts_of_another_size_are_refused(folders: Folders) -> None:
+    change_config(folders.quantised, intermediate_size=96)
+    assert "[4, 64, 128] instead of [4, 64, 192]" in rejection(folders.quantised)
+
+
+def test_the_shapes_of_dequantised_tensors_follow_from_blocks_and_scales() -> None:
+    stored = {
+        "a.gate_up_proj_blocks": Tensor("U8", (32, 5760, 90, 16)),
+        "a.gate_up_proj_scales": Tensor("U8", (32, 5760, 90)),
+        "a.gate_up_proj_bias": Tensor("BF16", (32, 5760)), "b.down_proj_scales": Tensor("U8", (32, 2880, 90)),
+    }  # fmt: skip
+    dequantised = dequantised_tensors(stored)
+    assert dequantised["a.gate_up_proj"] == Tensor("BF16", (32, 2880, 5760))
+    assert dequantised.keys() == {"a.gate_up_proj", "a.gate_up_proj_bias", "b.down_proj_scales"}
+
+
+def test_mxfp4_tensors_without_the_method_in_the_config_are_refused(folders: Folders) -> None:
+    config = json.loads((folders.quantised / "config.json").read_text())
+    del config["quantization_config"]
+    (folders.quantised / "config.json").write_text(json.dumps(config))
+    assert "has quantised weights, which are not supported yet" in rejection(folders.quantised)
+
+
+def test_mxfp4_of_another_model_is_refused(tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **SUPPORTED["llama"]).save_pretrained(tmp_path)
+    change_config(tmp_path, quantization_config=METHOD)
+    for load_format in ("auto", "dummy"):
+        assert "is quantised with mxfp4, which is not supported yet" in rejection(tmp_path, load_format=load_format)
+
+
+# Settings without a method
+
+
+@pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
+def test_empty_settings_are_refused(name: str, tmp_path: Path) -> None:
+    AutoConfig.for_model("llama", **SUPPORTED["llama"]).save_pretrained(tmp_path)
+    change_config(tmp_path, **{name: {}})
+    for load_format in ("auto", "dummy"):
+        assert "is quantised with an unknown method" in rejection(tmp_path, load_format=load_format)
+    change_config(tmp_path, **{name: None})
+    assert decide(Recipe(model=str(tmp_path), load_format="dummy")).plan
