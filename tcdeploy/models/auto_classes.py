@@ -20,7 +20,6 @@ from transformers import (
 
 from tcdeploy.errors import UnsupportedModelError
 
-TOWERS = ("vision_config", "audio_config", "vq_config", "thinker_config")  # of configs whose model is not only text
 HINT = "docs/models.md describes the models that can be served"
 
 
@@ -63,4 +62,7 @@ def model_class(config: PreTrainedConfig, trust_remote_code: bool) -> Any | None
 
 def is_multimodal(config: PreTrainedConfig) -> bool:
     """Whether the model also has parts for images, audio or video."""
-    return any(getattr(config, name, None) is not None for name in TOWERS)
+    if type(config) not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        return False
+    modalities = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(config)].input_modalities
+    return {modalities} != {"text"} if isinstance(modalities, str) else {*modalities} != {"text"}

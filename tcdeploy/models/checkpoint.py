@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
@@ -152,11 +152,11 @@ def check_tensors(
     if known_class is None or len(tensors) > MAX_TENSORS:
         return False
     try:
-        report = _load_on_fake_tensors(known_class, config, tensors)
+        loaded, report = _load_on_fake_tensors(known_class, config, tensors)
     except Exception as error:  # the load on real tensors may succeed, and is checked too
         log.debug("the tensors of %s are not compared while planning: %s", model, error)
         return False
-    check_loading_report(model, config, report)
+    check_loading_report(model, loaded, report)
     return True
 
 
@@ -166,8 +166,10 @@ def stored_dtype(tensors: dict[str, Tensor]) -> str:
     return str(next(filter(None, dtypes), "")).removeprefix("torch.")
 
 
-def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """transformers' report about loading tensors of these names and shapes, with its renaming of tensors."""
+def _load_on_fake_tensors(
+    model_class: Any, config: PreTrainedConfig, tensors: dict[str, Tensor]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load tensors of these names and shapes. Returns transformers' report too, with its renaming of tensors."""
     with fake_tensors.fake_loading(), torch.no_grad():
         state_dict = {
             name: torch.empty(tensor.shape, dtype=DTYPES.get(tensor.dtype, torch.float32))
@@ -175,7 +177,7 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
         }
         config = copy.deepcopy(config)
         config.__dict__.pop("quantization_config", None)  # the tensors are those after dequantisation
-        _, report = model_class.from_pretrained(
+        model, report = model_class.from_pretrained(
             None,
             config=config,
             state_dict=state_dict,
@@ -183,15 +185,14 @@ def _load_on_fake_tensors(model_class: Any, config: PreTrainedConfig, tensors: d
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    return dict(report)
+    return model, dict(report)
 
 
-def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str, Any]) -> None:
+def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, Any]) -> None:
     """Raise ModelError if tensors are missing, have another shape, or are not used by the model.
 
-    `report`: as transformers returns it with `output_loading_info`. Tensors that the model's class declares ignorable
-    are not in it. Tensors that are not used are accepted in multimodal models, of which only the text model may be
-    loaded.
+    `loaded` and `report`: as transformers returns them with `output_loading_info`. Tensors that the model's class
+    declares ignorable are not in the report.
     """
     if missing := sorted(report["missing_keys"]):
         raise ModelError(
@@ -204,9 +205,7 @@ def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str,
             f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    if config.get_text_config() is not config:
-        return
-    if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, config)):
+    if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, loaded)):
         raise ModelError(
             f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
             f"{_first(unexpected)}",
@@ -214,13 +213,25 @@ def check_loading_report(model: str, config: PreTrainedConfig, report: dict[str,
         )
 
 
-def _is_ignorable(name: str, config: PreTrainedConfig) -> bool:
-    """Whether the text does not depend on a tensor. Layers for multi-token prediction follow the decoder's layers."""
+def _is_ignorable(name: str, loaded: PreTrainedModel) -> bool:
+    """Whether the text does not depend on a tensor.
+
+    Layers for multi-token prediction follow the decoder's layers. A checkpoint of a multimodal model may contain whole
+    parts that the class leaves out, such as one that generates speech.
+    """
     if IGNORABLE.search(name):
+        return True
+    config = loaded.config
+    if config.get_text_config() is not config and _part(name) not in {_part(used) for used in loaded.state_dict()}:
         return True
     layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
     has_prediction_layers = (getattr(config, "num_nextn_predict_layers", None) or 0) > 0
     return bool(layer and has_prediction_layers and int(layer[1]) >= config.num_hidden_layers)
+
+
+def _part(name: str) -> str:
+    """The part of a multimodal model that a tensor belongs to, such as `language_model` or `visual`."""
+    return name.removeprefix("model.").partition(".")[0]
 
 
 def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:

@@ -204,7 +204,7 @@ def _pretrained_model(
     )
     if is_dequantised(config):
         cast_experts(model, dtype)
-    check_loading_report(plan.model, config, report)
+    check_loading_report(plan.model, model, report)
     return model.to(plan.device)
 
 

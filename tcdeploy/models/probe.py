@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -280,13 +281,21 @@ def _run_on_fake_tensors(
     except Exception as error:
         if packages := missing_packages(list(exception_chain(error))):
             raise missing_package_error(name, packages) from error
-        reason = str(error).strip().split("\n")[0][:200]
-        if type(error).__name__ == "DataDependentOutputException":
-            reason = f"its forward pass reads values of tensors on the host ({reason})"
-        raise UnsupportedModelError(
-            f"{name} cannot be run on fake tensors, so it cannot be traced: {reason}", HINT
-        ) from error
+        raise UnsupportedModelError(f"{name} {_describe_failure(error)}", HINT) from error
     return model
+
+
+def _describe_failure(error: Exception) -> str:
+    """What a model does that a forward pass on fake tensors fails with `error`."""
+    reason = str(error).strip().split("\n")[0][:200]
+    if arguments := re.search(r"forward\(\) missing \d+ required positional arguments?: (.+)", reason):
+        return f"requires inputs other than text: {arguments[1]}"
+    kind = type(error).__name__
+    if kind == "DataDependentOutputException":
+        reason = f"its forward pass reads values of tensors on the host ({reason})"
+    if kind == "DynamicOutputShapeException":
+        reason = f"its forward pass has tensors whose size depends on values of other tensors ({reason})"
+    return f"cannot be run on fake tensors, so it cannot be traced: {reason}"
 
 
 def _read_calls(model: nn.Module, recorder: _AttentionRecorder, name: str) -> tuple[AttentionSpec, ...]:

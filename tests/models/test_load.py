@@ -172,7 +172,7 @@ def test_a_config_without_weights_suggests_dummy_weights(run_cli: Any, tmp_path:
     [
         ("t5", "is an encoder-decoder model (t5)"), ("bart", "is an encoder-decoder model (bart)"),
         ("whisper", "is an encoder-decoder model (whisper)"), ("vit", "is not a causal LM"),
-        ("llava", "is a multimodal model (llava)"), ("clip", "is a multimodal model (clip)"),
+        ("clip", "is a multimodal model (clip)"),
     ],
 )  # fmt: skip
 def test_another_kind_of_model_is_named(model_type: str, reason: str, tmp_path: Path) -> None:

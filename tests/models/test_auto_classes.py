@@ -1,0 +1,74 @@
+"""The class that loads a model, and models of which only the text is served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
+
+from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.auto_classes import auto_class, is_multimodal
+from tcdeploy.models.probe import probe
+from tcdeploy.pipeline import decide
+from tcdeploy.planning.recipe import Recipe, build_recipe
+from tests.coverage.campaign import save_model
+from tests.coverage.small_configs import small_config
+
+
+def test_a_type_with_a_multimodal_class_is_loaded_whole() -> None:
+    """Emu3 has both classes; the causal one would leave tensors unused."""
+    assert auto_class(AutoConfig.for_model("llama")) is AutoModelForCausalLM
+    assert auto_class(AutoConfig.for_model("emu3")) is AutoModelForMultimodalLM
+    assert auto_class(AutoConfig.for_model("llava")) is AutoModelForMultimodalLM
+
+
+@pytest.mark.parametrize(
+    ("model_type", "multimodal"),
+    [("llama", False), ("gemma3_text", False), ("gemma3", True), ("fuyu", True), ("granite_speech", True)],
+)
+def test_multimodal_types_are_recognised(model_type: str, multimodal: bool) -> None:
+    assert is_multimodal(AutoConfig.for_model(model_type)) == multimodal
+
+
+def test_the_plan_says_that_images_are_refused(tmp_path: Path) -> None:
+    small_config("qwen2_5_vl").save_pretrained(tmp_path)
+    recipe = {"model": str(tmp_path), "load_format": "dummy", "buckets": (32,), "batch_sizes": (1,)}
+    decisions = decide(build_recipe(recipe, environ={})).plan.decisions
+    inputs = next(decision for decision in decisions if decision.name == "inputs")
+    assert (inputs.value, inputs.reason) == ("text only", "images, audio and video of qwen2_5_vl are refused")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("blip-2", "blip-2 requires inputs other than text: 'pixel_values'"),
+        ("dbrx", "has tensors whose size depends on values of other tensors (aten.nonzero.default)"),
+    ],
+)
+def test_a_type_that_cannot_be_probed_is_refused_with_the_cause(model_type: str, reason: str) -> None:
+    with pytest.raises(UnsupportedModelError) as error:
+        probe(small_config(model_type))
+    assert reason in error.value.message
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
+def test_unused_tensors_of_the_text_model_are_refused_and_whole_other_parts_accepted(
+    model_type: str, tmp_path: Path
+) -> None:
+    """Their checkpoints have other names than the loaded model: language_model.model.layers, and model.layers."""
+    save_model(small_config(model_type), tmp_path)
+    weights = tmp_path / "model.safetensors"
+    tensors = load_file(weights)
+    query = next(name for name in tensors if "layers.0.self_attn.q_proj" in name and "vision" not in name)
+
+    def decide_with(name: str) -> None:
+        save_file({**tensors, name: torch.zeros(64)}, weights, metadata={"format": "pt"})
+        decide(Recipe(model=str(tmp_path), buckets=(32,), batch_sizes=(1,)))
+
+    decide_with("talker.layers.0.weight")
+    for name in (query.replace("q_proj.weight", "o_proj.bias"), query.replace("layers.0.", "layers.9.")):
+        with pytest.raises(ModelError, match=r"has tensors that the model does not use \(1\): model.language_model"):
+            decide_with(name)
