@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from importlib.machinery import SourceFileLoader
@@ -11,6 +12,8 @@ from types import ModuleType
 
 import pytest
 from typer.testing import CliRunner
+
+from tcdeploy.planning.environment import installed_flash_packages
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +53,52 @@ def test_the_flags_of_a_gpu_benchmark_make_a_plan(script: str, parts: tuple[str,
     arguments = ["compile", str(tmp_path), "--load-format", "dummy", *flags, "--dry-run"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+
+
+def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
+    script = load_script("build-flash-attn")
+    for direction in ("fwd", "fwd_split", "bwd"):
+        for name in ("hdim64_bf16", "hdim64_bf16_causal", "hdim96_bf16_causal", "hdim64_fp16"):
+            (tmp_path / f"flash_{direction}_{name}_sm80.cu").touch()
+    kernels = script.list_kernels(tmp_path)
+    built = script.select_kernels(kernels, [64, 128], ["bfloat16"])
+    assert sorted(kernel.source.name for kernel in built) == [
+        f"flash_{direction}_hdim64_bf16{causal}_sm80.cu"
+        for direction in ("fwd", "fwd_split")
+        for causal in ("_causal", "")
+    ]
+    missing = [kernel for kernel in kernels if kernel not in built]
+    text = script.write_missing_kernels(missing, tmp_path / "missing.cpp").read_text()
+    assert text.count("TORCH_CHECK(false") == len(missing) == 8
+    assert (
+        "template <> void run_mha_fwd_splitkv_dispatch<cutlass::bfloat16_t, 96, true>(Flash_fwd_params&, cudaStream_t)"
+    ) in text
+    assert "template <> void run_mha_bwd_<cutlass::half_t, 64, false>(Flash_bwd_params&, cudaStream_t)" in text
+    assert '"flash-attn was built without fwd for bf16 and head_dim 96 (scripts/build-flash-attn)"' in text
+
+
+def test_a_built_flash_attn_is_found_as_a_package_that_pip_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Except `cute`, which would be taken for flash-attn-4."""
+    script = load_script("build-flash-attn")
+    distribution, target = tmp_path / "flash_attn-2.8.3", tmp_path / "target"
+    (distribution / "flash_attn/cute").mkdir(parents=True)
+    for name in ("flash_attn/__init__.py", "flash_attn/cute/__init__.py", "LICENSE", "flash_attn_2_cuda.so"):
+        (distribution / name).touch()
+    (distribution / "PKG-INFO").write_text("Metadata-Version: 2.2\nName: flash_attn\nVersion: 2.8.3\n")
+    script.install(distribution / "flash_attn_2_cuda.so", distribution, target)
+    assert not (target / "flash_attn/cute").exists() and (target / "flash_attn_2_cuda.so").exists()
+    monkeypatch.syspath_prepend(target)
+    assert ("flash-attn-2", "2.8.3") in installed_flash_packages()
+    assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash_attn"]
+
+
+def test_only_the_known_source_distribution_of_flash_attn_is_built(tmp_path: Path) -> None:
+    script = load_script("build-flash-attn")
+    (tmp_path / script.SDIST).write_bytes(b"other")
+    with pytest.raises(SystemExit, match="is not the source distribution of flash-attn 2.8.3"):
+        script.unpack(tmp_path / script.SDIST, tmp_path)
 
 
 def load_script(script: str) -> ModuleType:

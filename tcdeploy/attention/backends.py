@@ -3,8 +3,8 @@
 All FlashAttention versions implement one signature, `VarlenAttention`: packed Q, K and V in, output and log-sum-exp
 out. The first chunk of a prompt uses the K and V that it was called with. A later chunk gathers its KV blocks into a
 packed copy first. The copy costs one read of the prefix and avoids the packages' incompatible paged layouts: FA2
-requires blocks of 256 slots, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no kernel support:
-a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
+requires a multiple of 256 slots per block, and FlashAttention in torch 2.11 has no paged KV. Attention sinks need no
+kernel support: a sink only adds to the softmax denominator, so the output is scaled by sigmoid(log_sum_exp - sink).
 
 Packages are imported at the first call: importing FlashAttention-4 takes 5 to 10 s.
 """
@@ -151,7 +151,8 @@ def _flash_prefill(
         cu_seqlens_k, k, v = batch.cu_seqlens_q, k[:tokens], v[:tokens].contiguous()
     seqlens = VarlenSeqlens(batch.cu_seqlens_q, cu_seqlens_k, max(max_seqlen_q, MAX_SEQLEN_Q_FLOOR), max_seqlen_k)
     result = varlen(q[:tokens], k, v, seqlens, params)
-    out = q.new_zeros(q.shape[0], q.shape[1], v.shape[-1])
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+    out[tokens:] = 0
     if params.sinks is None:
         out[:tokens] = result.out
     else:

@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planning.backends import BACKENDS, Backend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,8 +235,17 @@ def installed_flash_packages() -> tuple[tuple[str, str], ...]:
     return tuple(
         (backend.name, _version(backend.distribution) or "unknown version")
         for backend in sorted(BACKENDS.values(), key=lambda backend: backend.name)
-        if backend.module and _is_importable(backend.module)
+        if backend.module and _is_importable(backend.module) and _owns_module(backend)
     )
+
+
+def _owns_module(backend: Backend) -> bool:
+    """Whether `backend.module` belongs to the backend's distribution.
+
+    flash-attn 2.8 ships an early `flash_attn.cute` of its own, with another interface and without its dependencies. A
+    submodule therefore counts only if the distribution is installed.
+    """
+    return "." not in backend.module or bool(_version(backend.distribution))
 
 
 def _is_importable(module: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import Tensor
 from tcdeploy.attention import backends, ops, reference
 from tcdeploy.attention.backends import AttentionParams, PagedBatch, VarlenResult, VarlenSeqlens
 from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planning.recipe import Attention
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -189,6 +192,66 @@ def test_the_flash_adapter_gathers_blocks_and_applies_sinks(prefix: int, sinks: 
     torch.testing.assert_close(out, case.prefill("reference", window=9, sinks=sinks), atol=2e-6, rtol=1e-4)
 
 
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """flash-attn 2.8.3's function: its parameters, the checks of its C++ code, and its results."""
+    assert causal and not dropout_p and alibi_slopes is None and block_table is None
+    assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+    assert cu_seqlens_q.is_contiguous() and cu_seqlens_k.is_contiguous()
+    assert cu_seqlens_q.shape == cu_seqlens_k.shape == (len(cu_seqlens_q),) and len(cu_seqlens_q) > 1
+    tokens, heads, head_dim = q.shape
+    assert k.shape == v.shape == (len(k), k.shape[1], head_dim)
+    assert head_dim <= 256 and head_dim % 8 == 0 and heads % k.shape[1] == 0
+    for x in (q, k, v):  # not checked there: rows are read 16 bytes at a time
+        assert x.stride(-1) == 1 and all(stride % 8 == 0 for stride in x.stride()[:-1]) and x.data_ptr() % 16 == 0
+    # It launches blocks for max_seqlen_q queries per sequence, packs head groups if that is 1 (and then ignores
+    # cu_seqlens_q), and leaves rows of q that belong to no sequence undefined.
+    assert 1 < max_seqlen_q >= int(cu_seqlens_q.diff().max()) and max_seqlen_k >= int(cu_seqlens_k.diff().max())
+    assert tokens == cu_seqlens_q[-1] and len(k) >= cu_seqlens_k[-1]
+    window_left, window_right = window_size
+    assert window_right == (0 if window_left >= 0 else -1)
+    scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
+    seqlens = VarlenSeqlens(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    result = plain_varlen(q, k, v, seqlens, AttentionParams(scale, window_left + 1, softcap, None))
+    return (*result, q.new_empty(0)) if return_attn_probs else result.out
+
+
+@pytest.fixture
+def flash_attn_2(monkeypatch: pytest.MonkeyPatch) -> None:
+    package = types.ModuleType("flash_attn")
+    package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+
+
+@pytest.mark.usefixtures("flash_attn_2")
+@pytest.mark.parametrize("prefix", [0, 21])
+@pytest.mark.parametrize(
+    "rules", [{}, {"window": 1}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}, {"window": 9, "softcap": 2.0}]
+)
+def test_flash_attn_2_is_called_as_its_interface_requires(prefix: int, rules: dict[str, Any]) -> None:
+    case = Case(prefix=prefix)
+    packed = torch.cat([case.q, case.k, case.v], dim=1)  # as a fused projection returns them
+    case.q, case.k, case.v = packed.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    case.write()
+    out = case.prefill("flash-attn-2", **rules)
+    torch.testing.assert_close(out, case.prefill("reference", **rules), atol=2e-6, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("flash_attn_2")
+def test_flash_attn_2_does_not_get_a_max_seqlen_q_of_one() -> None:
+    """It would then require one query of every sequence, and the padding sequence has none."""
+    case = Case()
+    case.write()
+    case.cu_seqlens_q = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
+    case.host_scalars = torch.tensor([2, sum(case.lengths), 1, max(case.lengths), 1])
+    out = case.prefill("flash-attn-2")
+    torch.testing.assert_close(out, case.prefill("reference"), atol=2e-6, rtol=1e-4)
+
+
 FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 
 
@@ -196,7 +259,10 @@ FLASH = ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 @pytest.mark.parametrize("backend", [*FLASH, "triton"])
 @pytest.mark.parametrize("prefix", [0, 21])
 @pytest.mark.parametrize("rules", [{}, {"window": 9}, {"softcap": 2.0}, {"sinks": True}])
-def test_each_prefill_backend_equals_the_reference(backend: str, prefix: int, rules: dict[str, Any]) -> None:
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_each_prefill_backend_equals_the_reference(
+    backend: Attention, prefix: int, rules: dict[str, Any], dim: int
+) -> None:
     """Skips packages that are not installed."""
     from tcdeploy.planning.environment import installed_flash_packages
 
@@ -204,7 +270,9 @@ def test_each_prefill_backend_equals_the_reference(backend: str, prefix: int, ru
         pytest.skip(f"{backend} is not installed")
     if backend == "torch-flash" and rules.get("softcap"):
         pytest.skip("torch's FlashAttention has no soft-capping")
-    case = Case("cuda", torch.bfloat16, prefix, dim=64)
+    if dim > (BACKENDS[backend].max_head_dim or dim):
+        pytest.skip(f"{backend} supports no head dimension of {dim}")
+    case = Case("cuda", torch.bfloat16, prefix, dim=dim)
     case.write()
     out, expected = case.prefill(backend, **rules).float(), case.prefill("reference", **rules).float()
     assert not out.isnan().any()

@@ -168,10 +168,19 @@ def test_the_folder_that_flash_attention_4_ships_is_not_flash_attention_2(site: 
     assert installed_flash_packages() == (("flash-attn-4", "4.0.0"),)
 
 
+def test_the_early_version_4_inside_the_package_of_version_2_does_not_count(site: Path) -> None:
+    """flash-attn 2.8.3 ships `flash_attn/cute`, version 0.1.0, which has no max_seqlen_q and needs other packages."""
+    install(site, "flash_attn/__init__.py")
+    install(site, "flash_attn/cute/__init__.py", "raise AssertionError('it was run')")
+    install_metadata(site, "flash-attn", "2.8.3")
+    assert installed_flash_packages() == (("flash-attn-2", "2.8.3"),)
+
+
 def test_all_three_packages_are_distinguished(site: Path) -> None:
     install(site, "flash_attn/__init__.py")
     install(site, "flash_attn/cute/__init__.py", "raise AssertionError('it was run')")
     install(site, "flash_attn_interface.py", "raise AssertionError('it was run')")
+    install_metadata(site, "flash-attn-4", "4.0.0")
     assert [backend for backend, _ in installed_flash_packages()] == ["flash-attn-2", "flash-attn-3", "flash-attn-4"]
 
 
@@ -180,6 +189,7 @@ def test_detecting_flash_packages_imports_none_of_them(site: Path, with_flash_4:
     install(site, "flash_attn/__init__.py", "from pathlib import Path\nPath(__file__).with_name('was_run').touch()")
     if with_flash_4:
         install(site, "flash_attn/cute/__init__.py")
+        install_metadata(site, "flash-attn-4", "4.0.0")
     assert len(installed_flash_packages()) == 1 + with_flash_4
     assert not (site / "flash_attn" / "was_run").exists()
 
