@@ -62,7 +62,7 @@ def test_unused_tensors_of_the_text_model_are_refused_and_whole_other_parts_acce
     save_model(small_config(model_type), tmp_path)
     weights = tmp_path / "model.safetensors"
     tensors = load_file(weights)
-    query = next(name for name in tensors if "layers.0.self_attn.q_proj" in name and "vision" not in name)
+    query = next(name for name in tensors if "layers.0.self_attn.q_proj.weight" in name and "vision" not in name)
 
     def decide_with(name: str) -> None:
         save_file({**tensors, name: torch.zeros(64)}, weights, metadata={"format": "pt"})

@@ -95,9 +95,7 @@ def test_tensors_that_differ_are_compared_by_loading_them(
 ) -> None:
     """Which takes 0.4 s for 291 tensors. The names and shapes that the probe has found take 1 ms."""
     loads: list[int] = []
-    monkeypatch.setattr(
-        checkpoint, "_load_on_fake_tensors", lambda _, __, tensors: (loads.append(len(tensors)), {})
-    )
+    monkeypatch.setattr(checkpoint, "_load_on_fake_tensors", lambda _, __, tensors: (loads.append(len(tensors)), {}))
     monkeypatch.setattr(checkpoint, "check_loading_report", lambda *_: None)
     name = f"{QUERY}.weight"
     if change == "a name":
