@@ -58,13 +58,14 @@ def model_types() -> list[str]:
     return sorted(name for name in CONFIG_MAPPING.keys() if CONFIG_MAPPING[name] in classes)  # noqa: SIM118
 
 
-def check_type(model_type: str, cache_dir: str, compiles: bool = True) -> Result:
+def check_type(model_type: str, cache_dir: str, compiles: bool = True, dtype: str = "float32") -> Result:
+    """Start a small model of the type. In float32 also compare its tokens; other dtypes may round to other tokens."""
     start = time.perf_counter()
-    result = _check_type(model_type, cache_dir, compiles)
+    result = _check_type(model_type, cache_dir, compiles, dtype)
     return dataclasses.replace(result, seconds=round(time.perf_counter() - start, 1))
 
 
-def _check_type(model_type: str, cache_dir: str, compiles: bool) -> Result:
+def _check_type(model_type: str, cache_dir: str, compiles: bool, dtype: str) -> Result:
     try:
         config = small_config(model_type)
     except Exception as error:
@@ -74,10 +75,10 @@ def _check_type(model_type: str, cache_dir: str, compiles: bool) -> Result:
     with tempfile.TemporaryDirectory() as folder, mode:
         try:
             save_model(config, Path(folder))
-            recipe = {"model": folder, "dtype": "float32", "cache_dir": cache_dir, **BUCKETS}
+            recipe = {"model": folder, "dtype": dtype, "cache_dir": cache_dir, **BUCKETS}
             deployment = prepare(build_recipe(recipe, environ={}))
             ours = deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=NEW_TOKENS))
-            theirs = generate(config, folder)
+            theirs = generate(config, folder) if dtype == "float32" else ours
         except ModelError as error:
             return Result(model_type, "refused", error.message.replace(folder, model_type))
         except TcdeployError as error:

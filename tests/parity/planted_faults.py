@@ -359,17 +359,24 @@ FAULTS: dict[str, Plant] = {
 
 
 @contextlib.contextmanager
-def planted(fault: Plant | None) -> Iterator[None]:
-    """Within the block, `prepare` meets the fault. It raises NotApplicable if the model has nothing to change."""
+def planted(fault: Plant | None, attempts: list[Any] | None = None) -> Iterator[None]:
+    """Within the block, `prepare` meets the fault. It raises NotApplicable if the model has nothing to change.
+
+    `attempts`: the prompts and references of all attempts of an equal model, or a list to which they are added.
+    """
+    known = [] if attempts is None else attempts
     compile_in_place = pipeline.compile_in_place
     checkers: list[Any] = []
 
     class PlantingChecker(Checker):
         def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any) -> None:
             super().__init__(runner, architecture, config)
-            for number in range(MAX_ATTEMPTS):  # a fault must not change the reference of a later attempt
-                self._attempt(number)
+            while len(known) < MAX_ATTEMPTS:  # a fault must not change the reference of a later attempt
+                known.append(super()._attempt(len(known)))
             checkers.append(Target(runner, architecture))
+
+        def _attempt(self, number: int) -> Any:
+            return known[number] if number < len(known) else super()._attempt(number)
 
     def plant_and_compile(*args: Any) -> None:
         if fault is not None:
