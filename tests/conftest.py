@@ -48,7 +48,7 @@ COMPILING_FIXTURES = frozenset(
 )
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
-    "cache/test_source_keys.py", "compiler/", "engine/test_tuning.py", "gpu/", "linear/",
+    "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "engine/test_tuning.py", "gpu/", "linear/",
     "models/test_packed_linears.py", "parity/", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
 )  # fmt: skip
 
@@ -58,7 +58,7 @@ LONG_FILES = (
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",
     "engine/test_continuous_batching.py", "server/test_faults.py", "parity/test_planted_faults.py",
-    "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py",
+    "coverage/test_types.py", "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py",
     "cli/test_cli_bench.py",
 )  # fmt: skip
 

@@ -50,8 +50,8 @@ class Parity:
     max_difference_limit: float
     kl_limit: float
     median_kl_limit: float
+    outlier_rows: int  # rows that were outliers on all sets of prompts
     passed: bool
-    outlier_rows: int = 0  # rows that were outliers on all sets of prompts
 
 
 @dataclass(frozen=True)

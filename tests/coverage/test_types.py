@@ -42,7 +42,7 @@ REFUSED = {
     "bart": "computes token positions of its own",
     "llama4_text": "layers of type chunked_attention",
     "mamba": "layers of type linear_attention",
-    "falcon": "never calls transformers' AttentionInterface",
+    "falcon": "does not look its attention up in the AttentionInterface",
     "bert": "is not causal",
     "musicgen": "is an encoder-decoder model",
 }
