@@ -48,7 +48,7 @@ from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
-from tcdeploy.engine.parity_check import Checker
+from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
@@ -155,7 +155,7 @@ def prepare(
             toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
     with stages.stage("reference"):
-        checker = Checker(runner, architecture, planned.config)
+        checker = ParityChecker(runner, architecture, planned.config)
     with stages.stage("compile"):
         regions = _regions(runner.model, planned)
         compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)

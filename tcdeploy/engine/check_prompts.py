@@ -74,7 +74,7 @@ class CheckPrompts:
         first = self.batch(bucket)[0]
         if not bucket.is_prefill or first.length < 2:
             return []
-        return [first._replace(length=max(first.length, self._affordable(self._long_length)))]
+        return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
 
     def _decode_lengths(self, bucket: Bucket) -> list[int]:
         """At most one block each; the first sequence is longer if enough blocks are free."""
@@ -82,13 +82,13 @@ class CheckPrompts:
         longest = min(plan.block_size, plan.context)
         lengths = [2 + 7 * row % (longest - 1) for row in range(bucket.size)]
         for first in (self._long_length, 2 * plan.block_size + BEYOND_WINDOW):
-            first = self._affordable(first, other_blocks=bucket.size - 1)
+            first = self._length_that_fits(first, other_blocks=bucket.size - 1)
             if first > lengths[0]:
                 lengths[0] = first
                 break
         return lengths
 
-    def _affordable(self, length: int, other_blocks: int = 0) -> int:
+    def _length_that_fits(self, length: int, other_blocks: int = 0) -> int:
         """`length`, limited by the context; 0 if the KV cache does not hold it beside `other_blocks`."""
         plan = self._plan
         allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -103,22 +103,22 @@ def checked_rows(bucket: Bucket, count: int) -> list[int]:
     return evenly_spaced(count, MAX_CHECKED_ROWS)
 
 
-def evenly_spaced(count: int, most: int) -> list[int]:
-    """At most `most` numbers of 0..count-1, the first and the last among them."""
-    if count <= most:
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """At most `limit` numbers of 0..count-1, including the first and the last."""
+    if count <= limit:
         return list(range(count))
-    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+    return [round(index * (count - 1) / (limit - 1)) for index in range(limit)]
 
 
 def special_token_ids(config: dict[str, Any]) -> set[int]:
     """Token ids that a config names, also in the configs within it: bos, eos, padding, placeholders of images."""
-    found: set[int] = set()
+    token_ids: set[int] = set()
     for name, value in config.items():
         if isinstance(value, dict):
-            found |= special_token_ids(value)
+            token_ids |= special_token_ids(value)
         elif str(name).endswith(("_token_id", "_token_index", "_token_ids")):
-            found |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
-    return found
+            token_ids |= {item for item in (value if isinstance(value, list) else [value]) if isinstance(item, int)}
+    return token_ids
 
 
 def _prefill_lengths(bucket: Bucket, plan: Plan, allocator: BlockAllocator) -> list[int]:

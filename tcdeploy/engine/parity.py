@@ -39,15 +39,15 @@ def compare_logits(
     precise: Tensor,
     compute_dtype: str,
     reference_dtype: str,
-    other_rows: Tensor,
+    sampled_distances: Tensor,
 ) -> Parity:
     """Compare a bucket's `logits` with those of the reference; each [rows, vocab].
 
-    `reference_dtype` is the dtype of `precise` as `ReferenceLogits` states it, and `other_rows` [rows, 2] the distances
-    of eager from precise logits on other rows. A NaN on any side fails the check.
+    `reference_dtype`: dtype of `precise`, see `ReferenceLogits`. `sampled_distances`: [rows, 2] distances of eager from
+    precise logits in a sample of other rows. A NaN on any side fails the check.
     """
     distances = row_distances(logits, precise)
-    eager_distances = torch.cat([row_distances(eager, precise), other_rows.to(logits.device)])
+    eager_distances = torch.cat([row_distances(eager, precise), sampled_distances.to(logits.device)])
     max_difference, kl = distances.amax(dim=0).tolist()
     median_kl = distances[:, 1].median().item()
     eager_max_difference, eager_kl = eager_distances.amax(dim=0).tolist()
@@ -79,7 +79,7 @@ def compare_logits(
 
 
 def outlier_rows(
-    logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, other_rows: Tensor
+    logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> frozenset[int]:
     """Rows that are farther from the precise logits than nearly all eager rows, and than the same eager row.
 
@@ -88,7 +88,7 @@ def outlier_rows(
     if reference_dtype == compute_dtype:
         return frozenset()
     distances, eager_distances = row_distances(logits, precise), row_distances(eager, precise)
-    typical = torch.cat([eager_distances, other_rows.to(logits.device)]).quantile(OUTLIER_QUANTILE, dim=0)
+    typical = torch.cat([eager_distances, sampled_distances.to(logits.device)]).quantile(OUTLIER_QUANTILE, dim=0)
     ratios = torch.tensor([MAX_RATIO, MAX_RATIO**2], dtype=distances.dtype, device=distances.device)
     rounding, kl_rounding = ROUNDING[compute_dtype]
     minimum = torch.tensor([rounding * precise.abs().max().item(), kl_rounding], device=distances.device)

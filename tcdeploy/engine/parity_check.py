@@ -38,7 +38,7 @@ class ParityCheck(NamedTuple):
     greedy_tokens: GreedyTokens
 
 
-class Checker:
+class ParityChecker:
     """Checks the buckets of a model.
 
     A check that fails is repeated on other prompts: by chance, rounding errors may be larger than the limit on a few
@@ -50,18 +50,18 @@ class Checker:
         """Compute the reference of the first check."""
         self._runner, self._architecture, self._config = runner, architecture, config
         self._attempts: list[tuple[CheckPrompts, ReferenceLogits]] = []
-        self._attempt(0)
+        self._prompts_and_reference(0)
 
     def make_batch(self, bucket: Bucket) -> WarmupBatch:
         """The batch on which the bucket is compiled and checked first."""
-        prompts, _ = self._attempt(0)
+        prompts, _ = self._prompts_and_reference(0)
         return make_check_batch(self._runner, bucket, prompts)
 
     def check(self, bucket: Bucket) -> ParityCheck:
         """Compare the bucket's logits with the reference. Does not raise on a difference: see `raise_if_failed`."""
         failures, outliers = 0, frozenset[int](range(bucket.size + 1))
         for number in range(MAX_ATTEMPTS):
-            check = _check(self._runner, bucket, *self._attempt(number))
+            check = _check(self._runner, bucket, *self._prompts_and_reference(number))
             failures += not check.parity.passed
             outliers &= check.outlier_rows
             if failures == MAX_FAILURES or (check.parity.passed and not outliers):
@@ -69,7 +69,7 @@ class Checker:
         parity = dataclasses.replace(check.parity, passed=False, outlier_rows=len(outliers))
         return check._replace(parity=parity)
 
-    def _attempt(self, number: int) -> tuple[CheckPrompts, ReferenceLogits]:
+    def _prompts_and_reference(self, number: int) -> tuple[CheckPrompts, ReferenceLogits]:
         if number == len(self._attempts):
             prompts = CheckPrompts(self._runner.plan, self._architecture, self._config, seed=number)
             implementation = reference_attn_implementation(self._architecture)
@@ -83,7 +83,7 @@ def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, reference
     rows = [references.rows[prefix] for prefix in prefixes]
     eager, precise = (torch.stack(column).to(logits.device) for column in zip(*rows, strict=True))
     inputs = [prompts.token_ids(prefix) for prefix in prefixes]
-    compared = (logits, eager, precise, runner.plan.compute_dtype, references.dtype, references.other_rows)
+    compared = (logits, eager, precise, runner.plan.compute_dtype, references.dtype, references.sampled_distances)
     return ParityCheck(
         compare_logits(*compared), outlier_rows(*compared), greedy_tokens(inputs, eager), greedy_tokens(inputs, logits)
     )

@@ -24,7 +24,7 @@ from tcdeploy.torch_compat import dispatch_mode
 
 aten = torch.ops.aten
 MOVES_DATA = {aten.embedding.default, aten.index.Tensor, aten.index_select.default, aten.gather.default}
-GROUPED_PRODUCTS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
+GROUPED_GEMMS = {"aten::_grouped_mm", "transformers::grouped_mm_fallback"}
 BFLOAT16_PIECES = 3  # of 8 bits each, like the 24 bits of a float32
 
 
@@ -40,11 +40,11 @@ def precise_math(low: torch.dtype, high: torch.dtype) -> contextlib.AbstractCont
 def _compute(low: torch.dtype, high: torch.dtype, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func.is_view or func in MOVES_DATA:
         return func(*args, **kwargs)
-    product = _PRODUCTS.get(func)
-    if product is not None and _is_split_product(args, low, high):
+    product = _GEMMS.get(func)
+    if product is not None and _is_split_gemm(args, low, high):
         return product(*args, **kwargs)
-    if func.name() in GROUPED_PRODUCTS:
-        return _grouped_product(*args, **kwargs)
+    if func.name() in GROUPED_GEMMS:
+        return _grouped_gemm(*args, **kwargs)
     return func(*_raise_precision(args, low, high), **_raise_precision(kwargs, low, high))
 
 
@@ -59,7 +59,7 @@ def _raise_precision(value: Any, low: torch.dtype, high: torch.dtype) -> Any:
     return high if value is low else value
 
 
-def _is_split_product(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -> bool:
+def _is_split_gemm(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype) -> bool:
     """Whether the last two arguments are float32 activations and a bfloat16 weight on a GPU."""
     activations, weight = args[-2:]
     return bool(
@@ -70,7 +70,7 @@ def _is_split_product(args: tuple[Any, ...], low: torch.dtype, high: torch.dtype
     )
 
 
-def split_product(activations: Tensor, weight: Tensor) -> Tensor:
+def split_gemm(activations: Tensor, weight: Tensor) -> Tensor:
     """[m, k] float32 times [k, n] bfloat16, as accurate as in float32: [m, n] float32."""
     pieces, rest = [], activations
     for _ in range(BFLOAT16_PIECES):
@@ -83,23 +83,23 @@ def split_product(activations: Tensor, weight: Tensor) -> Tensor:
 
 
 def _addmm(bias: Tensor, activations: Tensor, weight: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    return beta * bias.to(torch.float32) + alpha * split_product(activations, weight)
+    return beta * bias.to(torch.float32) + alpha * split_gemm(activations, weight)
 
 
-def _grouped_product(activations: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
+def _grouped_gemm(activations: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None, **_: Any) -> Tensor:
     """Rows [offs[i-1], offs[i]) of `activations` [tokens, k] times weight[i] [k, n]. Rows after the last are zero."""
     multiply: Callable[[Tensor, Tensor], Tensor] = torch.mm
-    if _is_split_product((activations, weight[0]), weight.dtype, activations.dtype):
-        multiply = split_product
+    if _is_split_gemm((activations, weight[0]), weight.dtype, activations.dtype):
+        multiply = split_gemm
     out = activations.new_zeros(activations.shape[0], weight.shape[2])
     start = 0
     for index, stop in enumerate(offs.tolist()):
         if stop > start:
             rows = activations[start:stop]
-            matrix = weight[index] if multiply is split_product else weight[index].to(rows.dtype)
+            matrix = weight[index] if multiply is split_gemm else weight[index].to(rows.dtype)
             out[start:stop] = multiply(rows, matrix)
         start = stop
     return out if bias is None else out + bias.to(out.dtype)
 
 
-_PRODUCTS: dict[Any, Callable[..., Tensor]] = {aten.mm.default: split_product, aten.addmm.default: _addmm}
+_GEMMS: dict[Any, Callable[..., Tensor]] = {aten.mm.default: split_gemm, aten.addmm.default: _addmm}

@@ -25,8 +25,8 @@ from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.memory import MAX_PROMPT_TOKENS
 
 HIGHER_PRECISION = {"float32": "float64", "bfloat16": "float32", "float16": "float32"}
-OTHER_ROWS = 8  # of each prompt
-OTHER_ROWS_WITH_EXPERTS = 32
+SAMPLED_ROWS = 8  # of each prompt
+SAMPLED_ROWS_WITH_EXPERTS = 32
 log = logging.getLogger("tcdeploy.engine")
 
 
@@ -41,12 +41,12 @@ class ReferenceLogits(NamedTuple):
     """The reference of all buckets.
 
     dtype: that of the precise logits; the compute dtype if they could not be computed in a higher one.
-    other_rows: [rows, 2] distances of eager from precise logits after further prefixes (parity.row_distances).
+    sampled_distances: [rows, 2] distances of eager from precise logits after further prefixes (parity.row_distances).
     """
 
     rows: dict[PromptPrefix, PrefixLogits]
     dtype: str
-    other_rows: Tensor
+    sampled_distances: Tensor
 
 
 def reference_attn_implementation(architecture: Architecture) -> str:
@@ -58,30 +58,30 @@ def reference_attn_implementation(architecture: Architecture) -> str:
 def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implementation: str) -> ReferenceLogits:
     """The logits after all prefixes that any bucket is checked on."""
     rows: dict[PromptPrefix, PrefixLogits] = {}
-    other_rows: list[Tensor] = []
+    sampled_distances: list[Tensor] = []
     dtype = HIGHER_PRECISION[runner.plan.compute_dtype]
     has_experts = any("expert" in name for name, _ in runner.model.named_parameters())
     all_prefixes = prompts.all_prefixes()
-    equal_length = _equal_length(all_prefixes) if runner.plan.device == "cuda" else 0
+    min_length = _min_prompt_length(all_prefixes) if runner.plan.device == "cuda" else 0
     for _, group in itertools.groupby(all_prefixes, key=lambda prefix: prefix.prompt):
         prefixes = list(group)
         longest = prefixes[-1]
-        token_ids = prompts.token_ids(longest._replace(length=max(longest.length, equal_length)))
-        others = evenly_spaced(len(token_ids), OTHER_ROWS_WITH_EXPERTS if has_experts else OTHER_ROWS)
-        positions = [prefix.length - 1 for prefix in prefixes] + others
+        token_ids = prompts.token_ids(longest._replace(length=max(longest.length, min_length)))
+        sampled = evenly_spaced(len(token_ids), SAMPLED_ROWS_WITH_EXPERTS if has_experts else SAMPLED_ROWS)
+        positions = [prefix.length - 1 for prefix in prefixes] + sampled
         eager = runner.reference_logits(token_ids, positions, attn_implementation)
         precise = _precise_logits(runner, token_ids, positions, attn_implementation)
         if precise is None:
             precise, dtype = eager.float(), runner.plan.compute_dtype
-        other_rows.append(row_distances(eager[len(prefixes) :], precise[len(prefixes) :]))
+        sampled_distances.append(row_distances(eager[len(prefixes) :], precise[len(prefixes) :]))
         eager, precise = eager[: len(prefixes)].cpu(), precise[: len(prefixes)].cpu()
         rows |= {prefix: PrefixLogits(eager[row], precise[row]) for row, prefix in enumerate(prefixes)}
     if runner.plan.device == "cuda":
         torch.cuda.empty_cache()
-    return ReferenceLogits(rows, dtype, torch.cat(other_rows))
+    return ReferenceLogits(rows, dtype, torch.cat(sampled_distances))
 
 
-def _equal_length(prefixes: list[PromptPrefix]) -> int:
+def _min_prompt_length(prefixes: list[PromptPrefix]) -> int:
     """A length to which shorter prompts are extended on a GPU.
 
     Each length may need other cuBLAS kernels, whose first call loads them: 1 s for a second length on an H100. Later

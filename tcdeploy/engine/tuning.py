@@ -21,7 +21,7 @@ import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
 from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
-from tcdeploy.engine.parity_check import Checker, ParityCheck
+from tcdeploy.engine.parity_check import ParityCheck, ParityChecker
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.planning.plan import Plan
@@ -107,7 +107,9 @@ def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, m
     return TuningRun(tuple(trials), compiled, spent)
 
 
-def select_variant(batch: WarmupBatch, tuning: TuningRun, checker: Checker, programs_cached: bool) -> SelectedVariant:
+def select_variant(
+    batch: WarmupBatch, tuning: TuningRun, checker: ParityChecker, programs_cached: bool
+) -> SelectedVariant:
     """Compile and check the fastest variant, or the only one.
 
     A variant that fails the parity check is marked in the trials, and the next fastest is taken. The last one left is

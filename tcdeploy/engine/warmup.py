@@ -17,7 +17,7 @@ import torch
 from tcdeploy.cache.manifest import BucketRecord, Trial
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
-from tcdeploy.engine.parity_check import Checker, raise_if_failed
+from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.timing import StepTimes, measure_step_times
 from tcdeploy.engine.tuning import SelectedVariant, select_variant, tune
@@ -48,7 +48,7 @@ class _WarmedBucket(NamedTuple):
 
 def warm_buckets(
     runner: ModelRunner,
-    checker: Checker,
+    checker: ParityChecker,
     previous: PreviousRun,
     cache_dir: str,
     measure: bool,
@@ -84,7 +84,7 @@ def _warm_bucket(
     runner: ModelRunner,
     bucket: Bucket,
     previous: PreviousRun,
-    checker: Checker,
+    checker: ParityChecker,
     tune_seconds: float,
     measure: bool,
 ) -> _WarmedBucket:

@@ -146,7 +146,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
         },
         quantisation=quantisation_method(config) or "",
         is_multimodal=is_multimodal(config),
-        longrope_limit=_rope_limit(text_config),
+        rope_limit=_rope_limit(text_config),
         peak_activation_elements=_peak_activation_elements(linear_recorder, text_config),
         packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
@@ -202,7 +202,7 @@ def _find_packed_linears(model: nn.Module, recorder: _LinearRecorder) -> tuple[t
 
 
 def _rope_limit(text_config: Any) -> int:
-    """Length beyond which longrope and dynamic rope change the rotary factors of the whole batch, or 0."""
+    """`Architecture.rope_limit`."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, dict)]  # one per type of layer
     default = getattr(text_config, "original_max_position_embeddings", 0)

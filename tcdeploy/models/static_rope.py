@@ -2,7 +2,7 @@
 
 transformers compares the longest position of each batch with a limit, beyond which it uses other frequencies for the
 whole batch: `max_position_embeddings` for dynamic rope, `original_max_position_embeddings` for longrope. Up to the
-limit they are those that the module was built with. Planning limits the context to it (`Architecture.longrope_limit`),
+limit they are those that the module was built with. Planning limits the context to it (`Architecture.rope_limit`),
 so the comparison is left out. For dynamic rope, and with transformers before 5.23 for longrope, it reads a position on
 the host in each step, which no CUDA graph can contain.
 """

@@ -55,8 +55,8 @@ class Architecture:
         tensors that transformers keeps in float32. Without an entry there is none.
     quantisation: method of the checkpoint, which is dequantised while it is loaded; "" if it is not quantised.
     is_multimodal: it also has parts for images, audio or video, which are not run.
-    longrope_limit: length beyond which longrope or dynamic rope changes the rotary factors of the whole batch, so that
-        sequences would affect each other's output; 0 for other models.
+    rope_limit: longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole
+        batch, so that sequences would affect each other's output; 0 for other models.
     peak_activation_elements: elements per token that a layer holds at its widest, estimated from its linear layers.
     packed_linears: groups of linear layers that read the same input, so that one matrix can hold their weights, as
         module paths: (layers.0.q_proj, layers.0.k_proj, layers.0.v_proj).
@@ -73,7 +73,7 @@ class Architecture:
     extra_weight_bytes: Mapping[str, int] = field(default_factory=dict)
     quantisation: str = ""
     is_multimodal: bool = False
-    longrope_limit: int = 0
+    rope_limit: int = 0
     peak_activation_elements: int = 0
     packed_linears: tuple[tuple[str, ...], ...] = ()
     config_digest: str = ""

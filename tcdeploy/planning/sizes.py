@@ -24,9 +24,9 @@ def max_prefill_sequences(max_prefill_tokens: int) -> int:
 
 
 def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[Decision]) -> int:
-    limit = architecture.longrope_limit or architecture.context
+    limit = architecture.rope_limit or architecture.context
     if recipe.context is None:
-        if architecture.longrope_limit:
+        if architecture.rope_limit:
             reason = "longer sequences would change the rotary factors of the whole batch (longrope, dynamic rope)"
             decisions.append(Decision("context", str(limit), reason, is_fallback=limit < architecture.context))
         else:

@@ -13,7 +13,7 @@ from torch import Tensor
 from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.engine import parity_check
 from tcdeploy.engine.parity import MAX_RATIO, compare_logits, outlier_rows, row_distances
-from tcdeploy.engine.parity_check import Checker, ParityCheck, raise_if_failed
+from tcdeploy.engine.parity_check import ParityCheck, ParityChecker, raise_if_failed
 from tcdeploy.errors import CompileError
 from tcdeploy.planning.plan import Bucket
 
@@ -28,9 +28,11 @@ def shifted(difference: float) -> Tensor:
     return PRECISE + torch.tensor([[0.0, 0.0, difference], [0.0, 0.0, 0.0]])
 
 
-def compare(difference: float, eager_difference: float, other_rows: Tensor = NO_ROWS, **changes: Any) -> Parity:
+def compare(difference: float, eager_difference: float, sampled_distances: Tensor = NO_ROWS, **changes: Any) -> Parity:
     dtypes = {"compute_dtype": "bfloat16", "reference_dtype": "float32", **changes}
-    return compare_logits(shifted(difference), shifted(eager_difference), PRECISE, other_rows=other_rows, **dtypes)
+    return compare_logits(
+        shifted(difference), shifted(eager_difference), PRECISE, sampled_distances=sampled_distances, **dtypes
+    )
 
 
 def test_a_bucket_may_be_farther_from_higher_precision_than_eager_by_a_factor() -> None:
@@ -49,7 +51,7 @@ def test_the_kl_divergence_has_a_limit_of_its_own() -> None:
 
 def test_other_rows_widen_the_limit() -> None:
     assert not compare(0.4, 0.1).passed
-    assert compare(0.4, 0.1, other_rows=row_distances(shifted(0.4), PRECISE)).passed
+    assert compare(0.4, 0.1, sampled_distances=row_distances(shifted(0.4), PRECISE)).passed
 
 
 def test_one_outlier_of_many_eager_rows_does_not_hide_what_is_wrong_in_all_rows() -> None:
@@ -68,19 +70,21 @@ def outliers(difference: float, eager_difference: float = 0.1, eager_rows: Tenso
 
 def test_a_row_is_an_outlier_although_a_few_eager_rows_are_as_far_off() -> None:
     eager_rows = torch.tensor([[2.0, 0.5]] + [[0.1, 1e-3]] * 30, dtype=torch.float64)
-    assert compare(1.0, 0.1, other_rows=eager_rows).passed
+    assert compare(1.0, 0.1, sampled_distances=eager_rows).passed
     assert outliers(1.0, eager_rows=eager_rows) == {0}
     assert outliers(0.1, eager_rows=eager_rows) == frozenset()
     assert outliers(1.0, eager_difference=1.0, eager_rows=eager_rows) == frozenset(), "eager has it in the same row"
     assert outliers(math.nan, eager_rows=eager_rows) == {0}
 
 
-def make_checker(monkeypatch: pytest.MonkeyPatch, attempts: list[tuple[bool, set[int]]]) -> tuple[Checker, list[int]]:
+def make_checker(
+    monkeypatch: pytest.MonkeyPatch, attempts: list[tuple[bool, set[int]]]
+) -> tuple[ParityChecker, list[int]]:
     """A checker whose comparisons have these results (passed, outliers), and the numbers of the attempts it made."""
-    checker = object.__new__(Checker)
+    checker = object.__new__(ParityChecker)
     made: list[int] = []
     monkeypatch.setattr(checker, "_runner", None, raising=False)
-    monkeypatch.setattr(checker, "_attempt", lambda number: (number, None), raising=False)
+    monkeypatch.setattr(checker, "_prompts_and_reference", lambda number: (number, None), raising=False)
 
     def check(_: Any, __: Bucket, number: int, ___: None) -> ParityCheck:
         made.append(number)

@@ -62,8 +62,8 @@ def test_longrope_is_limited_to_its_original_length() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": factors, "long_factor": [2.0] * 8,
             "original_max_position_embeddings": 256}  # fmt: skip
     sizes = {**SUPPORTED["llama"], "rope_parameters": rope, "original_max_position_embeddings": 256}
-    assert probe(AutoConfig.for_model("phi3", **sizes)).longrope_limit == 256
-    assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).longrope_limit == 0
+    assert probe(AutoConfig.for_model("phi3", **sizes)).rope_limit == 256
+    assert probe(AutoConfig.for_model("phi3", **SUPPORTED["phi3"])).rope_limit == 0
 
 
 @pytest.mark.parametrize("family", ["llama", "internlm3", "gemma3_text"])
@@ -74,13 +74,13 @@ def test_dynamic_rope_is_limited_to_the_length_up_to_which_it_is_static(family: 
     if family == "gemma3_text":
         rope = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     sizes = {**SUPPORTED.get(family, SUPPORTED["llama"]), "rope_parameters": rope}
-    assert probe(AutoConfig.for_model(family, **sizes)).longrope_limit == sizes["max_position_embeddings"]
+    assert probe(AutoConfig.for_model(family, **sizes)).rope_limit == sizes["max_position_embeddings"]
 
 
 def test_dynamic_rope_with_a_fixed_alpha_is_static() -> None:
     rope = {"rope_type": "dynamic", "alpha": 1000.0, "factor": 1.0, "rope_theta": 1e4}
     config = AutoConfig.for_model("hunyuan_v1_dense", **{**SUPPORTED["qwen3"], "rope_parameters": rope})
-    assert probe(config).longrope_limit == 0
+    assert probe(config).rope_limit == 0
 
 
 def test_a_forward_pass_that_reads_tensors_on_the_host_is_refused_with_this_reason(
@@ -100,7 +100,7 @@ def test_longrope_of_one_type_of_layer_is_limited_too() -> None:
             "original_max_position_embeddings": 128}  # fmt: skip
     by_layer_type = {"full_attention": rope, "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}
     sizes = {**SUPPORTED["gemma3_text"], "rope_parameters": by_layer_type}
-    assert probe(AutoConfig.for_model("gemma3_text", **sizes)).longrope_limit == 128
+    assert probe(AutoConfig.for_model("gemma3_text", **sizes)).rope_limit == 128
 
 
 @pytest.mark.parametrize("family", ["gemma3", "modernbert-decoder", "phi4_multimodal"])

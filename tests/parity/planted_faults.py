@@ -20,7 +20,7 @@ from tcdeploy import pipeline
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
 from tcdeploy.attention.metadata import AttentionMetadata
 from tcdeploy.compiler.regions import find_layers
-from tcdeploy.engine.parity_check import MAX_ATTEMPTS, Checker
+from tcdeploy.engine.parity_check import MAX_ATTEMPTS, ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
 
@@ -50,11 +50,11 @@ class Target:
 
     def find(self, *names: str, root: nn.Module | None = None) -> list[nn.Module]:
         """Modules with one of these names. Raises NotApplicable if there is none."""
-        modules = (root or self.model).named_modules()
-        found = [module for path, module in modules if path.rpartition(".")[2] in names]
-        if not found:
+        named_modules = (root or self.model).named_modules()
+        modules = [module for path, module in named_modules if path.rpartition(".")[2] in names]
+        if not modules:
             raise NotApplicable(f"no module is named {' or '.join(names)}")
-        return found
+        return modules
 
 
 Plant = Callable[[Target], None]
@@ -197,14 +197,14 @@ def window_off_by_one(target: Target) -> None:
 
 def wrong_rope_base(target: Target) -> None:
     """As if the base were its square root."""
-    found = [module for module in target.model.modules() if hasattr(module, "inv_freq")]
+    modules = [module for module in target.model.modules() if hasattr(module, "inv_freq")]
     tables = [
         buffer
         for module in target.model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name.endswith("inv_freq") and "original" not in name
     ]
-    if not found and not tables:
+    if not modules and not tables:
         raise NotApplicable("the model has no rotary embedding")
     for table in tables:
         table.copy_(table.sqrt())
@@ -364,28 +364,28 @@ def planted(fault: Plant | None, attempts: list[Any] | None = None) -> Iterator[
 
     `attempts`: the prompts and references of all attempts of an equal model, or a list to which they are added.
     """
-    known = [] if attempts is None else attempts
+    attempts = [] if attempts is None else attempts
     compile_in_place = pipeline.compile_in_place
-    checkers: list[Any] = []
+    targets: list[Target] = []
 
-    class PlantingChecker(Checker):
+    class PlantingChecker(ParityChecker):
         def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any) -> None:
             super().__init__(runner, architecture, config)
-            while len(known) < MAX_ATTEMPTS:  # a fault must not change the reference of a later attempt
-                known.append(super()._attempt(len(known)))
-            checkers.append(Target(runner, architecture))
+            while len(attempts) < MAX_ATTEMPTS:  # a fault must not change the reference of a later attempt
+                attempts.append(super()._prompts_and_reference(len(attempts)))
+            targets.append(Target(runner, architecture))
 
-        def _attempt(self, number: int) -> Any:
-            return known[number] if number < len(known) else super()._attempt(number)
+        def _prompts_and_reference(self, number: int) -> Any:
+            return attempts[number] if number < len(attempts) else super()._prompts_and_reference(number)
 
     def plant_and_compile(*args: Any) -> None:
         if fault is not None:
             with torch.no_grad():
-                fault(checkers[-1])
+                fault(targets[-1])
         compile_in_place(*args)
 
     with (
-        mock.patch.object(pipeline, "Checker", PlantingChecker),
+        mock.patch.object(pipeline, "ParityChecker", PlantingChecker),
         mock.patch.object(pipeline, "compile_in_place", plant_and_compile),
     ):
         try:

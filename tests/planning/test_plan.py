@@ -236,7 +236,7 @@ def test_dynamic_shapes_exclude_region_graphs() -> None:
 
 
 def test_longrope_limits_the_context() -> None:
-    longrope = replace(LLAMA_8B, longrope_limit=4096)
+    longrope = replace(LLAMA_8B, rope_limit=4096)
     plan = plan_for(architecture=longrope, context=None)
     assert plan.context == 4096 and decision_named(plan, "context").is_fallback
     assert plan_for(architecture=longrope, context=4000).context == 4000
