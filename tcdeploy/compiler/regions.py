@@ -67,22 +67,17 @@ def find_head_modules(model: nn.Module, layers: list[DecoderLayer]) -> list[Regi
     """The modules that run before and after the layers and are worth compiling: final norm, rotary embedding, LM head.
 
     These are the modules beside the stack of layers, at every level above it. Embeddings are left out, since an
-    embedding is a single kernel, and so are rotary embeddings that select their formula on the host by the longest
-    position.
+    embedding is a single kernel. Rotary embeddings are compiled: models/static_rope.py has removed their data-dependent
+    branch.
     """
     path = layers[0].path.rpartition(".")[0].split(".")
     regions: list[Region] = []
     for level in range(len(path)):
         parent_path = ".".join(path[:level])
         for name, child in model.get_submodule(parent_path).named_children():
-            is_compiled = not isinstance(child, nn.Embedding | nn.Dropout) and not _depends_on_length(child)
-            if name != path[level] and is_compiled:
+            if name != path[level] and not isinstance(child, nn.Embedding | nn.Dropout):
                 regions.append(Region(f"{parent_path}.{name}".removeprefix("."), child, is_head=True))
     return regions
-
-
-def _depends_on_length(module: nn.Module) -> bool:
-    return getattr(module, "rope_type", "default") in ("dynamic", "longrope")
 
 
 def regions_to_compile(model: nn.Module, layers: list[DecoderLayer], region: str) -> list[Region]:
