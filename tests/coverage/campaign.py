@@ -153,16 +153,25 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
-# A part of the message, and how the table says it.
+NOT_TEXT = "inputs other than text are required"
+OUTSIDE_INTERFACE = "attention code outside of transformers' AttentionInterface"
+# Part of a message: the reason in the table. The first part that occurs applies.
 REASONS = {
-    "never calls": "attention code outside of transformers' AttentionInterface",
-    "does not look its attention up": "attention code outside of transformers' AttentionInterface",
+    "never calls": OUTSIDE_INTERFACE,
+    "does not look its attention up": OUTSIDE_INTERFACE,
     "which a KV cache cannot serve": "kinds of layers without a KV cache of their own (recurrent, chunked, indexed)",
     "is not causal": "attention that is not causal",
     "token positions of its own": "token positions of their own",
-    "requires": "packages that are not installed",
+    "not installed": "packages that are not installed",
     "on the host": "code that reads values of tensors on the host",
-    "missing": "inputs other than text are required",
+    "whose size depends": "code with data-dependent shapes",
+    "requires inputs other than text": NOT_TEXT,
+    **dict.fromkeys(
+        ("pixel_values", "input_features", "image_embeds", "perceiver_embeddings", "flattened_patches", "Bbox"),
+        NOT_TEXT,
+    ),
+    "quantised": "quantised weights",
+    "max_position_embeddings": "no max_position_embeddings in the config",
     "encoder-decoder": "encoder-decoders",
     "its own attention mask": "attention masks of their own",
     "does not pass it to attention": "windows that attention does not receive",

@@ -72,6 +72,24 @@ def test_small_configs_keep_each_kind_of_layer() -> None:
     assert len(config.layer_types) == LAYERS and {*config.layer_types} == {"full_attention", "sliding_attention"}
 
 
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ("x requires inputs other than text: 'pixel_values'", "inputs other than text are required"),
+        ("x requires fla, which is not installed", "packages that are not installed"),
+        ("x cannot be run on fake tensors, so it cannot be traced: You must specify pixel_values",
+         "inputs other than text are required"),
+        ("x cannot be run on fake tensors, so it cannot be traced: its forward pass has tensors whose size depends on "
+         "values of other tensors (aten.nonzero.default)", "code with data-dependent shapes"),
+        ("x is quantised with fp8, which is not supported yet", "quantised weights"),
+        ("x has no max_position_embeddings in its config", "no max_position_embeddings in the config"),
+        ("an unknown message", "other reasons"),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_listed_by_the_reason_in_its_message(message: str, reason: str) -> None:
+    assert f"| refused: {reason} | 1 | x |" in table([Result("x", "refused", message)])
+
+
 def test_the_table_has_a_row_per_verdict_and_per_reason_of_refusal() -> None:
     results = [
         Result("b", "served"),
