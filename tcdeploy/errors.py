@@ -7,7 +7,7 @@ operating system are translated at the call that raises them. The CLI catches th
     |- UsageError                 2   the request is invalid
     |   `- RecipeError                an unreadable recipe, or an unknown key
     |- ModelError                 1   the model cannot be found or loaded
-    |   `- UnsupportedModelError      it loads, but its attention is not supported
+    |   `- UnsupportedModelError      a kind of model or checkpoint that is not supported
     |- CompileError               1   a region has a graph break, or its output fails the parity check
     |- RecompileError             1   a program would have been compiled after warm-up
     |- MismatchError              3   a cache or bundle was made for another environment

@@ -251,7 +251,7 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         stored_dtype = check_checkpoint(recipe, config, expected_tensors)
         if stored_dtype and not architecture.dtype:
             architecture = dataclasses.replace(architecture, dtype=stored_dtype)
-            reason = "of the first floating-point tensor; config.json states none"
+            reason = "dtype of the first floating-point tensor; config.json states none"
             decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
         plan = make_plan(recipe, environment, architecture, decisions)
         planned = PlannedDeployment(recipe, config, environment, architecture, plan, defaults, decisions)

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
-PARITY_HEADERS = ("dlogit", "eager", "KL", "eager")
-MANY_LAYERS = 4  # more than a model has kinds of layers
+PARITY_HEADERS = ("dlogit", "eager dlogit", "KL", "eager KL")
+MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program
 PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
 COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
@@ -241,8 +241,8 @@ def _parity_columns(parity: Parity) -> Sequence[str]:
 def _explain_parity(records: Sequence[BucketRecord]) -> str:
     dtypes = sorted({record.parity.reference_dtype for record in records})
     return (
-        f"dlogit: largest difference of logits from {' and '.join(dtypes)}; KL: divergence from it in nats; "
-        "eager: the same of transformers' own attention"
+        f"dlogit: largest difference of the logits from a {' or '.join(dtypes)} computation; KL: divergence from it, "
+        "in nats; eager: the same for transformers' own attention"
     )
 
 
@@ -264,9 +264,10 @@ def _print_totals(deployment: Deployment) -> None:
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
         f"{num_layers} layers; compile {compile_seconds:.1f} s"
     )
-    if num_layers > MANY_LAYERS and all(record.programs >= num_layers for record in records):
+    if num_layers > MAX_LAYER_KINDS and all(record.programs >= num_layers for record in records):
         print(
-            "each layer has a program of its own: a number in it, such as its attention scale, differs between layers"
+            "each layer has its own program, because a Python constant, such as the attention scale, differs between "
+            "layers"
         )
     for record in records:
         if record.trials:

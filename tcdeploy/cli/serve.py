@@ -51,10 +51,14 @@ def serve(
         float, typer.Option(help="Seconds for running requests to finish after SIGTERM")
     ] = ServerSettings.drain_timeout,
     canary_interval: Annotated[
-        float, typer.Option(help="Seconds between rounds of known prompts that check the idle server; 0: none")
+        float,
+        typer.Option(
+            help="Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them"
+        ),
     ] = ServerSettings.canary_interval,
     canary_strict: Annotated[
-        bool, typer.Option("--canary-strict", help="Make /health and /ready return 503 once a known prompt differs")
+        bool,
+        typer.Option("--canary-strict", help="Make /health and /ready return 503 after a canary result has differed"),
     ] = ServerSettings.canary_strict,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
@@ -68,9 +72,15 @@ def serve(
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if not canary_interval >= 0:  # NaN included
-        raise UsageError(f"the canary interval is {canary_interval} s", "pass a number of seconds, or 0 for no canary")
+        raise UsageError(
+            f"--canary-interval is {canary_interval}; it must be 0 or more seconds",
+            "--canary-interval 0 disables the canary",
+        )
     if canary_strict and not canary_interval:
-        raise UsageError("--canary-strict needs a canary", "pass --canary-interval with more than 0 seconds")
+        raise UsageError(
+            "--canary-strict has no effect with --canary-interval 0",
+            "remove --canary-strict, or pass a --canary-interval above 0",
+        )
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     with display.show_progress() as progress:

@@ -58,7 +58,7 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
         return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)
     if is_recompile_limit(error):
         return CompileError(
-            f"{plan.model} needs more programs than torch.compile may make of one function: {_first_sentence(text)}",
+            f"{plan.model} exceeds torch.compile's recompile limit: {_first_sentence(text)}",
             "try --region blocks, or fewer --buckets and --batch-sizes",
         )
     if "InvalidCxxCompiler" in text or NO_COMPILER_MESSAGE in text:

@@ -103,12 +103,13 @@ def raise_if_failed(parity: Parity, bucket: Bucket) -> None:
     """Raise CompileError with the figures of a failed check."""
     if not parity.passed:
         raise CompileError(
-            f"{bucket.name} {FAILED}: {_describe(parity)}",
+            f"{bucket.name} {FAILED}: {describe_parity(parity)}",
             "find the part with --region blocks --mode default, then --attention reference",
         )
 
 
-def _describe(parity: Parity) -> str:
+def describe_parity(parity: Parity) -> str:
+    """The distances of compiled and eager logits, and the limits, for messages."""
     dtype = parity.reference_dtype
     text = f"compiled logits differ from {dtype} by {parity.max_difference:.3g} and KL {parity.kl:.2g} nats"
     if parity.eager_kl:

@@ -21,7 +21,7 @@ import torch
 
 from tcdeploy.cache.manifest import Parity, Trial
 from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
-from tcdeploy.engine.parity_check import ParityCheck, ParityChecker
+from tcdeploy.engine.parity_check import ParityCheck, ParityChecker, describe_parity
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.planning.plan import Plan
@@ -203,7 +203,7 @@ def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
 
 
 def _mark_failed(trials: tuple[Trial, ...], name: str, parity: Parity) -> tuple[Trial, ...]:
-    error = f"failed the parity check: KL {parity.kl:.2g}"
+    error = f"failed the parity check: {describe_parity(parity)}"
     return tuple(
         dataclasses.replace(trial, step_ms=None, error=error) if trial.variant == name else trial for trial in trials
     )

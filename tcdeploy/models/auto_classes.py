@@ -41,7 +41,9 @@ def auto_class(config: PreTrainedConfig, model: str = "") -> Any:
         raise UnsupportedModelError(
             f"{model} is a multimodal model ({name}) that transformers does not load as a text generator", HINT
         )
-    raise UnsupportedModelError(f"{model} is not a causal LM: transformers has no such class for {name}", HINT)
+    raise UnsupportedModelError(
+        f"{model} is not a causal LM: transformers has no causal LM or multimodal LM class for {name}", HINT
+    )
 
 
 def remote_class(config: PreTrainedConfig) -> str | None:

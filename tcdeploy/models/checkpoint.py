@@ -23,7 +23,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
-from tcdeploy.models.config_file import LFS_POINTER
+from tcdeploy.models.config_file import LFS_HINT, LFS_POINTER
 from tcdeploy.models.quantisation import (
     Tensor,
     check_method,
@@ -286,7 +286,7 @@ def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
             ) from None
         except (SafetensorError, OSError) as error:
             if _is_lfs_pointer(folder / name):
-                raise ModelError(f"{folder / name} is a Git LFS pointer, not the weights", "git lfs pull") from None
+                raise ModelError(f"{folder / name} is a Git LFS pointer, not the weights", LFS_HINT) from None
             raise ModelError(f"{folder / name} is damaged: {error}", "download the file again") from None
     return tensors
 

@@ -12,13 +12,14 @@ from typing import Any
 from tcdeploy.errors import ModelError
 
 LFS_POINTER = "version https://git-lfs"
+LFS_PROBLEM, LFS_HINT = "is a Git LFS pointer, not the file itself", "git lfs pull"
 HINT = "download the model again, or correct the file"
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
     """The content of a config.json. Raises ModelError."""
     if problem := json_problem(path):
-        raise ModelError(f"{path} {problem}", HINT)
+        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     _check_type(path, values, "model_type", str, "a string")
     _check_type(path, values, "auto_map", dict, "an object")
@@ -36,7 +37,7 @@ def json_problem(path: Path) -> str:
     try:
         text = path.read_text(encoding="utf-8")
         if text.startswith(LFS_POINTER):
-            return "is a Git LFS pointer, not the file itself (git lfs pull downloads it)"
+            return LFS_PROBLEM
         return "" if isinstance(json.loads(text), dict) else "is not a JSON object"
     except OSError as error:
         return f"cannot be read: {error.strerror}"

@@ -66,7 +66,7 @@ def resolve_model_path(model: str) -> str:
         raise ModelError(f"folder {model} is not a model: it has no config.json", _hint_of_folder(path))
     if model.startswith(HUB_URLS):
         hub_id = "/".join(model.split("/")[3:5])
-        raise ModelError(f"{model} is an address; models are given by their hub id", f"pass {hub_id}")
+        raise ModelError(f"{model} is a URL, not a hub id", f"pass the hub id: {hub_id}")
     if not path.is_dir() and (model.startswith((".", "/", "~")) or model.count("/") > 1):
         raise ModelError(f"folder {model} does not exist", "check the path, or pass a hub id such as Qwen/Qwen2.5-7B")
     return model

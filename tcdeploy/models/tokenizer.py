@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.checkpoint import model_folder
-from tcdeploy.models.config_file import json_problem
+from tcdeploy.models.config_file import LFS_HINT, LFS_PROBLEM, json_problem
 from tcdeploy.models.load import quiet_transformers, resolve_model_path, translate_error
 from tcdeploy.models.load_errors import exception_chain, first_line, missing_package_error, missing_packages
 from tcdeploy.planning.plan import Plan
@@ -42,7 +42,9 @@ def _translate(model: str, revision: str | None, error: Exception) -> TcdeployEr
     files = [folder / name for name in TOKENIZER_FILES if (folder / name).is_file()] if folder else []
     for path in files:
         if problem := json_problem(path):
-            return ModelError(f"{path} {problem}", "download the tokenizer's files again")
+            return ModelError(
+                f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else "download the tokenizer's files again"
+            )
     translated = translate_error(model, error)
     if not translated.message.startswith(f"{model} cannot be loaded"):
         return translated

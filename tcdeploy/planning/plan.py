@@ -153,14 +153,13 @@ def make_plan(
     decisions = [*_untested_versions(environment), *_missing_internals(environment)]
     recipe = _without_dynamic_shapes(recipe, environment, decisions)
     if architecture.is_multimodal:
-        decisions.append(
-            Decision("inputs", "text only", f"images, audio and video of {architecture.model_type} are refused")
-        )
+        reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
+        decisions.append(Decision("inputs", "text only", reason))
     device = _decide_device(recipe, environment, decisions)
     dtypes = _decide_dtypes(recipe, architecture, device, decisions)
     if architecture.quantisation:
         method = f"{architecture.quantisation} dequantised to {dtypes.weight}"
-        decisions.append(Decision("weights", method, "products with quantised weights are not supported yet"))
+        decisions.append(Decision("weights", method, "GEMMs with quantised weights are not supported yet"))
     inputs = PlanInputs(recipe, environment, architecture, device, dtypes)
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)

@@ -58,8 +58,8 @@ class Recipe:
     trust_remote_code: bool = _option(False, "run modelling code from the model repository")
     generation_config: GenerationConfigSource = _option(
         "model",
-        "model: a request's missing sampling parameters are those of the model's generation_config.json; none: ignore "
-        "these, and use only its end-of-sequence ids",
+        "model: default sampling parameters come from the model's generation_config.json; none: ignore them, and use "
+        "only the file's end-of-sequence ids",
     )
     device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present")
     dtype: DType | None = _option(

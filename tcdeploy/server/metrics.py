@@ -104,8 +104,10 @@ class _FiguresCollector:
         )
         canary = figures.canary
         yield _counter("canary_runs", "Completed rounds of the canary", {(): canary.rounds})
-        yield _counter("canary_failures", "Prompts of the canary with other results", {(): canary.failures})
-        yield _counter("canary_steps", "Steps of the canary, in no other metric", {(): canary.steps})
+        yield _counter(
+            "canary_failures", "Canary cases whose result differed from the recorded one", {(): canary.failures}
+        )
+        yield _counter("canary_steps", "Steps run by the canary; not counted in other metrics", {(): canary.steps})
         yield _gauge(
             "canary_last_success_timestamp_seconds", "Unix time of the last round that passed", canary.last_success
         )

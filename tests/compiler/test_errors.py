@@ -95,7 +95,7 @@ def test_too_many_programs_are_an_error_with_a_hint(plan: Any, tmp_path: Path) -
     """torch's class derives from Exception, unlike its other errors."""
     error = translate(FailOnRecompileLimitHit("Hard failure due to fullgraph=True"), with_model(plan, "x"), tmp_path)
     assert isinstance(error, CompileError)
-    assert error.message.startswith("x needs more programs than torch.compile may make of one function")
+    assert error.message.startswith("x exceeds torch.compile's recompile limit: Hard failure")
     assert "--region blocks" in error.hint
 
 

@@ -96,7 +96,7 @@ def test_a_number_that_differs_between_layers_costs_a_program_per_layer(
         deployment = deploy(folder, cache_dir, buckets=(16,), batch_sizes=(1,))
     assert [record.programs for record in deployment.records] == [20, 20]
     show_warm_report(deployment, as_json=False)
-    assert "each layer has a program of its own" in capsys.readouterr().out
+    assert "each layer has its own program" in capsys.readouterr().out
 
 
 PROMPTS_OF_THE_RANGE = [[3 + position % 200 for position in range(length)] for length in (1, 2, 3, 17, 47, 48, 49, 101)]

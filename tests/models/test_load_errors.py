@@ -69,7 +69,6 @@ def plan(folder: Path, **fields: Any) -> Any:
         ('{"model_type": "llama", "auto_map": "x"}', "config.json: auto_map is 'x'; it must be an object"),
         ('{"auto_map": {"AutoConfig": "x"}}', "AutoConfig in auto_map is 'x'; it must name FILE.CLASS"),
         ('{"model_type": "llama", "quantization_config": ["gptq"]}', "quantization_config is ['gptq']; it must be an"),
-        ("version https://git-lfs.github.com/spec/v1\n", "config.json is a Git LFS pointer"),
         ("{}", "has no model_type"), ('{"architectures": ["LlamaForCausalLM"]}', "has no model_type"),
         ('{"model_type": "llama", "hidden_size": "abc"}', "Field 'hidden_size' expected int, got str (value: 'abc')"),
     ],
@@ -78,6 +77,15 @@ def test_a_broken_config_is_refused_with_its_problem(folder: Path, content: str,
     (folder / "config.json").write_text(content)
     for load_format in ("auto", "dummy"):
         assert problem in rejection(partial(plan, folder, load_format=load_format)).message
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
+def test_a_git_lfs_pointer_instead_of_a_file_suggests_git_lfs_pull(folder: Path, name: str) -> None:
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\n")
+    error = tokenizer_rejection(folder) if "tokenizer" in name else rejection(partial(plan, folder))
+    assert (error.message, error.hint) == (
+        f"{folder / name} is a Git LFS pointer, not the file itself", "git lfs pull"
+    )  # fmt: skip
 
 
 def test_a_model_type_that_transformers_does_not_know_suggests_an_update(folder: Path) -> None:
@@ -95,9 +103,10 @@ def test_the_folder_above_the_model_names_the_folder_to_pass(tmp_path: Path, inn
     assert rejection(lambda: plan(tmp_path)).hint.endswith(f": {target}")
 
 
-def test_an_address_of_the_hub_suggests_the_id() -> None:
-    error = rejection(lambda: resolve_model_path("https://huggingface.co/someone/model/tree/main"))
-    assert error.hint == "pass someone/model"
+def test_a_url_of_the_hub_suggests_the_id() -> None:
+    url = "https://huggingface.co/someone/model/tree/main"
+    error = rejection(lambda: resolve_model_path(url))
+    assert (error.message, error.hint) == (f"{url} is a URL, not a hub id", "pass the hub id: someone/model")
 
 
 # Quantisation, see test_checkpoint.py too
@@ -220,7 +229,7 @@ def tokenizer_rejection(folder: Path) -> TcdeployError:
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
-@pytest.mark.parametrize("content", ["{", "", "[]", "version https://git-lfs.github.com/spec/v1\n"])
+@pytest.mark.parametrize("content", ["{", "", "[]"])
 def test_a_broken_tokenizer_file_is_named(folder: Path, name: str, content: str) -> None:
     (folder / name).write_text(content)
     assert tokenizer_rejection(folder).message.startswith(f"{folder / name} is ")

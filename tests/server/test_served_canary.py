@@ -312,9 +312,9 @@ def test_a_drain_does_not_wait_for_the_canary(serve: Callable[..., Any]) -> None
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (("--canary-interval", "-1"), "the canary interval is -1.0 s"),
-        (("--canary-interval", "nan"), "the canary interval is nan s"),
-        (("--canary-interval", "0", "--canary-strict"), "--canary-strict needs a canary"),
+        (("--canary-interval", "-1"), "--canary-interval is -1.0; it must be 0 or more seconds"),
+        (("--canary-interval", "nan"), "--canary-interval is nan; it must be 0 or more seconds"),
+        (("--canary-interval", "0", "--canary-strict"), "--canary-strict has no effect with --canary-interval 0"),
     ],
 )
 def test_an_invalid_interval_is_a_usage_error(run_cli: RunCLI, flags: tuple[str, ...], message: str) -> None:
