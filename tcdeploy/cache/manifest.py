@@ -34,9 +34,9 @@ MANIFESTS_DIR = "manifests"
 
 @dataclass(frozen=True)
 class Parity:
-    """The distance of a bucket's logits from a computation of the same weights in higher precision.
+    """Distance of a bucket's logits from a higher-precision computation of the same weights.
 
-    The distance of transformers' eager logits in the compute dtype decides how large it may be (engine/parity.py).
+    Its limits are derived from the distance of transformers' eager logits (engine/parity.py).
     """
 
     rows: int  # compared

@@ -81,7 +81,7 @@ def generate(
 
 
 def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:
-    """The flags, else the model's defaults. Its default length is shortened to the context; a requested one is not."""
+    """Flags override the model's defaults. A default length is cut to the context; a requested length is not."""
     defaults = deployment.generation_defaults
     params = defaults.sampling_params()
     if "max_new_tokens" in params:

@@ -36,7 +36,7 @@ def translate_compile_errors(plan: Plan, cache_dir: str) -> Iterator[None]:
             f"the GPU ran out of memory during warm-up: {str(error).splitlines()[0]}",
             "lower --memory-fraction, or leave out the largest bucket",
         ) from error
-    except Exception as error:  # torch's own do not all derive from RuntimeError
+    except Exception as error:  # some of torch's compile errors do not derive from RuntimeError
         may_be_disk = isinstance(error, RuntimeError) and _is_disk_full(error, cache_dir)
         if isinstance(error, OSError) or is_compile_error(error) or may_be_disk:
             raise _translate_error(error, plan, cache_dir) from error

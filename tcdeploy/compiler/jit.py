@@ -46,10 +46,11 @@ def inductor_options(variant: Variant, graphs: str) -> dict[str, Any]:
 def _raise_recompile_limits(num_variants: int, num_regions: int) -> None:
     """All programs belong to one function, so torch's limits must allow for every bucket, variant and region.
 
-    Regions of one kind share a program, unless a Python number differs between them, such as a scale that depends on
-    the layer's index: then each has its own. The table of buckets shows the number of programs.
+    Regions of one kind share a program unless a Python constant, such as a scale that depends on the layer index,
+    differs between them. The table of buckets shows the number of programs.
     """
-    limit = max(MAX_KINDS_PER_VARIANT, num_regions + 1) * (num_variants + 1)  # 1: the last region, with sampled rows
+    # num_regions + 1: the last region also has a last-token-rows program
+    limit = max(MAX_KINDS_PER_VARIANT, num_regions + 1) * (num_variants + 1)
     config = torch.compiler.config
     config.recompile_limit = max(limit, config.recompile_limit)
     config.accumulated_recompile_limit = max(limit * num_regions, config.accumulated_recompile_limit)

@@ -1,10 +1,11 @@
-"""Runs known prompts through the warmed buckets again, and compares the results with those recorded after warm-up.
+"""Reruns fixed prompts through the warmed buckets and compares the results with those recorded after warm-up.
 
-The same program on the same inputs gives the same logits, so a later difference means that weights, programs, KV blocks
-or the device have changed: a flipped bit in GPU memory, a block table that points to another block, a damaged graph.
-Wrong results that were there before recording are the parity check's task (parity_check.py).
+This is a known-answer test. The same program on the same inputs gives the same logits, so a later difference means that
+weights, programs, KV blocks or the device have changed: a flipped bit in GPU memory, a block table that points to
+another block, a damaged graph. It cannot detect results that were already wrong when recorded; the parity check does
+(parity_check.py).
 
-A case has its own batch: fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
+Each case is a batch of fixed prompts in a fixed bucket, run by `ModelRunner` directly. The scheduler would choose
 buckets by load, and would reuse keys and values of the prefix cache instead of computing them. KV blocks come from the
 engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
 free, the least recently used prefixes are evicted, as for a request: `max_blocks` at most.
@@ -95,7 +96,7 @@ class Canary:
         return max((sum(self._blocks_for(prompt) for prompt in case.prompts) for case in self.cases), default=0)
 
     def check(self, number: int) -> Generator[None, None, Difference | None]:
-        """Run case `number`: one step per item. Returns the first difference, or None.
+        """Runs case `number` and yields after each step. Returns the first difference, or None.
 
         Closing the generator between two steps releases blocks and rows, so the engine can run a request at once.
         Raises RecompileError if a step would compile.
@@ -145,7 +146,10 @@ class Canary:
             self._runner.row_assignment.assign([])
 
     def _prefill(self, case: CanaryCase, sequence: Sequence) -> Iterator[StepResult]:
-        """Prefill the whole prompt in a prefill case. A decode case feeds the last token, as in a warm-up batch."""
+        """Prefill the whole prompt in a prefill case, and all but the last token in a decode case.
+
+        The last token is the input of the first decode step.
+        """
         is_prefill, runner = case.bucket.is_prefill, self._runner
         end = len(sequence.token_ids) if is_prefill else len(sequence.token_ids) - 1
         for start in range(0, end, case.chunk_size):

@@ -3,8 +3,8 @@
 All buckets are checked on prefixes of the same few prompts of random tokens. A forward pass over a prompt gives the
 reference logits of all of its prefixes, so the reference is computed once per start, and not once per bucket.
 
-A prefix ends beyond the sliding window, if the model has one that the KV cache holds. Prompts are otherwise at most
-MAX_PROMPT_TOKENS long; a larger prefill bucket is filled with several of them.
+If the model has a sliding window that fits into the KV cache, one prefix is longer than the window. Other prefixes have
+at most MAX_PROMPT_TOKENS tokens; a larger prefill bucket is filled with several of them.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class CheckPrompts:
         return lengths
 
     def _length_that_fits(self, length: int, other_blocks: int = 0) -> int:
-        """`length`, limited by the context; 0 if the KV cache does not hold it beside `other_blocks`."""
+        """`length`, limited by the context; 0 if the KV cache cannot hold it together with `other_blocks`."""
         plan = self._plan
         allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         length = min(length, plan.context)

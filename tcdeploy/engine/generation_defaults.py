@@ -1,13 +1,13 @@
 """Defaults of the sampling parameters and the end-of-sequence ids of a model, from its generation_config.json.
 
-A parameter that a request leaves out has the value of the file, else the server's own default. Other servers do the
-same (vLLM: `--generation-config auto`), so a client gets similar text from each of them.
+A parameter that a request omits takes the file's value, else the server's default. Other servers do the same (vLLM:
+`--generation-config auto`), so a client gets similar text from each of them.
 
-`do_sample` decides as follows. A file that sets it to false makes the default greedy, because its author says so, and
-transformers then ignores the file's temperature. A file without `do_sample` does not: transformers' `generate` would be
-greedy, but servers sample by default, and vLLM and SGLang apply the file's temperature whatever `do_sample` is. With
-`do_sample: true` and no temperature, the temperature is 1.0, as in transformers. A default of transformers that is not
-in the file, such as a top_k of 50, is not applied. `max_length` is ignored: it counts the prompt.
+`do_sample: false` makes the default greedy, and the file's temperature is ignored, as in transformers. Without
+`do_sample`, the file's temperature applies: transformers' `generate` would be greedy, but servers sample by default,
+and vLLM and SGLang ignore `do_sample`. With `do_sample: true` and no temperature, the temperature is 1.0, as in
+transformers. transformers' own defaults, such as top_k = 50, are not applied. `max_length` is ignored, because it
+includes the prompt.
 
 `--generation-config none` ignores the sampling defaults. It keeps the file's end-of-sequence ids, as vLLM does: they
 often include the end of a chat turn, without which a chat model does not stop. A file that lacks `eos_token_id` takes
@@ -38,7 +38,7 @@ FILE, CONFIG = "generation_config.json", "config.json"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling parameters that replace those which a request leaves out; None: the file does not set it.
+    """Defaults for sampling parameters that a request omits. None: the file does not set the parameter.
 
     `stop_token_ids`: end-of-sequence ids of the model, which end every request that does not ignore them.
     """

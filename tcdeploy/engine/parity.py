@@ -1,19 +1,20 @@
-"""Compares a bucket's logits with the reference (engine/reference.py): are its errors rounding errors?
+"""Decides whether a bucket's logits differ from the reference (engine/reference.py) by rounding errors only.
 
-In bfloat16 any two computations of a model differ, and the more so the deeper it is, so no fixed tolerance fits all
-models. The measure is transformers' eager computation in the same dtype. Both are compared with a computation of the
-same weights in higher precision, and a bucket may be at most MAX_RATIO times as far from it as transformers is: in the
-largest difference of any logit, and in the KL divergence, which grows with the square of the differences.
+Two bfloat16 computations of a model always differ, and more so in deep models, so no fixed tolerance fits all models.
+The yardstick is transformers' eager computation in the same dtype. Eager and compiled logits are both compared with a
+higher-precision computation of the same weights. A bucket's distance may be at most MAX_RATIO times the eager distance,
+both in the largest logit difference and in the KL divergence (there MAX_RATIO squared, since KL grows with the square
+of the differences).
 
-The largest eager distance is that of the compared rows and of some others. With routed experts these are many
-(reference.py): a rounding error can select another expert, which changes the logits of a few rows by far more than
-rounding does elsewhere. This makes a wide limit, which can hide two kinds of faults. For those that change all rows,
-the median KL divergence has a limit of its own. For those that change one row, such as a wrong KV block, `outlier_rows`
-compares each row with most of the eager rows. An outlier can be a rounding error too, but not in the same row on
-several sets of prompts (parity_check.py).
+The eager distance is the maximum over the compared rows and a sample of other rows. The sample is larger for models
+with routed experts: a rounding error can select another expert and change a few rows much more than usual. A limit that
+allows for this can hide two kinds of faults. A fault in all rows is caught by the separate limit on the median KL
+divergence. A fault in one row, such as a wrong KV block, is caught by `outlier_rows`, which compares each row with a
+high quantile of the eager rows. A rounding error can also make a row an outlier, but not the same row on several sets
+of prompts (parity_check.py).
 
-Differences of a few units in the last place pass in any case (ROUNDING). If the reference could not be computed in a
-higher precision, the bucket is compared with transformers within fixed tolerances.
+Differences of a few units in the last place always pass (ROUNDING). Without a higher-precision reference, the bucket is
+compared with eager logits within fixed tolerances.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ MAX_RATIO = 1.5  # on an H100 six shapes of 8B to 32B had ratios up to 1.0, smal
 ROUNDING = {"float32": (1e-5, 1e-9), "float16": (1e-3, 1e-6), "bfloat16": (8e-3, 1e-5)}
 TOLERANCE = {"float32": (1e-3, 1e-5), "float16": (5e-2, 1e-2), "bfloat16": (1e-1, 2e-2)}
 EAGER_QUANTILE = 0.75  # of the eager rows' KL divergence; compared with the median of the bucket's rows
-OUTLIER_QUANTILE = 0.95  # of the eager rows; what is farther by MAX_RATIO is an outlier
+OUTLIER_QUANTILE = 0.95  # of the eager rows; a row more than MAX_RATIO times farther is an outlier
 
 
 def compare_logits(
@@ -81,7 +82,7 @@ def compare_logits(
 def outlier_rows(
     logits: Tensor, eager: Tensor, precise: Tensor, compute_dtype: str, reference_dtype: str, sampled_distances: Tensor
 ) -> frozenset[int]:
-    """Rows that are farther from the precise logits than nearly all eager rows, and than the same eager row.
+    """Rows much farther from the precise logits than most eager rows and than the same eager row.
 
     The arguments are those of `compare_logits`. Empty if `precise` could not be computed in a higher precision.
     """

@@ -1,8 +1,8 @@
 """Checks one bucket: runs its step on the check prompts and compares the logits with the reference.
 
-The bucket runs as it will serve, from its CUDA graph if it has one. A prefill bucket is also checked on a prompt whose
-beginning is in the KV cache already, so that it attends to it through the paged cache. parity.py has the comparison and
-its limits, reference.py the reference.
+The bucket runs as it will serve, from its CUDA graph if it has one. A prefill bucket is also checked on the second
+chunk of a prompt, which attends to the first chunk through the paged cache. parity.py has the comparison and its
+limits, reference.py the reference.
 """
 
 from __future__ import annotations

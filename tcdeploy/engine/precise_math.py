@@ -5,9 +5,9 @@ conversions to `low` are left out. So the activations are `high` from the first 
 converted when an operation reads it. Operations that only move data (views, embeddings, indexing) keep `low`: their
 result is exact, and an embedding matrix need not be converted.
 
-Matrix products of float32 activations and bfloat16 weights are computed on tensor cores: an activation is the sum of
-three bfloat16 numbers, so a product is the sum of three bfloat16 products that are accumulated in float32. On an H100
-this takes a third of the time of float32 products, and no converted copy of the weight.
+GEMMs of float32 activations and bfloat16 weights run on tensor cores: an activation is split into three bfloat16 terms,
+and the three bfloat16 GEMMs are accumulated in float32. On an H100 this takes a third of the time of a float32 GEMM and
+needs no float32 copy of the weight.
 """
 
 from __future__ import annotations

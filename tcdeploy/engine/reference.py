@@ -1,8 +1,7 @@
-"""Computes the logits that the parity check compares a bucket with, by transformers' own attention, uncompiled.
+"""Computes the reference logits of the parity check with transformers' own attention, uncompiled.
 
-They share nothing with a bucket but the weights: no compiled program, no paged cache and none of our ops. They read
-slices of the packed weights (models/packed_linears.py), one matrix product each. Each prompt runs alone, from its first
-token.
+The reference shares only the weights with a bucket: no compiled program, paged cache or custom op is used. Each linear
+layer reads its slice of the packed weights (models/packed_linears.py). Each prompt runs alone, from its first token.
 
 Two passes are made: one in the compute dtype (eager), and one in a higher precision (precise), in which rounding errors
 are negligible. The distance between them is the error that the dtype causes on this model.
@@ -41,7 +40,8 @@ class ReferenceLogits(NamedTuple):
     """The reference of all buckets.
 
     dtype: that of the precise logits; the compute dtype if they could not be computed in a higher one.
-    sampled_distances: [rows, 2] distances of eager from precise logits after further prefixes (parity.row_distances).
+    sampled_distances: [rows, 2] distances of eager from precise logits in a sample of other rows
+        (parity.row_distances).
     """
 
     rows: dict[PromptPrefix, PrefixLogits]
@@ -82,10 +82,10 @@ def compute_references(runner: ModelRunner, prompts: CheckPrompts, attn_implemen
 
 
 def _min_prompt_length(prefixes: list[PromptPrefix]) -> int:
-    """A length to which shorter prompts are extended on a GPU.
+    """The length to which shorter prompts are extended on a GPU.
 
-    Each length may need other cuBLAS kernels, whose first call loads them: 1 s for a second length on an H100. Later
-    tokens do not change the logits of a prefix.
+    A new length may need other cuBLAS kernels, and loading them takes about 1 s on an H100. Appended tokens do not
+    change the logits of a prefix.
     """
     return max(prefix.length for prefix in prefixes if prefix.length <= MAX_PROMPT_TOKENS)
 

@@ -92,7 +92,7 @@ class ModelRunner:
 
     @contextlib.contextmanager
     def uncounted_steps(self) -> Iterator[None]:
-        """Leave steps out of `step_counts` and `padding_tokens`, which describe the load of the users."""
+        """Exclude steps from `step_counts` and `padding_tokens`, which describe requests only."""
         self._counts_steps = False
         try:
             yield
@@ -228,7 +228,7 @@ class ModelRunner:
         self.step_holder.step = None  # modules run uncompiled
         try:
             self.model.set_attn_implementation(attn_implementation)
-        except ValueError:  # a part of the model, such as an audio tower, supports no other implementation
+        except ValueError:  # a part of the model, such as an audio tower, supports only eager attention
             self.model.set_attn_implementation("eager")
         try:
             logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits[0]

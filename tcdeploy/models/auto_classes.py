@@ -1,9 +1,9 @@
-"""Chooses the class of transformers that loads a model: the multimodal one if its type has one, else the causal LM's.
+"""Chooses the auto class of transformers that loads a model.
 
-Multimodal models are served as text only: their text is computed as by the causal LM that they contain, and their image
-and audio towers are loaded but never run. A few types also have a causal LM class, which loads the text model alone
-(Emu3, Llama 4). It is not used: it would leave tensors of the checkpoint unused, so that no check could distinguish
-them from tensors that the text needs.
+AutoModelForMultimodalLM is used if the model's type has a multimodal class, else AutoModelForCausalLM. Multimodal
+models are served as text only: image and audio towers are loaded but never run. A few types also have a causal LM class
+that loads the text model alone (Emu3, Llama 4). It is not used, because it leaves the towers' tensors unused, and the
+checkpoint check could not distinguish them from text tensors that the model lacks.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
 # checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
 IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
-# Converted on fake tensors while planning, in about 0.5 s. More, as of many experts, are compared only while loading.
+# Converting this many on fake tensors takes about 0.5 s. A checkpoint with more tensors, as with many experts, is
+# compared only while loading.
 MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
 FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
@@ -63,7 +64,7 @@ class ExpectedTensors(NamedTuple):
 def expected_tensors(model: nn.Module) -> ExpectedTensors:
     """The tensors that a checkpoint of the model contains, unless transformers renames or converts them."""
     names: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)  # modules may add objects that are no tensors
+    state = model.state_dict(keep_vars=True)  # some modules add objects other than tensors
     tensors = {name: tensor for name, tensor in state.items() if isinstance(tensor, torch.Tensor)}
     tied = frozenset(name for name, tensor in tensors.items() if names.setdefault(id(tensor), name) != name)
     return ExpectedTensors({name: tuple(tensor.shape) for name, tensor in tensors.items()}, tied)
@@ -87,8 +88,9 @@ def check_path(model: str) -> None:
 def check_repository(model: str, revision: str | None) -> None:
     """Refuse a Hub repository without config.json, by what it contains instead. `load_config` has failed for it."""
     config = try_to_load_from_cache(model, "config.json", revision=revision)
+    # only the cache's "no such file" entry proves that the repository lacks a config.json
     if config is None or isinstance(config, str):
-        return  # otherwise the cache records that the repository has no such file
+        return
     folder = None
     with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
         folder = Path(hf_hub_download(model, ADAPTER_CONFIG, revision=revision)).parent
@@ -138,9 +140,9 @@ def check_tensors(
 ) -> bool:
     """Compare the tensors of a checkpoint with those of the model. Returns whether they were compared.
 
-    If a name or a shape differs, transformers' own renaming and conversion decides. It is not tried with more than
-    MAX_TENSORS and for modelling code from the repository; then load.py checks the tensors while it loads them. Raises
-    ModelError.
+    If a name or a shape differs, transformers' own renaming and conversion decides. This is skipped for more than
+    MAX_TENSORS tensors and for modelling code from the repository; load.py then checks the tensors while loading.
+    Raises ModelError.
     """
     if is_dequantised(config):
         tensors = dequantised_tensors(tensors)

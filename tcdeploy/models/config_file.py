@@ -1,6 +1,7 @@
-"""Checks the config.json of a local model before transformers reads it, whose errors do not name the file or the key.
+"""Checks the config.json of a local model before transformers reads it.
 
-Only what keeps transformers from choosing a config class is checked here; that class checks the other values.
+transformers' errors name neither the file nor the key. Only values that transformers needs to choose a config class are
+checked here; the config class checks the others.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Random weights with which every part of a model matters (`--load-format dummy`).
+"""Random weights under which every part of a model affects its logits (`--load-format dummy`).
 
-transformers initialises a model for training: residual branches are small, norms and biases do nothing, attention is
-almost uniform. Such a model gives nearly the same logits with a layer or a bias left out, or with wrong positions, so a
-parity check on it proves little. The weights drawn here keep the activations of every layer at unit scale:
+transformers initialises a model for training: residual branches are small, norms and biases are at their neutral
+values, and attention is almost uniform. Such a model gives nearly the same logits with a layer or a bias left out, or
+with wrong positions, so a parity check on it proves little. The weights drawn here keep the activations of every layer
+at unit scale:
 
-- A matrix multiplies by about 1: its standard deviation is 1 / sqrt(inputs).
-- Queries and keys are scaled so that attention scores have the standard deviation ATTENTION_STD. With larger scores
-  bfloat16's rounding errors grow from layer to layer and hide faults, so soft-capped scores reach their cap in the
-  first SOFTCAPPED_LAYERS layers only. The output of attention, an average of many values, is scaled by
-  ATTENTION_OUTPUT_GAIN to weigh as much as the MLP's.
+- A matrix preserves the scale of its input: its standard deviation is 1 / sqrt(inputs).
+- Queries and keys are scaled so that attention scores have the standard deviation ATTENTION_STD. Larger scores would
+  amplify bfloat16 rounding errors from layer to layer and hide faults, so only the first SOFTCAPPED_LAYERS layers have
+  scores near their soft-cap. Attention averages many values, so its output is scaled by ATTENTION_OUTPUT_GAIN to match
+  the MLP's.
 - Logits have the standard deviation LOGITS_STD, and more if they are soft-capped.
 - Norms, biases, sinks and other vectors differ from their neutral values by random amounts.
 - Routers of experts are scaled by ROUTER_GAIN, so that the selected experts have different weights.
@@ -33,7 +34,7 @@ LOGITS_STD = 1.5
 SOFTCAPPED_LAYERS = 2
 SOFTCAP_SHARE = 0.2  # standard deviation of soft-capped scores and logits, as a share of the cap
 ROUTER_GAIN = 2.0
-VECTOR_NOISE = 0.25  # of norms and biases
+VECTOR_NOISE = 0.25  # standard deviation of the noise added to norms and biases
 SINK_NOISE = 1.0
 SMALLEST_EMBEDDING = 1 / 64  # of the largest
 QUERY_OR_KEY = re.compile(r"(^|[._])(q|k|query|key)([._](proj|norm|layernorm|ln|a_proj|b_proj)|_lin|$)|qk_norm")
@@ -92,7 +93,7 @@ def _softcap(model: PreTrainedModel, name: str) -> float:
 
 
 def _gain(path: str, attention_gains: dict[str, float]) -> float:
-    """The factor of a module's weight beyond unit scale."""
+    """The factor by which a module's weight exceeds unit scale."""
     parent, _, name = path.rpartition(".")
     attention_gain = attention_gains.get(parent)
     if QUERY_OR_KEY.search(name) or FUSED_QUERY_AND_KEY.search(name):

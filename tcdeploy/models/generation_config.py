@@ -19,7 +19,7 @@ from tcdeploy.models.load import resolve_model_path
 
 
 class GenerationConfigFile(NamedTuple):
-    """A generation_config.json: where it was found, its content, and why it has none ("" if it has)."""
+    """The path and content of a generation_config.json. `problem`: why it cannot be used, or ""."""
 
     path: str
     values: dict[str, Any]
@@ -53,5 +53,5 @@ def _find(path: str, revision: str | None) -> str | None:
         return file if os.path.lexists(file) else None
     try:
         return cached_file(path, GENERATION_CONFIG_NAME, revision=revision)
-    except OSError:  # most models have the file; that this one has none cannot be told from a failed download
+    except OSError:  # the file is missing, or its download failed; transformers' error does not distinguish the two
         return None

@@ -1,8 +1,8 @@
 """Recognises common causes of a failed load in the exceptions of transformers and of modelling code.
 
 A missing package, modelling code that cannot be imported, a model type that is newer than transformers, and invalid
-values in config.json are raised as many types, often with the fact in the middle of a long text. `recognise` returns
-an error with the fact and the command that mends it, or None.
+values in config.json are raised as many types, often with the fact in the middle of a long text. `recognise` returns a
+ModelError with the cause and the command that fixes it, or None.
 """
 
 from __future__ import annotations

@@ -1,20 +1,22 @@
-"""Tells whether a model takes each token's position from `position_ids`, by tracing one forward pass on fake tensors.
+"""Detects models that compute token positions themselves, by tracing one forward pass on fake tensors.
 
-A row of our batch holds several sequences, and a decode step one token of each, so only `position_ids` has the right
-positions. A model that counts tokens itself (`torch.arange(seq_len)`, a cumulative sum over a mask, the first rows of a
-table) gives wrong tokens without an error.
+A prefill row packs several sequences and a decode step holds one token of each, so only `position_ids` has the right
+positions. A model that counts tokens (`torch.arange(seq_len)`, a cumulative sum over a mask, the first rows of a table)
+would generate wrong tokens without an error.
 
-The one idea: every tensor of the forward pass has a set of origins, which each operation passes on to its result.
+Each tensor of the forward pass carries a set of origins, which each operation propagates to its result.
 
     DATA    token ids, and what is computed from them with the weights: hidden states, router logits
     GIVEN   position_ids, and rotary tables computed from them
     COUNT   positions that the model counts itself
     MIXED   floating-point data that was combined with COUNT: the model uses its own positions
 
-A model that passes MIXED or COUNT to attention, or has them in its logits, uses its own positions. Three rules keep
-other counts apart, such as those by which a mixture of experts sorts its tokens. Only a count as long as the probed row
-is COUNT, so the row's length is a prime that is no dimension of a model. The result of a comparison has no origins. An
-index into data adds nothing to the result, because it moves data without changing it; an index into weights does.
+A model is rejected if its logits or tensors passed to attention contain COUNT or MIXED. Three rules avoid false
+positives, such as the counts by which a mixture of experts sorts tokens:
+
+- Only a count of the row's length is COUNT, and that length is a prime that no model dimension equals.
+- The result of a comparison has no origins.
+- Indexing into data ignores the index's origins, since it moves data unchanged. Indexing into weights keeps them.
 
 Not detected: positions that reach data only through comparisons or Python numbers, and operations other than attention
 that combine neighbouring tokens, such as a convolution.
@@ -105,7 +107,7 @@ class PositionTracer:
         return _combine([moved, *index], result)
 
     def _counts_tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a cumulative sum runs along the row over numbers that are no hidden states."""
+        """Whether a cumulative sum runs along the row over values other than hidden states."""
         values, dim = args[0], _argument(args, kwargs, 1, "dim", 0)
         is_hidden_state = values.is_floating_point() and self._get(values) & DATA
         return values.ndim > 0 and values.shape[dim] == self.row_length and not is_hidden_state

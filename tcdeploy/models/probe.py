@@ -286,7 +286,7 @@ def _run_on_fake_tensors(
 
 
 def _describe_failure(error: Exception) -> str:
-    """What a model does that a forward pass on fake tensors fails with `error`."""
+    """A phrase that explains why the forward pass on fake tensors raised `error`; it follows the model's name."""
     reason = str(error).strip().split("\n")[0][:200]
     if arguments := re.search(r"forward\(\) missing \d+ required positional arguments?: (.+)", reason):
         return f"requires inputs other than text: {arguments[1]}"

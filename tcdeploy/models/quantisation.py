@@ -1,9 +1,10 @@
 """Recognises quantised checkpoints, and prepares the one kind that is served: gpt-oss with MXFP4 experts.
 
-A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. No quantised weights
-are computed with yet, so every method is refused by name, except MXFP4: transformers dequantises it while loading, and
-the model then equals one whose checkpoint is in bfloat16. transformers does so by default only if its kernels cannot
-run. Otherwise it would replace the experts by modules that call kernels from the Hub, inside of a compiled region.
+A method is recognised by the config, by a file beside it, or by the names and dtypes of tensors. There are no kernels
+for quantised weights yet, so every method is refused by name except MXFP4, which transformers dequantises while
+loading; the loaded model equals one from a bfloat16 checkpoint. By default, transformers dequantises only if its MXFP4
+kernels cannot run. Otherwise it would replace the experts by modules that call kernels from the Hub inside a compiled
+region.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Stops dynamic rope and longrope from changing the rotary frequencies at run time.
+"""Removes the data-dependent branch of dynamic rope and longrope.
 
-transformers compares the longest position of each batch with a limit, beyond which it uses other frequencies for the
-whole batch: `max_position_embeddings` for dynamic rope, `original_max_position_embeddings` for longrope. Up to the
-limit they are those that the module was built with. Planning limits the context to it (`Architecture.rope_limit`),
-so the comparison is left out. For dynamic rope, and with transformers before 5.23 for longrope, it reads a position on
-the host in each step, which no CUDA graph can contain.
+transformers switches the rotary frequencies of the whole batch when its longest position exceeds a limit:
+`max_position_embeddings` for dynamic rope, `original_max_position_embeddings` for longrope. Below the limit, the
+frequencies are those that were computed when the module was built. Planning limits the context to this length
+(`Architecture.rope_limit`), so the comparison is unnecessary. For dynamic rope (and for longrope before transformers
+5.23) the comparison reads a position on the host in each step, which a CUDA graph cannot contain.
 """
 
 from __future__ import annotations

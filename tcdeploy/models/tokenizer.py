@@ -1,4 +1,8 @@
-"""Loads a model's tokenizer, and explains why one cannot be loaded: transformers' errors rarely name the file."""
+"""Loads a model's tokenizer before its weights, so that a model without one fails before it is compiled.
+
+Slow tokenizers are refused, because the detokenizer cannot stream their text. transformers' errors rarely name the
+broken file, so the files are checked after a failed load.
+"""
 
 from __future__ import annotations
 

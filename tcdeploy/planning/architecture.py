@@ -51,8 +51,8 @@ class Architecture:
     parameters: number of weights; tied ones count once.
     context: longest sequence, in tokens.
     dtype: of the checkpoint; "" if neither the config nor the checkpoint states one.
-    extra_weight_bytes: memory beyond `parameters` times the size of the model's dtype, by this dtype: buffers, and
-        tensors that transformers keeps in float32. Without an entry there is none.
+    extra_weight_bytes: by model dtype, bytes beyond `parameters` times the element size: buffers, and tensors that
+        transformers keeps in float32. A missing dtype means 0.
     quantisation: method of the checkpoint, which is dequantised while it is loaded; "" if it is not quantised.
     is_multimodal: it also has parts for images, audio or video, which are not run.
     rope_limit: longest sequence, in tokens, before longrope or dynamic rope changes the rotary frequencies of the whole

@@ -22,7 +22,7 @@ CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: 
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one captured step, in the driver
 MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check_prompts.py)
 MAX_CHECKED_WINDOW = 8192  # tokens; no check sequence reaches beyond a larger sliding window
-# Memory of the parity check's reference pass in float32, relative to the activations of as many tokens.
+# Peak memory of the parity check's float32 reference pass, as a multiple of a step's activations for as many tokens.
 PARITY_CHECK_FACTOR = 3.0
 SAMPLING_BYTES_PER_LOGIT = 3  # per row and vocabulary entry: a count and a flag (engine/sampling.py)
 HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU

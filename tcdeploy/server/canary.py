@@ -1,15 +1,13 @@
 """Runs the canary (engine/canary.py) while the engine is idle, one step at a time.
 
-A round runs every case once. It is due `interval` seconds after the previous round ended, and at once after a step that
-failed and that the engine survived (the worker survives none today: it ends with the first exception).
+A round runs every case once. The next round is due `interval` seconds after it ended, or at once after a step that
+raised without ending the engine. (Today any exception ends the engine thread, also one in a canary step.)
 
-A step runs only if no request is open and none was for IDLE_S, so that the short gaps between the requests of one
-client are not used. The engine thread checks its inbox after each step. A request that arrives meanwhile waits for that
-step only: at most one step of the largest bucket. The case is then dropped, and runs again from its first step once the
-engine is idle.
+A step runs only if the engine has had no request for IDLE_S, so the short gaps between one client's requests are not
+used. The engine thread checks its inbox after each step, so a request that arrives during a step waits for at most one
+step of the largest bucket. The interrupted case restarts from its first step when the engine is idle again.
 
-A server that is never idle runs no canaries, which the time of the last success shows. An exception of a canary's step
-ends the engine thread too.
+A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
 """
 
 from __future__ import annotations

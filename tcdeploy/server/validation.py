@@ -164,7 +164,7 @@ def to_sampling_params(
 def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int) -> int:
     """The request's value, else the model's default up to `limit`, else `limit`.
 
-    Completions have the API's default, which the model's can only lower: their clients rely on short answers.
+    For completions the model's default can only lower the API's, because clients rely on short answers.
     """
     if isinstance(request, CompletionRequest) and request.max_tokens is None:
         return min(DEFAULT_COMPLETION_TOKENS, default or DEFAULT_COMPLETION_TOKENS)

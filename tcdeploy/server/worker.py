@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
-MAX_IDLE_WAIT_S = 3600.0  # an interval may be longer than a thread can wait
+MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
 

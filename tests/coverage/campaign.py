@@ -119,7 +119,7 @@ def save_model(config: Any, folder: Path) -> None:
 
 
 def generate(config: Any, folder: str) -> list[list[int]]:
-    """What transformers continues each prompt with, greedily and not stopped by an end-of-sequence token."""
+    """The greedy tokens of transformers' `generate` for each prompt. End-of-sequence tokens do not stop it."""
     model = auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     answers = []
     for prompt in PROMPTS:

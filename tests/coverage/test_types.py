@@ -1,4 +1,4 @@
-"""A subset of `scripts/coverage`: one type for each mechanism that the types of transformers differ in.
+"""A subset of scripts/coverage: one model type per architectural feature.
 
 The programs are traced and not compiled. docs/models.md has the table of all types.
 """

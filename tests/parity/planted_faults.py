@@ -1,7 +1,7 @@
-"""Faults that are planted into the compiled step of a model, to prove that the parity check finds them.
+"""Fault injection for the parity check: faults in the step of a model that it must find.
 
-A fault is planted after the reference has been computed and before the buckets are compiled, so `prepare` runs into it
-as it would into a wrong kernel, pass or piece of bookkeeping. `planted(fault)` patches `prepare` for that.
+A fault modifies the model after the reference is computed and before the buckets are compiled, so the check sees what
+it would see of a wrong kernel, graph pass or block table. `planted(fault)` patches `prepare` to do so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tcdeploy.planning.architecture import Architecture
 
 
 class NotApplicable(Exception):
-    """The model does not have what the fault changes."""
+    """The model lacks what the fault changes."""
 
 
 @dataclasses.dataclass
@@ -360,7 +360,9 @@ FAULTS: dict[str, Plant] = {
 
 @contextlib.contextmanager
 def planted(fault: Plant | None, attempts: list[Any] | None = None) -> Iterator[None]:
-    """Within the block, `prepare` meets the fault. It raises NotApplicable if the model has nothing to change.
+    """Within the block, `prepare` builds a model with the fault.
+
+    Raises NotApplicable if the model lacks what the fault changes.
 
     `attempts`: the prompts and references of all attempts of an equal model, or a list to which they are added.
     """
