@@ -40,7 +40,7 @@ def test_the_parameters_of_the_file_are_the_defaults() -> None:
         ({"temperature": None, "do_sample": None}, None), ({"temperature": 1}, 1),
     ],
 )  # fmt: skip
-def test_do_sample_decides_about_the_temperature(values: dict[str, Any], temperature: float | None) -> None:
+def test_do_sample_selects_the_default_temperature(values: dict[str, Any], temperature: float | None) -> None:
     assert resolve(values).temperature == temperature
 
 
@@ -67,7 +67,7 @@ def test_end_of_sequence_ids_are_those_of_the_file_and_else_of_the_config(
     assert resolve({"eos_token_id": in_file}, config_ids=in_config).stop_token_ids == expected
 
 
-def test_ids_of_the_config_outside_the_vocabulary_are_a_warning() -> None:
+def test_config_ids_outside_the_vocabulary_are_dropped_with_a_warning() -> None:
     _, (_, decision) = resolve_defaults("model", None, [7, 50256], VOCAB_SIZE)
     assert decision.is_fallback and decision.value == "7" and "50256" in decision.reason
 
@@ -142,7 +142,7 @@ def test_a_file_that_is_not_a_json_object_is_refused(content: bytes, problem: st
     assert defaults.stop_token_ids == (CONFIG_ID,) and decision.is_fallback and problem in decision.reason
 
 
-def test_a_file_that_cannot_be_opened_is_not_an_absent_one(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_an_error_and_not_treated_as_missing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert read_generation_config(str(tmp_path), None) is None
     (tmp_path / "generation_config.json").symlink_to("gone")

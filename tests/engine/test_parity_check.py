@@ -54,7 +54,7 @@ def test_other_rows_widen_the_limit() -> None:
     assert compare(0.4, 0.1, sampled_distances=row_distances(shifted(0.4), PRECISE)).passed
 
 
-def test_one_outlier_of_many_eager_rows_does_not_hide_what_is_wrong_in_all_rows() -> None:
+def test_an_eager_outlier_does_not_hide_a_fault_in_all_rows() -> None:
     """As with routed experts, where a rounding error selects another expert in a few rows."""
     eager_rows = torch.tensor([[2.0, 0.5]] + [[0.01, 1e-6]] * 30, dtype=torch.float64)
     everywhere = PRECISE + torch.tensor([[0.0, 0.0, 0.5], [0.5, 0.0, 0.0]])

@@ -33,7 +33,7 @@ def test_multimodal_types_are_recognised(model_type: str, multimodal: bool) -> N
     assert is_multimodal(AutoConfig.for_model(model_type)) == multimodal
 
 
-def test_the_plan_says_that_images_are_refused(tmp_path: Path) -> None:
+def test_the_plan_says_that_image_inputs_are_rejected(tmp_path: Path) -> None:
     small_config("qwen2_5_vl").save_pretrained(tmp_path)
     recipe = {"model": str(tmp_path), "load_format": "dummy", "buckets": (32,), "batch_sizes": (1,)}
     decisions = decide(build_recipe(recipe, environ={})).plan.decisions
@@ -56,9 +56,7 @@ def test_a_type_that_cannot_be_probed_is_refused_with_the_cause(model_type: str,
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
-def test_unused_tensors_of_the_text_model_are_refused_and_whole_other_parts_accepted(
-    model_type: str, tmp_path: Path
-) -> None:
+def test_unused_text_tensors_are_refused_and_unused_whole_parts_accepted(model_type: str, tmp_path: Path) -> None:
     """Their checkpoints have other names than the loaded model: language_model.model.layers, and model.layers."""
     save_model(small_config(model_type), tmp_path)
     weights = tmp_path / "model.safetensors"

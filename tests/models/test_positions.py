@@ -160,7 +160,7 @@ def sort_by_expert(model: Model, ids: Tensor, position_ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("forward", [embed_position_ids, rotate_by_position_ids, mask_by_range, sort_by_expert])
-def test_position_ids_masks_and_routing_are_no_own_positions(
+def test_position_ids_masks_and_routing_are_not_mistaken_for_counted_positions(
     forward: Callable[[Model, Tensor, Tensor], Tensor],
 ) -> None:
     assert not counts_tokens(forward)

@@ -127,7 +127,7 @@ def test_random_weights_have_the_shapes_and_dtypes_of_loaded_ones(folders: Folde
     assert loaded == random
 
 
-def test_it_is_dequantised_also_if_transformers_could_run_its_kernels(
+def test_mxfp4_is_dequantised_even_if_transformers_could_run_its_kernels(
     folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("is_kernels_available", "is_triton_available", "is_accelerate_available"):

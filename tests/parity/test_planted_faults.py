@@ -34,7 +34,7 @@ def test_every_fault_is_caught_and_the_model_without_one_passes(family: str, dty
 
 
 @pytest.mark.parametrize("fault", ["", "layer skipped", "block of another sequence"])
-def test_compiled_programs_are_checked_alike(fault: str, cache_dir: str, tmp_path: Path) -> None:
+def test_faults_in_compiled_programs_are_caught(fault: str, cache_dir: str, tmp_path: Path) -> None:
 
     folder = save_config("llama", tmp_path, num_hidden_layers=2)
     flags = {"buckets": (32,), "batch_sizes": (8,), "cache_dir": cache_dir}

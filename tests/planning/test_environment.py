@@ -168,7 +168,7 @@ def test_the_folder_that_flash_attention_4_ships_is_not_flash_attention_2(site: 
     assert installed_flash_packages() == (("flash-attn-4", "4.0.0"),)
 
 
-def test_the_early_version_4_inside_the_package_of_version_2_does_not_count(site: Path) -> None:
+def test_flash_attn_cute_inside_flash_attn_2_is_not_flash_attn_4(site: Path) -> None:
     """flash-attn 2.8.3 ships `flash_attn/cute`, version 0.1.0, which has no max_seqlen_q and needs other packages."""
     install(site, "flash_attn/__init__.py")
     install(site, "flash_attn/cute/__init__.py", "raise AssertionError('it was run')")
