@@ -1,7 +1,11 @@
 """The prompts on which buckets are checked against the reference.
 
-All buckets are checked on prefixes of the same few prompts of random tokens. A forward pass over a prompt gives the
+All buckets are checked on prefixes of the same prompts of random tokens. A forward pass over a prompt gives the
 reference logits of all of its prefixes, so the reference is computed once per start, and not once per bucket.
+
+The first NUM_LONG_PROMPTS prompts fill prefill buckets; the rest are for decode batches, of which no two rows have the
+same prompt: a row that reads the keys of another row must get other logits. They are a few blocks long, so that the
+second block of a row is checked too, and their reference is one batched pass.
 
 If the model has a sliding window that fits into the KV cache, one prefix is longer than the window. Other prefixes have
 at most MAX_PROMPT_TOKENS tokens; a larger prefill bucket is filled with several of them.
@@ -14,11 +18,11 @@ from typing import Any, NamedTuple
 
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.memory import MAX_PROMPT_TOKENS, checked_window
+from tcdeploy.planning.memory import CHECKED_BLOCKS, MAX_CHECKED_ROWS, MAX_PROMPT_TOKENS, checked_window
 from tcdeploy.planning.plan import Bucket, Plan
 
-NUM_PROMPTS = 3
-MAX_CHECKED_ROWS = 16  # of a decode bucket
+NUM_LONG_PROMPTS = 3
+FIRST_UNCHECKED_PROMPT = NUM_LONG_PROMPTS + MAX_CHECKED_ROWS  # of decode rows whose logits are not compared
 BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
 
 
@@ -66,8 +70,11 @@ class CheckPrompts:
         """Prefill: several packed prompts if they fit, else one. Decode: one sequence for each row."""
         plan = self._plan
         allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
-        lengths = _prefill_lengths(bucket, plan, allocator) if bucket.is_prefill else self._decode_lengths(bucket)
-        return [PromptPrefix(row % NUM_PROMPTS, length) for row, length in enumerate(lengths)]
+        if not bucket.is_prefill:
+            rows = zip(_decode_prompts(bucket), self._decode_lengths(bucket), strict=True)
+            return [PromptPrefix(prompt, length) for prompt, length in rows]
+        lengths = _prefill_lengths(bucket, plan, allocator)
+        return [PromptPrefix(row % NUM_LONG_PROMPTS, length) for row, length in enumerate(lengths)]
 
     def continued(self, bucket: Bucket) -> list[PromptPrefix]:
         """The prefix that is checked in two chunks, of which the bucket computes the second. Empty for decode."""
@@ -77,12 +84,17 @@ class CheckPrompts:
         return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
 
     def _decode_lengths(self, bucket: Bucket) -> list[int]:
-        """At most one block each; the first sequence is longer if enough blocks are free."""
+        """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
         plan = self._plan
-        longest = min(plan.block_size, plan.context)
-        lengths = [2 + 7 * row % (longest - 1) for row in range(bucket.size)]
-        for first in (self._long_length, 2 * plan.block_size + BEYOND_WINDOW):
-            first = self._length_that_fits(first, other_blocks=bucket.size - 1)
+        checked = set(checked_rows(bucket, bucket.size))
+        limits = [plan.block_size * (CHECKED_BLOCKS if row in checked else 1) for row in range(bucket.size)]
+        lengths = [_varied_length(row, min(limit, plan.context)) for row, limit in enumerate(limits)]
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        if sum(map(allocator.blocks_for, lengths)) > allocator.num_allocatable:
+            lengths = [_varied_length(row, min(plan.block_size, plan.context)) for row in range(bucket.size)]
+        other_blocks = sum(map(allocator.blocks_for, lengths[1:]))
+        for first in (self._long_length, CHECKED_BLOCKS * plan.block_size + BEYOND_WINDOW):
+            first = self._length_that_fits(first, other_blocks)
             if first > lengths[0]:
                 lengths[0] = first
                 break
@@ -94,6 +106,19 @@ class CheckPrompts:
         allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         length = min(length, plan.context)
         return length if allocator.blocks_for(length) + other_blocks <= allocator.num_allocatable else 0
+
+
+def _decode_prompts(bucket: Bucket) -> list[int]:
+    """The prompt of each row. The first checked row may be long; the others have prompts of the batched pass."""
+    prompts = [FIRST_UNCHECKED_PROMPT + row for row in range(bucket.size)]
+    for number, row in enumerate(checked_rows(bucket, bucket.size)):
+        prompts[row] = NUM_LONG_PROMPTS + number - 1 if number else 0
+    return prompts
+
+
+def _varied_length(row: int, most: int) -> int:
+    """A length of 2 to `most` tokens that differs between neighbouring rows."""
+    return 2 + 7 * row % max(most - 1, 1)
 
 
 def checked_rows(bucket: Bucket, count: int) -> list[int]:

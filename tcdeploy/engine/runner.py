@@ -220,9 +220,12 @@ class ModelRunner:
         return Step(bucket, variant, buffers.metadata, attention, last_token_rows)
 
     @torch.no_grad()
-    def reference_logits(self, token_ids: list[int], positions: list[int], attn_implementation: str) -> Tensor:
-        """Logits [positions, vocab] after the tokens at `positions`, by transformers' own attention, uncompiled."""
-        input_ids = torch.tensor([token_ids], device=self.model.device)
+    def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:
+        """Logits [prompts, positions, vocab] after the tokens at `positions` of prompts of equal length.
+
+        Computed by transformers' own attention, uncompiled.
+        """
+        input_ids = torch.tensor(token_ids, device=self.model.device)
         rows = torch.tensor(positions, device=self.model.device)
         selected_rows = {"logits_to_keep": rows} if self._supports_logits_to_keep else {}
         self.step_holder.step = None  # modules run uncompiled
@@ -231,10 +234,10 @@ class ModelRunner:
         except ValueError:  # a part of the model, such as an audio tower, supports only eager attention
             self.model.set_attn_implementation("eager")
         try:
-            logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits[0]
+            logits: Tensor = self.model(input_ids=input_ids, use_cache=False, **selected_rows).logits
         finally:
             self.model.set_attn_implementation(ATTN_IMPLEMENTATION)
-        return logits if selected_rows else logits[rows]
+        return logits if selected_rows else logits[:, rows]
 
 
 def smallest_bucket(buckets: tuple[Bucket, ...], size: int) -> Bucket:

@@ -21,6 +21,8 @@ CUDA_CONTEXT_BYTES = 1090 << 20  # CUDA context, kernel code of torch, cuBLAS an
 CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: eager, warm-up and graph capture
 GRAPH_BYTES_PER_LAYER = 64 << 10  # of one captured step, in the driver
 MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check_prompts.py)
+MAX_CHECKED_ROWS = 16  # of a decode bucket, whose prompts are computed in one batch
+CHECKED_BLOCKS = 3  # KV blocks of such a row
 MAX_CHECKED_WINDOW = 8192  # tokens; no check sequence reaches beyond a larger sliding window
 # Peak memory of the parity check's float32 reference pass, as a multiple of a step's activations for as many tokens.
 PARITY_CHECK_FACTOR = 3.0
@@ -96,8 +98,10 @@ def checked_window(architecture: Architecture, context: int) -> int:
 
 
 def _reference_tokens(architecture: Architecture, demand: CacheDemand) -> int:
-    """Tokens of the longest prompt on which buckets are checked."""
-    return max(min(demand.max_prefill_tokens, MAX_PROMPT_TOKENS), checked_window(architecture, demand.context))
+    """Tokens of the largest pass over prompts on which buckets are checked."""
+    batched_tokens = MAX_CHECKED_ROWS * CHECKED_BLOCKS * demand.block_size
+    longest_prompt = min(demand.max_prefill_tokens, MAX_PROMPT_TOKENS)
+    return max(longest_prompt, batched_tokens, checked_window(architecture, demand.context))
 
 
 class KVSize(NamedTuple):

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.check_prompts import BEYOND_WINDOW, CheckPrompts, checked_rows, special_token_ids
+from tcdeploy.engine.check_prompts import (
+    BEYOND_WINDOW,
+    FIRST_UNCHECKED_PROMPT,
+    NUM_LONG_PROMPTS,
+    CheckPrompts,
+    checked_rows,
+    special_token_ids,
+)
 from tcdeploy.planning.plan import Bucket
 
 PREFILL, LARGE_PREFILL, DECODE = Bucket("prefill", 64), Bucket("prefill", 8192), Bucket("decode", 4)
@@ -39,9 +46,23 @@ def test_a_large_bucket_is_filled_with_prompts_of_limited_length() -> None:
     assert found == [2048, 2048, 1024, 2048] and sum(found) < LARGE_PREFILL.size
 
 
-def test_a_decode_check_has_unequal_rows_and_one_of_three_blocks() -> None:
-    assert lengths(make_prompts(), DECODE) == [37, 9, 16, 8]
-    assert [prefix.prompt for prefix in make_prompts().batch(DECODE)] == [0, 1, 2, 0]
+def test_a_decode_check_has_unequal_rows_of_several_blocks() -> None:
+    assert lengths(make_prompts(), DECODE) == [53, 9, 16, 23]
+    many = lengths(make_prompts(kv_blocks=2000), Bucket("decode", 256))
+    assert sum(length > 16 for length in many) >= 10, "in checked rows"
+
+
+def test_no_two_rows_of_a_decode_check_have_the_same_prompt() -> None:
+    """A row that reads the keys of another row would otherwise get the right logits."""
+    for size in (1, 4, 17, 256):
+        bucket = Bucket("decode", size)
+        prompts = make_prompts(kv_blocks=2000, buckets=(PREFILL, bucket))
+        numbers = [prefix.prompt for prefix in prompts.batch(bucket)]
+        assert len({*numbers}) == size
+        beginnings = {tuple(prompts.token_ids(prefix)[:2]) for prefix in prompts.batch(bucket)}
+        assert len(beginnings) > 0.9 * size
+        checked = {prefix.prompt for prefix in prompts.checked(bucket)}
+        assert checked <= {0, *range(NUM_LONG_PROMPTS, FIRST_UNCHECKED_PROMPT)}
 
 
 def test_a_decode_check_has_short_rows_if_blocks_are_scarce() -> None:
@@ -52,20 +73,20 @@ def test_sequences_reach_beyond_the_window() -> None:
     prompts = make_prompts(window=512)
     assert lengths(prompts, DECODE)[0] == 512 + BEYOND_WINDOW
     assert [prefix.length for prefix in prompts.continued(PREFILL)] == [512 + BEYOND_WINDOW]
-    assert prompts.all_prefixes()[-1].prompt == 2
 
 
 @pytest.mark.parametrize("changes", [{"window": 4096}, {"window": 512, "kv_blocks": 30}])
 def test_a_window_beyond_the_context_or_the_kv_cache_is_not_reached(changes: dict[str, int]) -> None:
     prompts = make_prompts(**changes)
-    assert lengths(prompts, DECODE)[0] == 37
+    assert lengths(prompts, DECODE)[0] == 53
     assert [prefix.length for prefix in prompts.continued(PREFILL)] == [39]
 
 
 def test_prefixes_of_a_prompt_begin_with_the_same_tokens() -> None:
     prompts = make_prompts()
-    first, second, _, last = prompts.batch(DECODE)
-    assert prompts.token_ids(last) == prompts.token_ids(first)[: last.length]
+    first, second = prompts.batch(DECODE)[:2]
+    shorter = first._replace(length=10)
+    assert prompts.token_ids(shorter) == prompts.token_ids(first)[:10]
     assert prompts.token_ids(second) != prompts.token_ids(first)[: second.length]
 
 

@@ -84,18 +84,18 @@ def run_case(
     fault: str,
     compiles: bool,
     flags: dict[str, Any],
-    attempts: list[Any] | None = None,
+    first_reference: list[Any] | None = None,
 ) -> Case:
     """Start the model in `folder` with a fault planted ("" for none). `compiles`: False runs the buckets uncompiled.
 
-    `attempts` are those of `planted`. `flags` name the cache folder. Cases that compile in one process share it: torch
-    keeps the path of its headers.
+    `first_reference` is that of `planted`. `flags` name the cache folder. Cases that compile in one process share it:
+    torch keeps the path of its headers.
     """
     release_memory()
     start = time.perf_counter()
     outcome, message, records, stage_seconds = "passed", "", (), {}
     mode = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
-    with planted(FAULTS[fault] if fault else None, attempts), mode:
+    with planted(FAULTS[fault] if fault else None, first_reference), mode:
         recipe = {"model": folder, "load_format": "dummy", "dtype": dtype, **flags}
         try:
             deployment = prepare(build_recipe(recipe, environ={}))
@@ -117,8 +117,8 @@ def run_family(family: str, dtype: str, faults: list[str], compiles: bool) -> li
     with tempfile.TemporaryDirectory() as folder:
         save_config(family, Path(folder))
         flags = {**SMALL, "cache_dir": f"{folder}/cache"}
-        attempts: list[Any] = []  # all cases have the same reference
-        return [run_case(family, folder, dtype, fault, compiles, flags, attempts) for fault in ["", *faults]]
+        reference: list[Any] = []  # that of the first attempt is the same in all cases
+        return [run_case(family, folder, dtype, fault, compiles, flags, reference) for fault in ["", *faults]]
 
 
 def run_shape(shape: str) -> list[Case]:

@@ -20,7 +20,7 @@ from tcdeploy import pipeline
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
 from tcdeploy.attention.metadata import AttentionMetadata
 from tcdeploy.compiler.regions import find_layers
-from tcdeploy.engine.parity_check import MAX_ATTEMPTS, ParityChecker
+from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
 
@@ -239,6 +239,34 @@ def block_of_another_sequence(target: Target) -> None:
     change_metadata(target, change)
 
 
+def later_block_of_another_sequence(target: Target) -> None:
+    """All sequences of a decode batch but the first read the first block of the first instead of their second."""
+
+    def change(metadata: AttentionMetadata) -> AttentionMetadata:
+        decode = metadata.decode
+        if decode is None or decode.block_table.shape[0] < 2:
+            return metadata
+        table = decode.block_table.clone()
+        table[1:, 1] = table[0, 0]
+        return metadata._replace(decode=decode._replace(block_table=table))
+
+    change_metadata(target, change)
+
+
+def blocks_of_another_sequence(target: Target) -> None:
+    """The second sequence of a decode batch reads all blocks of the fifth."""
+
+    def change(metadata: AttentionMetadata) -> AttentionMetadata:
+        decode = metadata.decode
+        if decode is None or decode.block_table.shape[0] < 5:
+            return metadata
+        table = decode.block_table.clone()
+        table[1] = table[4]
+        return metadata._replace(decode=decode._replace(block_table=table))
+
+    change_metadata(target, change)
+
+
 def last_token_not_attended(target: Target) -> None:
     def change(metadata: AttentionMetadata) -> AttentionMetadata:
         if metadata.decode is None:
@@ -351,7 +379,8 @@ FAULTS: dict[str, Plant] = {
     for plant in (
         wrong_attention_scale, off_by_one_position, missing_attention_softcap, missing_logits_softcap, missing_sinks,
         swapped_heads_in_one_layer, swapped_kv_heads_in_one_layer, residual_dropped_in_one_layer, layer_skipped,
-        window_off_by_one, wrong_rope_base, stale_kv_block, block_of_another_sequence, last_token_not_attended,
+        window_off_by_one, wrong_rope_base, stale_kv_block, block_of_another_sequence, later_block_of_another_sequence,
+        blocks_of_another_sequence, last_token_not_attended,
         kv_in_the_wrong_slot, wrong_norm_epsilon, norm_weight_dropped, embedding_scale_dropped, bias_dropped,
         experts_swapped, gate_and_up_swapped, wrong_activation, wrong_row_sampled,
     )
@@ -359,26 +388,29 @@ FAULTS: dict[str, Plant] = {
 
 
 @contextlib.contextmanager
-def planted(fault: Plant | None, attempts: list[Any] | None = None) -> Iterator[None]:
+def planted(fault: Plant | None, first_reference: list[Any] | None = None) -> Iterator[None]:
     """Within the block, `prepare` builds a model with the fault.
 
     Raises NotApplicable if the model lacks what the fault changes.
 
-    `attempts`: the prompts and references of all attempts of an equal model, or a list to which they are added.
+    `first_reference`: the prompts and reference of the first attempt on an equal model, or a list to add them to.
     """
-    attempts = [] if attempts is None else attempts
+    known = [] if first_reference is None else first_reference
     compile_in_place = pipeline.compile_in_place
     targets: list[Target] = []
 
     class PlantingChecker(ParityChecker):
         def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any) -> None:
             super().__init__(runner, architecture, config)
-            while len(attempts) < MAX_ATTEMPTS:  # a fault must not change the reference of a later attempt
-                attempts.append(super()._prompts_and_reference(len(attempts)))
             targets.append(Target(runner, architecture))
 
         def _prompts_and_reference(self, number: int) -> Any:
-            return attempts[number] if number < len(attempts) else super()._prompts_and_reference(number)
+            if number == 0 and known and not self._attempts:
+                self._attempts.append(known[0])
+            result = super()._prompts_and_reference(number)
+            if number == 0 and not known:
+                known.append(result)
+            return result
 
     def plant_and_compile(*args: Any) -> None:
         if fault is not None:

@@ -16,12 +16,12 @@ from tests.parity.planted_faults import FAULTS
 
 # Faults that each family cannot have are left out by `planted_faults.NotApplicable`.
 FAMILIES = [
-    ("llama", "bfloat16", 16),
-    ("qwen2", "float32", 17),
-    ("gemma2", "bfloat16", 20),
-    ("gpt_oss", "bfloat16", 18),
-    ("gpt2", "bfloat16", 13),
-    ("mixtral", "float32", 16),
+    ("llama", "bfloat16", 18),
+    ("qwen2", "float32", 19),
+    ("gemma2", "bfloat16", 22),
+    ("gpt_oss", "bfloat16", 20),
+    ("gpt2", "bfloat16", 15),
+    ("mixtral", "bfloat16", 18),
 ]
 
 
