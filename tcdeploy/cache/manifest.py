@@ -51,6 +51,8 @@ class Parity:
     kl_limit: float
     median_kl_limit: float
     outlier_rows: int  # rows that were outliers on all sets of prompts
+    attempts: int  # sets of prompts that were tried
+    reference_changed: bool  # since it was computed, so that the bucket failed
     passed: bool
 
 

@@ -8,6 +8,7 @@ limits, reference.py the reference.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,12 @@ from transformers import PreTrainedConfig
 from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.engine.check_prompts import CheckPrompts, checked_rows
 from tcdeploy.engine.parity import compare_logits, greedy_tokens, outlier_rows
-from tcdeploy.engine.reference import ReferenceLogits, compute_references, reference_attn_implementation
+from tcdeploy.engine.reference import (
+    ReferenceLogits,
+    compute_references,
+    reference_attn_implementation,
+    reference_changed,
+)
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.warmup_inputs import WarmupBatch, make_check_batch, make_continued_batch
 from tcdeploy.errors import CompileError
@@ -26,6 +32,8 @@ from tcdeploy.planning.plan import Bucket
 
 MAX_ATTEMPTS = 4  # sets of prompts
 MAX_FAILURES = 2  # attempts whose distances exceed the limits
+MAX_EXCESS = 4  # times the limit
+log = logging.getLogger("tcdeploy.engine")
 FAILED = "failed its parity check"
 
 
@@ -44,6 +52,9 @@ class ParityChecker:
     A check that fails is repeated on other prompts: by chance, rounding errors may be larger than the limit on a few
     rows. A bucket fails if it exceeds the limits on MAX_FAILURES sets of prompts, or if one row is an outlier on all
     MAX_ATTEMPTS sets. The rows of a bucket have the same lengths and blocks in each set.
+
+    A check is not repeated after a NaN, or after a difference of MAX_EXCESS times the limit, which is no rounding
+    error. Nor is it if the reference has changed, since a changed weight would also be in a new reference.
     """
 
     def __init__(self, runner: ModelRunner, architecture: Architecture, config: PreTrainedConfig) -> None:
@@ -62,12 +73,24 @@ class ParityChecker:
         failures, outliers = 0, frozenset[int](range(bucket.size + 1))
         for number in range(MAX_ATTEMPTS):
             check = _check(self._runner, bucket, *self._prompts_and_reference(number))
+            check = check._replace(parity=dataclasses.replace(check.parity, attempts=number + 1))
             failures += not check.parity.passed
             outliers &= check.outlier_rows
-            if failures == MAX_FAILURES or (check.parity.passed and not outliers):
-                return check
-        parity = dataclasses.replace(check.parity, passed=False, outlier_rows=len(outliers))
-        return check._replace(parity=parity)
+            if check.parity.passed and not outliers:
+                break
+            changed = self._reference_changed()
+            if changed or failures == MAX_FAILURES or _exceeds_by_far(check.parity) or number == MAX_ATTEMPTS - 1:
+                parity = dataclasses.replace(
+                    check.parity, passed=False, outlier_rows=len(outliers), reference_changed=changed
+                )
+                return check._replace(parity=parity)
+            if not check.parity.passed:
+                log.warning("%s is checked again: %s", bucket.name, describe_parity(check.parity))
+        return check
+
+    def _reference_changed(self) -> bool:
+        implementation = reference_attn_implementation(self._architecture)
+        return reference_changed(self._runner, *self._prompts_and_reference(0), implementation)
 
     def _prompts_and_reference(self, number: int) -> tuple[CheckPrompts, ReferenceLogits]:
         if number == len(self._attempts):
@@ -99,6 +122,10 @@ def _bucket_logits(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -
     return torch.cat([logits, continued.run_in_two_chunks().logits[:1]]) if continued.sequences else logits
 
 
+def _exceeds_by_far(parity: Parity) -> bool:
+    return not parity.max_difference <= MAX_EXCESS * parity.max_difference_limit  # NaN too
+
+
 def raise_if_failed(parity: Parity, bucket: Bucket) -> None:
     """Raise CompileError with the figures of a failed check."""
     if not parity.passed:
@@ -117,6 +144,8 @@ def describe_parity(parity: Parity) -> str:
     text += f" (limits {parity.max_difference_limit:.3g} and {parity.kl_limit:.2g})"
     if parity.median_kl > parity.median_kl_limit:
         text += f"; the median KL of {parity.rows} rows is {parity.median_kl:.2g} (limit {parity.median_kl_limit:.2g})"
-    if parity.outlier_rows:
+    if parity.reference_changed:
+        return f"{text}; the weights or the modules of the model have changed since the reference was computed"
+    if parity.outlier_rows and parity.attempts == MAX_ATTEMPTS:
         text += f"; rows that are outliers on {MAX_ATTEMPTS} sets of prompts: {parity.outlier_rows}"
     return text

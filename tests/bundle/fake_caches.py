@@ -72,7 +72,7 @@ def record_of(bucket: str, outcome: str = "hit", **differences: Any) -> BucketRe
     default = BucketRecord(
         bucket=bucket, outcome=outcome, compile_seconds=0.5, capture_seconds=0.0, check_seconds=0.1, compiles=1,
         programs=1, cache_hits=1, cache_misses=0, graph_breaks=0, cudagraph_skips=0, captured=False,
-        parity=Parity(32, "float64", 1e-6, 1e-7, 1e-12, 1e-12, 1e-6, 1e-12, 2e-6, 4e-12, 4e-12, 0, True),
+        parity=Parity(32, "float64", 1e-6, 1e-7, 1e-12, 1e-12, 1e-6, 1e-12, 2e-6, 4e-12, 4e-12, 0, 1, False, True),
         eager_greedy_tokens=greedy_tokens, greedy_tokens=greedy_tokens, peak_memory_bytes=0,
         variant="default", cold_seconds=12.5,
     )  # fmt: skip

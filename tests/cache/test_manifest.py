@@ -54,7 +54,7 @@ RECORD = BucketRecord(
     graph_breaks=0,
     cudagraph_skips=0,
     captured=True,
-    parity=Parity(512, "float32", 0.03, 1.5e-3, 2e-6, 1e-6, 0.02, 1e-6, 0.04, 4e-6, 4e-6, 0, True),
+    parity=Parity(512, "float32", 0.03, 1.5e-3, 2e-6, 1e-6, 0.02, 1e-6, 0.04, 4e-6, 4e-6, 0, 1, False, True),
     eager_greedy_tokens=EAGER_GREEDY_TOKENS,
     greedy_tokens=replace(EAGER_GREEDY_TOKENS, logprobs=(-0.2500001, -1.5)),
     peak_memory_bytes=17 << 30,

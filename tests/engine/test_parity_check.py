@@ -58,9 +58,14 @@ def test_an_eager_outlier_does_not_hide_a_fault_in_all_rows() -> None:
     """As with routed experts, where a rounding error selects another expert in a few rows."""
     eager_rows = torch.tensor([[2.0, 0.5]] + [[0.01, 1e-6]] * 30, dtype=torch.float64)
     everywhere = PRECISE + torch.tensor([[0.0, 0.0, 0.5], [0.5, 0.0, 0.0]])
-    parity = compare_logits(everywhere, shifted(0.01), PRECISE, "bfloat16", "float32", eager_rows)
+    rows = [side.repeat(2, 1) for side in (everywhere, shifted(0.01), PRECISE)]
+    parity = compare_logits(*rows, "bfloat16", "float32", eager_rows)
     assert parity.max_difference < parity.max_difference_limit and parity.kl < parity.kl_limit
     assert parity.median_kl > parity.median_kl_limit and not parity.passed
+
+
+def test_the_median_of_few_rows_has_the_limit_of_the_largest() -> None:
+    assert compare(0.1, 0.1).median_kl_limit == compare(0.1, 0.1).kl_limit
 
 
 def outliers(difference: float, eager_difference: float = 0.1, eager_rows: Tensor = NO_ROWS) -> frozenset[int]:
@@ -78,18 +83,19 @@ def test_a_row_is_an_outlier_although_a_few_eager_rows_are_as_far_off() -> None:
 
 
 def make_checker(
-    monkeypatch: pytest.MonkeyPatch, attempts: list[tuple[bool, set[int]]]
+    monkeypatch: pytest.MonkeyPatch, results: list[tuple[Parity, set[int]]], reference_changed: bool = False
 ) -> tuple[ParityChecker, list[int]]:
-    """A checker whose comparisons have these results (passed, outliers), and the numbers of the attempts it made."""
-    checker = object.__new__(ParityChecker)
+    """A checker whose comparisons have these results and outliers, and the numbers of the attempts it made."""
+    checker: Any = object.__new__(ParityChecker)
     made: list[int] = []
-    monkeypatch.setattr(checker, "_runner", None, raising=False)
-    monkeypatch.setattr(checker, "_prompts_and_reference", lambda number: (number, None), raising=False)
+    checker._runner = None
+    checker._prompts_and_reference = lambda number: (number, None)
+    checker._reference_changed = lambda: reference_changed
 
     def check(_: Any, __: Bucket, number: int, ___: None) -> ParityCheck:
         made.append(number)
-        passed, rows = attempts[number]
-        return ParityCheck(replace(compare(0.1, 0.1), passed=passed), frozenset(rows), NO_TOKENS, NO_TOKENS)
+        parity, rows = results[number]
+        return ParityCheck(parity, frozenset(rows), NO_TOKENS, NO_TOKENS)
 
     monkeypatch.setattr(parity_check, "_check", check)
     return checker, made
@@ -114,12 +120,34 @@ def test_a_bucket_fails_on_two_sets_of_prompts_or_for_one_row_that_is_an_outlier
     passed: bool,
     num_outliers: int,
 ) -> None:
-    checker, made = make_checker(monkeypatch, attempts)
+    results = [(replace(compare(0.1, 0.1), passed=passed), rows) for passed, rows in attempts]
+    checker, made = make_checker(monkeypatch, results)
     parity = checker.check(BUCKET).parity
+    assert parity.attempts == num_made
     assert (made, parity.passed, parity.outlier_rows) == (list(range(num_made)), passed, num_outliers)
     if num_outliers:
         with pytest.raises(CompileError, match="; rows that are outliers on 4 sets of prompts: 1$"):
             raise_if_failed(parity, BUCKET)
+
+
+def test_a_failed_check_is_not_repeated_if_the_reference_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight that has changed since would also be in the reference of the second set of prompts."""
+    results: list[tuple[Parity, set[int]]] = [(compare(0.2, 0.1), set()), (compare(0.1, 0.1), set())]
+    checker, made = make_checker(monkeypatch, results, reference_changed=True)
+    parity = checker.check(BUCKET).parity
+    assert (made, parity.passed, parity.reference_changed) == ([0], False, True)
+    with pytest.raises(CompileError, match="the model have changed since the reference was computed$"):
+        raise_if_failed(parity, BUCKET)
+    checker, made = make_checker(monkeypatch, results)
+    assert checker.check(BUCKET).parity.passed and made == [0, 1]
+
+
+@pytest.mark.parametrize("difference", [math.nan, 10.0])
+def test_a_check_is_not_repeated_after_more_than_a_rounding_error(
+    difference: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checker, made = make_checker(monkeypatch, [(compare(difference, 0.1), {0}), (compare(0.1, 0.1), set())])
+    assert not checker.check(BUCKET).parity.passed and made == [0]
 
 
 def test_differences_of_the_last_bits_pass_even_if_eager_has_none() -> None:
