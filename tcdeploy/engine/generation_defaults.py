@@ -34,6 +34,7 @@ MAX_STOP_TOKEN_IDS = 128  # per model; those of a request come in addition
 HINT = "correct the file, or use --generation-config none, which does not apply its sampling defaults"
 CONFIG_HINT = "correct config.json"
 FILE, CONFIG = "generation_config.json", "config.json"
+NOT_DOWNLOADED = f"{FILE} was not downloaded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,9 +71,10 @@ def resolve_defaults(
     """
     sampling: dict[str, Any] = {}
     stop_ids: tuple[int, ...] = ()
-    problem = ""
+    is_unknown = file is not None and not file.is_downloaded
+    problem = NOT_DOWNLOADED if is_unknown else ""
     try:
-        if file is not None:
+        if file is not None and not is_unknown:
             stop_ids = _read_stop_ids(file, vocab_size)
             sampling = _read_sampling(file) if source == "model" else {}
     except ModelError as error:
@@ -84,10 +86,15 @@ def resolve_defaults(
     else:
         stop_ids, stop_decision = _config_stop_ids(config_ids, vocab_size, problem)
     defaults = GenerationDefaults(**sampling, stop_token_ids=stop_ids)
-    reason = f"the model's {FILE}" if file else f"the model has no {FILE}"
     if source == "none":
-        reason = "requested: --generation-config none"
-    return defaults, (Decision("sampling defaults", defaults.describe(), reason), stop_decision)
+        sampling_decision = Decision("sampling defaults", "none", "requested: --generation-config none")
+    elif is_unknown:
+        reason = f"{NOT_DOWNLOADED}; requests get tcdeploy's own defaults, also if the model has others"
+        sampling_decision = Decision("sampling defaults", "unknown", reason, is_fallback=True)
+    else:
+        reason = f"the model's {FILE}" if file else f"the model has no {FILE}"
+        sampling_decision = Decision("sampling defaults", defaults.describe(), reason)
+    return defaults, (sampling_decision, stop_decision)
 
 
 def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:

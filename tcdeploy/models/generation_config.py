@@ -2,6 +2,7 @@
 
 transformers looks for the file where it looks for config.json, and ignores one that it cannot parse. Here a broken
 file is reported, because the model would run with other defaults, and perhaps without its end-of-sequence ids.
+A Hub model has no file only if the Hub's cache records that; otherwise the file may exist and was not downloaded.
 engine/generation_defaults.py checks the values.
 """
 
@@ -12,6 +13,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import PreTrainedConfig
 from transformers.utils import GENERATION_CONFIG_NAME, cached_file
 
@@ -19,18 +21,23 @@ from tcdeploy.models.load import resolve_model_path
 
 
 class GenerationConfigFile(NamedTuple):
-    """The path and content of a generation_config.json. `problem`: why it cannot be used, or ""."""
+    """The path and content of a generation_config.json. `problem`: why it cannot be used, or "".
+
+    `is_downloaded`: False if the Hub's cache does not show whether the model has the file. It has no values then.
+    """
 
     path: str
     values: dict[str, Any]
     problem: str = ""
+    is_downloaded: bool = True
 
 
 def read_generation_config(model: str, revision: str | None) -> GenerationConfigFile | None:
     """The model's file, or None if it has none."""
-    path = _find(resolve_model_path(model), revision)
+    source = resolve_model_path(model)
+    path = _find(source, revision)
     if path is None:
-        return None
+        return None if _is_known_absent(source, revision) else GenerationConfigFile(model, {}, is_downloaded=False)
     try:
         values = json.loads(Path(path).read_bytes())
     except (OSError, ValueError, RecursionError) as error:
@@ -55,3 +62,12 @@ def _find(path: str, revision: str | None) -> str | None:
         return cached_file(path, GENERATION_CONFIG_NAME, revision=revision)
     except OSError:  # the file is missing, or its download failed; transformers' error does not distinguish the two
         return None
+
+
+def _is_known_absent(source: str, revision: str | None) -> bool:
+    """Whether a model without the file has none, as opposed to a file that was not downloaded."""
+    if os.path.isdir(source):
+        return True
+    # for a recorded absence huggingface_hub returns an object that is neither None nor a path
+    cached = try_to_load_from_cache(source, GENERATION_CONFIG_NAME, revision=revision)
+    return cached is not None and not isinstance(cached, str)

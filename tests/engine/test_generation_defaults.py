@@ -15,6 +15,7 @@ from tcdeploy.models.generation_config import GenerationConfigFile, config_stop_
 from tcdeploy.planning.recipe import build_recipe
 
 VOCAB_SIZE, CONFIG_ID = 100, 7
+COMMIT = 40 * "a"
 
 
 def resolve(values: dict[str, Any] | None, source: Any = "model", config_ids: Any = CONFIG_ID) -> GenerationDefaults:
@@ -157,20 +158,42 @@ def test_the_file_of_the_embedded_model_sets_only_its_end_of_sequence_id() -> No
     assert defaults == GenerationDefaults(stop_token_ids=(2,))
 
 
-def test_the_file_of_a_hub_model_is_found_in_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of `someone/model` in a Hub cache, which has an empty snapshot. The Hub is offline."""
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     repository = tmp_path / "models--someone--model"
-    snapshot = repository / "snapshots" / ("a" * 40)
-    snapshot.mkdir(parents=True)
+    (repository / "snapshots" / COMMIT).mkdir(parents=True)
     (repository / "refs").mkdir()
-    (repository / "refs" / "main").write_text("a" * 40)
-    assert read_generation_config("someone/model", None) is None
-    (snapshot / "generation_config.json").write_text('{"top_k": 3}')
+    (repository / "refs" / "main").write_text(COMMIT)
+    return repository
+
+
+def test_the_file_of_a_hub_model_is_found_in_the_hubs_cache(repository: Path) -> None:
+    (repository / "snapshots" / COMMIT / "generation_config.json").write_text('{"top_k": 3}')
     file = read_generation_config("someone/model", None)
-    assert file is not None and file.values == {"top_k": 3}
+    assert file is not None and file.values == {"top_k": 3} and file.is_downloaded
+
+
+def test_a_file_whose_absence_the_hubs_cache_records_does_not_exist(repository: Path) -> None:
+    absences = repository / ".no_exist" / COMMIT
+    absences.mkdir(parents=True)
+    (absences / "generation_config.json").touch()
+    assert read_generation_config("someone/model", None) is None
+
+
+@pytest.mark.parametrize("source", ["model", "none"])
+def test_a_file_that_was_not_downloaded_is_unknown_and_a_warning(repository: Path, source: Any) -> None:
+    file = read_generation_config("someone/model", None)
+    defaults, (sampling, stops) = resolve_defaults(source, file, CONFIG_ID, VOCAB_SIZE)
+    assert defaults == GenerationDefaults(stop_token_ids=(CONFIG_ID,))
+    assert stops.is_fallback and "generation_config.json was not downloaded" in stops.reason
+    assert sampling.is_fallback == (source == "model")
+    if source == "model":
+        assert sampling.value == "unknown" and "generation_config.json was not downloaded; requests" in sampling.reason
 
 
 def test_the_text_config_has_the_ids_of_a_model_with_several_parts() -> None:
