@@ -56,7 +56,7 @@ from tcdeploy.models.generation_config import config_stop_token_ids, read_genera
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe_model
-from tcdeploy.models.tokenizer import load_tokenizer
+from tcdeploy.models.tokenizer import load_tokenizer, tokenizer_stop_ids
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -88,6 +88,7 @@ class PlannedDeployment:
     generation_defaults: GenerationDefaults
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
     cached_toolchain: toolchain.Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
+    tokenizer: Any = None  # None: not loaded by `decide`
 
 
 @dataclass(frozen=True)
@@ -135,10 +136,9 @@ def prepare(
     _prepare_calls += 1
     progress = progress or NullProgress()
     stages = _StageTimer(progress)
-    planned = decide(recipe, progress, stages)
+    planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
-        tokenizer = load_tokenizer(plan) if needs_tokenizer else None
         staging = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
         pickle_memory_formats_by_name()
         if plan.device == "cuda":
@@ -190,7 +190,7 @@ def prepare(
         stages.seconds,
         staging.target,
         workspace_bytes,
-        tokenizer,
+        planned.tokenizer,
     )
 
 
@@ -231,10 +231,16 @@ def _workspace_bytes(plan: Plan) -> int | None:
     return total - free - plan.weight_bytes - plan.kv_bytes
 
 
-def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer | None = None) -> PlannedDeployment:
+def decide(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    stages: _StageTimer | None = None,
+    needs_tokenizer: bool = False,
+) -> PlannedDeployment:
     """Decide everything before the weights are loaded. `--dry-run` prints the result.
 
-    Of weights on disk, only the headers of safetensors files are read.
+    Of weights on disk, only the headers of safetensors files are read. `needs_tokenizer`: load the tokenizer too, and
+    add its end-of-sequence token to the stop tokens.
     """
     progress = progress or NullProgress()
     stages = stages or _StageTimer(progress)
@@ -242,19 +248,23 @@ def decide(recipe: Recipe, progress: Progress | None = None, stages: _StageTimer
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture, expected_tensors = probe_model(config, recipe.trust_remote_code)
+        stored_dtype = check_checkpoint(recipe, config, expected_tensors)
+        tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
         defaults, decisions = resolve_defaults(
             recipe.generation_config,
             read_generation_config(recipe.model, recipe.revision),
             config_stop_token_ids(config),
             architecture.vocab_size,
+            tokenizer_stop_ids(tokenizer) if needs_tokenizer else None,
         )
-        stored_dtype = check_checkpoint(recipe, config, expected_tensors)
         if stored_dtype and not architecture.dtype:
             architecture = dataclasses.replace(architecture, dtype=stored_dtype)
             reason = "dtype of the first floating-point tensor; config.json states none"
             decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
         plan = make_plan(recipe, environment, architecture, decisions)
-        planned = PlannedDeployment(recipe, config, environment, architecture, plan, defaults, decisions)
+        planned = PlannedDeployment(
+            recipe, config, environment, architecture, plan, defaults, decisions, tokenizer=tokenizer
+        )
         if not environment.compiler and toolchain.is_compiler_missing():
             planned = _with_cached_toolchain(planned)
     progress.planned(planned.plan)

@@ -11,7 +11,8 @@ includes the prompt.
 
 `--generation-config none` ignores the sampling defaults. It keeps the file's end-of-sequence ids, as vLLM does: they
 often include the end of a chat turn, without which a chat model does not stop. A file that lacks `eos_token_id` takes
-them from config.json.
+them from config.json. The tokenizer's `eos_token` ends a request too, as in vLLM: many fine-tuned models set the end of
+a chat turn only in tokenizer_config.json.
 
 No program depends on these values, so they are not in the plan's key. Does not import torch.
 """
@@ -63,9 +64,16 @@ class GenerationDefaults:
 
 
 def resolve_defaults(
-    source: GenerationConfigSource, file: GenerationConfigFile | None, config_ids: Any, vocab_size: int
+    source: GenerationConfigSource,
+    file: GenerationConfigFile | None,
+    config_ids: Any,
+    vocab_size: int,
+    tokenizer_ids: tuple[int, ...] | None = None,
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
-    """The defaults, and two lines of the printed plan. `config_ids`: `eos_token_id` of config.json.
+    """The defaults, and two lines of the printed plan.
+
+    `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`, () if it has none;
+    None if the tokenizer was not loaded, because the command generates no text.
 
     Raises ModelError for an invalid value. With the source "none", an invalid file is a warning in the plan.
     """
@@ -81,10 +89,7 @@ def resolve_defaults(
         if source == "model":
             raise
         problem = error.message
-    if stop_ids:
-        stop_decision = Decision("stop tokens", _join(stop_ids), f"the model's {FILE}")
-    else:
-        stop_ids, stop_decision = _config_stop_ids(config_ids, vocab_size, problem)
+    stop_ids, stop_decision = _stop_tokens(stop_ids, config_ids, tokenizer_ids, vocab_size, problem)
     defaults = GenerationDefaults(**sampling, stop_token_ids=stop_ids)
     if source == "none":
         sampling_decision = Decision("sampling defaults", "none", "requested: --generation-config none")
@@ -129,17 +134,30 @@ def _read_stop_ids(file: GenerationConfigFile, vocab_size: int) -> tuple[int, ..
     return ids
 
 
-def _config_stop_ids(config_ids: Any, vocab_size: int, problem: str) -> tuple[tuple[int, ...], Decision]:
-    """The end-of-sequence ids of config.json. `problem`: of generation_config.json, for the printed plan.
+def _stop_tokens(
+    file_ids: tuple[int, ...],
+    config_ids: Any,
+    tokenizer_ids: tuple[int, ...] | None,
+    vocab_size: int,
+    problem: str,
+) -> tuple[tuple[int, ...], Decision]:
+    """The stop tokens: the ids of generation_config.json, else of config.json, and that of the tokenizer.
 
-    Ids outside the vocabulary are dropped: they are often a default of the model's class, and cannot be generated.
+    `problem`: of generation_config.json, for the printed plan. Ids outside the vocabulary are dropped: they are often a
+    default of the model's class, and cannot be generated.
     """
-    ids = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT)
+    ids, reason = file_ids, f"the model's {FILE}"
+    if not ids:
+        ids, reason = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT), CONFIG
+    if tokenizer_ids is None:
+        reason += "; generate and serve add the tokenizer's eos_token"
+    elif not set(tokenizer_ids) <= set(ids):
+        ids, reason = (*ids, *tokenizer_ids), f"{reason}, and the tokenizer's eos_token"
     inside = tuple(token_id for token_id in ids if token_id < vocab_size)
     dropped = tuple(token_id for token_id in ids if token_id >= vocab_size)
     problems = [problem] if problem else []
     problems += [f"{_join(dropped)} exceeds the vocabulary of {vocab_size}"] if dropped else []
-    return inside, Decision("stop tokens", _join(inside), "; ".join([CONFIG, *problems]), is_fallback=bool(problems))
+    return inside, Decision("stop tokens", _join(inside), "; ".join([reason, *problems]), is_fallback=bool(problems))
 
 
 def _parse_ids(path: str, value: Any, hint: str) -> tuple[int, ...]:

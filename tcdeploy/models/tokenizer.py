@@ -18,25 +18,32 @@ from tcdeploy.models.config_file import LFS_HINT, LFS_PROBLEM, json_problem
 from tcdeploy.models.load import quiet_transformers, resolve_model_path, translate_error
 from tcdeploy.models.load_errors import exception_chain, first_line, missing_package_error, missing_packages
 from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.recipe import Recipe
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
 
-def load_tokenizer(plan: Plan) -> Any:
+def load_tokenizer(source: Plan | Recipe) -> Any:
     """The model's tokenizer. Raises ModelError if it has none, or a slow one, which cannot stream text."""
     try:
         with quiet_transformers():
             tokenizer = AutoTokenizer.from_pretrained(
-                resolve_model_path(plan.model), revision=plan.revision, trust_remote_code=plan.trust_remote_code
+                resolve_model_path(source.model), revision=source.revision, trust_remote_code=source.trust_remote_code
             )
     except Exception as error:
-        raise _translate(plan.model, plan.revision, error) from error
+        raise _translate(source.model, source.revision, error) from error
     if not getattr(tokenizer, "is_fast", False):
         raise ModelError(
-            f"{plan.model} has a slow tokenizer ({type(tokenizer).__name__}), which cannot stream text",
+            f"{source.model} has a slow tokenizer ({type(tokenizer).__name__}), which cannot stream text",
             "use a model with a tokenizer.json",
         )
     return tokenizer
+
+
+def tokenizer_stop_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The id of the tokenizer's `eos_token`; () if it has none."""
+    token_id = tokenizer.eos_token_id
+    return () if token_id is None else (token_id,)
 
 
 def _translate(model: str, revision: str | None, error: Exception) -> TcdeployError:

@@ -73,6 +73,31 @@ def test_config_ids_outside_the_vocabulary_are_dropped_with_a_warning() -> None:
     assert decision.is_fallback and decision.value == "7" and "50256" in decision.reason
 
 
+@pytest.mark.parametrize("source", ["model", "none"])
+@pytest.mark.parametrize(
+    ("in_file", "in_tokenizer", "expected"),
+    [(2, (40,), (2, 40)), ([2, 40], (40,), (2, 40)), (2, (), (2,)), (None, (40,), (CONFIG_ID, 40))],
+)
+def test_the_end_of_sequence_token_of_the_tokenizer_is_a_stop_token_too(
+    source: Any, in_file: Any, in_tokenizer: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    file = GenerationConfigFile("generation_config.json", {"eos_token_id": in_file})
+    defaults, (_, decision) = resolve_defaults(source, file, CONFIG_ID, VOCAB_SIZE, in_tokenizer)
+    assert defaults.stop_token_ids == expected and decision.value == ",".join(map(str, expected))
+    assert ("tokenizer's eos_token" in decision.reason) == (expected[-1] == 40 and in_file != [2, 40])
+    assert not decision.is_fallback
+
+
+def test_an_end_of_sequence_token_of_the_tokenizer_outside_the_vocabulary_is_a_warning() -> None:
+    defaults, (_, decision) = resolve_defaults("model", None, 7, VOCAB_SIZE, (VOCAB_SIZE,))
+    assert defaults.stop_token_ids == (7,) and decision.is_fallback and str(VOCAB_SIZE) in decision.reason
+
+
+def test_a_plan_without_the_tokenizer_says_that_its_token_is_added_later() -> None:
+    _, (_, decision) = resolve_defaults("model", None, 7, VOCAB_SIZE)
+    assert decision.reason == "config.json; generate and serve add the tokenizer's eos_token"
+
+
 def test_none_ignores_the_sampling_parameters_and_keeps_the_end_of_sequence_ids() -> None:
     """A chat model that lost the end of its turn would not stop."""
     defaults = resolve({"temperature": 0.6, "top_k": 20, "eos_token_id": [3, 5]}, "none")

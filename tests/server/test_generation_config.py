@@ -31,9 +31,13 @@ def greedy(reference_tiny: Any) -> list[int]:
     return list(output[0, len(PROMPT) :].tolist())
 
 
-def save_model(folder: Path, values: dict[str, Any]) -> str:
+def save_model(folder: Path, values: dict[str, Any], eos_token: str = "") -> str:
+    """A copy of the embedded model with this generation_config.json, and with another `eos_token` of the tokenizer."""
     shutil.copytree(resolve_model_path(TINY), folder)
     (folder / "generation_config.json").write_text(json.dumps(values))
+    if eos_token:
+        path = folder / "tokenizer_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token": eos_token}))
     return str(folder)
 
 
@@ -118,6 +122,41 @@ def test_generate_uses_them_and_its_flags_replace_them(
     assert generate("--max-new-tokens", "3") == tokenizer.decode(tokens[:3], skip_special_tokens=True) + "\n"
     assert generate("--top-k", "0", "--seed", "1") != expected
     assert generate("--generation-config", "none") == expected, "greedy, with the end-of-sequence ids of the file"
+
+
+def test_serve_stops_at_the_end_of_sequence_token_of_the_tokenizer(
+    tmp_path: Path, warm_cache: Path, fork_server: ForkServer, greedy: list[int]
+) -> None:
+    """Fine-tuned chat models often set the end of a turn only in tokenizer_config.json."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
+    assert greedy[3] not in greedy[:3]
+    eos_token = tokenizer.convert_ids_to_tokens(greedy[3])
+    folder = save_model(tmp_path / "model", {"eos_token_id": 2, "do_sample": False}, eos_token)
+    with serving(tmp_path, warm_cache, model=folder, fork_server=fork_server) as server:
+        text, finish_reason = complete(server)
+        assert finish_reason == "stop" and text == tokenizer.decode(greedy[:3])
+        assert complete(server, ignore_eos=True)[1] == "length"
+        status = httpx.get(f"{server.address}/status").json()
+        assert status["generation_defaults"]["stop_token_ids"] == [2, greedy[3]]
+
+
+def test_generate_stops_at_the_end_of_sequence_token_of_the_tokenizer(
+    run_cli: RunCLI, tmp_path: Path, warm_cache: Path, reference_tiny: Any
+) -> None:
+    from transformers import AutoTokenizer
+
+    prompt = "This module provides"
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
+    ids = tokenizer(prompt, return_tensors="pt")
+    tokens = reference_tiny.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
+    folder = save_model(tmp_path / "model", {"eos_token_id": 2}, tokenizer.convert_ids_to_tokens(tokens[5]))
+    flags = (*TINY_FLAGS, "--cache-dir", str(warm_cache), "--max-new-tokens", "8")
+    for source in ("model", "none"):
+        result = run_cli("generate", folder, prompt, *flags, "--generation-config", source)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout == tokenizer.decode(tokens[:5]) + "\n"
 
 
 def test_a_broken_file_is_refused_at_the_start(run_cli: RunCLI, tmp_path: Path, warm_cache: Path) -> None:
