@@ -35,6 +35,7 @@ MAX_STOP_TOKEN_IDS = 128  # per model; those of a request come in addition
 HINT = "correct the file, or use --generation-config none, which does not apply its sampling defaults"
 CONFIG_HINT = "correct config.json"
 FILE, CONFIG = "generation_config.json", "config.json"
+SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p"}  # unused by greedy generation
 NOT_DOWNLOADED = f"{FILE} was not downloaded"
 
 
@@ -83,7 +84,7 @@ def resolve_defaults(
     problem = NOT_DOWNLOADED if is_unknown else ""
     try:
         if file is not None and not is_unknown:
-            stop_ids = _read_stop_ids(file, vocab_size)
+            stop_ids = _read_stop_ids(file)
             sampling = _read_sampling(file) if source == "model" else {}
     except ModelError as error:
         if source == "model":
@@ -103,18 +104,25 @@ def resolve_defaults(
 
 
 def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
-    """The parameters that the file sets, checked. `null` does not set one."""
+    """The parameters that the file sets, checked. `null` does not set one.
+
+    With `do_sample: false`, invalid values of parameters that only sampling uses are left out.
+    """
     path, values = file.path, file.values
     names = [item.name for item in dataclasses.fields(GenerationDefaults) if item.name in PARAM_CHECKS]
-    params = {name: values[name] for name in names if values.get(name) is not None}
-    for name, value in params.items():
-        if name == "top_k" and value == -1 and not isinstance(value, bool):
-            params[name] = 0  # vLLM's value for all tokens
-        elif not PARAM_CHECKS[name].accepts(value):
-            raise _invalid(path, name, value, PARAM_CHECKS[name].expected, HINT)
+    given = {name: values[name] for name in names if values.get(name) is not None}
     do_sample = values.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise _invalid(path, "do_sample", do_sample, "true or false", HINT)
+    params: dict[str, Any] = {}
+    for name, value in given.items():
+        number = _integral(value) if PARAM_CHECKS[name].type_ is int else value
+        if name == "top_k" and number == -1:
+            number = 0  # vLLM's value for all tokens
+        if PARAM_CHECKS[name].accepts(number):
+            params[name] = number
+        elif do_sample is not False or name not in SAMPLING_ONLY:
+            raise _invalid(path, name, value, PARAM_CHECKS[name].expected, HINT)
     if do_sample is False:
         params["temperature"] = 0.0
     elif do_sample:
@@ -122,16 +130,13 @@ def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
     return params
 
 
-def _read_stop_ids(file: GenerationConfigFile, vocab_size: int) -> tuple[int, ...]:
+def _read_stop_ids(file: GenerationConfigFile) -> tuple[int, ...]:
     """The end-of-sequence ids of the file; () if it has none."""
     if file.problem:
         raise ModelError(f"{file.path} {file.problem}", HINT)
     if file.values.get("eos_token_id") is None:
         return ()
-    ids = _parse_ids(file.path, file.values["eos_token_id"], HINT)
-    if outside := [token_id for token_id in ids if token_id >= vocab_size]:
-        raise _invalid(file.path, "eos_token_id", outside[0], f"below the vocabulary's size of {vocab_size}", HINT)
-    return ids
+    return _parse_ids(file.path, file.values["eos_token_id"], HINT)
 
 
 def _stop_tokens(
@@ -146,33 +151,42 @@ def _stop_tokens(
     `problem`: of generation_config.json, for the printed plan. Ids outside the vocabulary are dropped: they are often a
     default of the model's class, and cannot be generated.
     """
-    ids, reason = file_ids, f"the model's {FILE}"
+    vocabulary = range(vocab_size)
+    dropped = [token_id for token_id in file_ids if token_id not in vocabulary]
+    ids, reason = [token_id for token_id in file_ids if token_id in vocabulary], f"the model's {FILE}"
     if not ids:
-        ids, reason = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT), CONFIG
+        from_config = () if config_ids is None else _parse_ids(CONFIG, config_ids, CONFIG_HINT)
+        dropped += [token_id for token_id in from_config if token_id not in vocabulary]
+        ids, reason = [token_id for token_id in from_config if token_id in vocabulary], CONFIG
     if tokenizer_ids is None:
         reason += "; generate and serve add the tokenizer's eos_token"
-    elif not set(tokenizer_ids) <= set(ids):
-        ids, reason = (*ids, *tokenizer_ids), f"{reason}, and the tokenizer's eos_token"
-    inside = tuple(token_id for token_id in ids if token_id < vocab_size)
-    dropped = tuple(token_id for token_id in ids if token_id >= vocab_size)
+    elif added := [token_id for token_id in tokenizer_ids if token_id in vocabulary and token_id not in ids]:
+        ids, reason = ids + added, f"{reason}, and the tokenizer's eos_token"
+    dropped += [token_id for token_id in tokenizer_ids or () if token_id not in vocabulary]
     problems = [problem] if problem else []
-    problems += [f"{_join(dropped)} exceeds the vocabulary of {vocab_size}"] if dropped else []
-    return inside, Decision("stop tokens", _join(inside), "; ".join([reason, *problems]), is_fallback=bool(problems))
+    problems += [f"{_join(dropped)} not in the vocabulary of {vocab_size}"] if dropped else []
+    reason = "; ".join([reason, *problems])
+    return tuple(ids), Decision("stop tokens", _join(ids), reason, is_fallback=bool(problems))
 
 
 def _parse_ids(path: str, value: Any, hint: str) -> tuple[int, ...]:
-    ids = value if isinstance(value, list) else [value]
+    ids = [_integral(token_id) for token_id in (value if isinstance(value, list) else [value])]
     for token_id in ids:
-        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+        if isinstance(token_id, bool) or not isinstance(token_id, int):
             raise _invalid(path, "eos_token_id", value, "a token id or a list of token ids", hint)
     if len(ids) > MAX_STOP_TOKEN_IDS:
         raise ModelError(f"{path}: eos_token_id has {len(ids)} ids; the limit is {MAX_STOP_TOKEN_IDS}", hint)
     return tuple(dict.fromkeys(ids))
 
 
+def _integral(value: Any) -> Any:
+    """A float without a fraction, such as 50.0, as an int; other values as they are. Other servers accept it too."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 def _invalid(path: str, name: str, value: Any, expected: str, hint: str) -> ModelError:
     return ModelError(f"{path}: {name} is {value!r:.80}; it must be {expected}", hint)
 
 
-def _join(ids: tuple[int, ...]) -> str:
-    return ",".join(map(str, ids)) or "none"
+def _join(ids: list[int]) -> str:
+    return ",".join(map(str, dict.fromkeys(ids))) or "none"

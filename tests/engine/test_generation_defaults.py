@@ -68,9 +68,36 @@ def test_end_of_sequence_ids_are_those_of_the_file_and_else_of_the_config(
     assert resolve({"eos_token_id": in_file}, config_ids=in_config).stop_token_ids == expected
 
 
-def test_config_ids_outside_the_vocabulary_are_dropped_with_a_warning() -> None:
-    _, (_, decision) = resolve_defaults("model", None, [7, 50256], VOCAB_SIZE)
-    assert decision.is_fallback and decision.value == "7" and "50256" in decision.reason
+@pytest.mark.parametrize(
+    ("in_file", "in_config", "value", "dropped"),
+    [
+        (None, [7, 50256], "7", "50256"), (None, -1, "none", "-1"), ([5, -1, VOCAB_SIZE], 7, "5", f"-1,{VOCAB_SIZE}"),
+        (-1, 7, "7", "-1"), (VOCAB_SIZE, [7, -1], "7", f"{VOCAB_SIZE},-1"),
+    ],
+)  # fmt: skip
+def test_ids_outside_the_vocabulary_are_dropped_with_a_warning(
+    in_file: Any, in_config: Any, value: str, dropped: str
+) -> None:
+    """Other servers accept such files; config.json often has an id of the class's defaults, or -1 for none."""
+    file = GenerationConfigFile("generation_config.json", {"eos_token_id": in_file})
+    _, (_, decision) = resolve_defaults("model", file, in_config, VOCAB_SIZE)
+    assert decision.is_fallback and decision.value == value
+    assert f"{dropped} not in the vocabulary of {VOCAB_SIZE}" in decision.reason
+
+
+def test_floats_without_a_fraction_are_integers() -> None:
+    defaults = resolve({"top_k": 50.0, "max_new_tokens": 64.0, "eos_token_id": [3.0, 5]})
+    assert defaults == GenerationDefaults(top_k=50, max_new_tokens=64, stop_token_ids=(3, 5))
+    assert type(defaults.top_k) is type(defaults.max_new_tokens) is type(defaults.stop_token_ids[0]) is int
+    assert resolve({"top_k": -1.0}).top_k == 0
+
+
+def test_parameters_that_only_sampling_uses_are_not_checked_if_do_sample_is_false() -> None:
+    invalid = {"temperature": -1, "top_p": 0, "top_k": -5, "min_p": 2}
+    assert resolve({**invalid, "do_sample": False}) == GenerationDefaults(temperature=0.0, stop_token_ids=(CONFIG_ID,))
+    assert resolve({"top_p": 0.9, "do_sample": False}).top_p == 0.9, "the default of requests that set a temperature"
+    with pytest.raises(ModelError, match="repetition_penalty"):
+        resolve({"repetition_penalty": 0, "do_sample": False})
 
 
 @pytest.mark.parametrize("source", ["model", "none"])
@@ -121,11 +148,11 @@ def test_the_plan_shows_the_defaults() -> None:
     ("name", "value"),
     [
         ("temperature", -1), ("temperature", "0.6"), ("temperature", float("nan")), ("temperature", True),
-        ("top_p", 2), ("top_p", 0), ("top_p", [0.9]), ("top_k", -2), ("top_k", 50.0), ("top_k", 2**40),
+        ("top_p", 2), ("top_p", 0), ("top_p", [0.9]), ("top_k", -2), ("top_k", 50.5), ("top_k", 2**40),
         ("min_p", 1.0), ("min_p", -0.1), ("repetition_penalty", 0), ("repetition_penalty", float("inf")),
         ("max_new_tokens", 0), ("max_new_tokens", 1.5), ("do_sample", "yes"), ("do_sample", 1),
-        ("eos_token_id", "</s>"), ("eos_token_id", -1), ("eos_token_id", True), ("eos_token_id", [3, None]),
-        ("eos_token_id", [[3]]), ("eos_token_id", {"id": 3}), ("eos_token_id", VOCAB_SIZE), ("eos_token_id", 3.0),
+        ("eos_token_id", "</s>"), ("eos_token_id", True), ("eos_token_id", [3, None]), ("eos_token_id", 3.5),
+        ("eos_token_id", [[3]]), ("eos_token_id", {"id": 3}), ("eos_token_id", float("nan")),
     ],
 )  # fmt: skip
 def test_an_invalid_value_is_refused_with_file_field_and_value(name: str, value: Any) -> None:
