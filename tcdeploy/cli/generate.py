@@ -81,9 +81,16 @@ def generate(
 
 
 def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:
-    """Flags override the model's defaults. A default length is cut to the context; a requested length is not."""
+    """Flags override the model's defaults.
+
+    A default length is cut to the context, and a default minimum to the length; a requested length is not cut.
+    """
     defaults = deployment.generation_defaults
-    params = defaults.sampling_params()
+    params: dict[str, Any] = defaults.sampling_params()
     if "max_new_tokens" in params:
         params["max_new_tokens"] = max(1, min(params["max_new_tokens"], deployment.plan.context - prompt_length))
-    return SamplingParams(**{**params, **flags, "stop_token_ids": defaults.stop_token_ids})
+    params = {**params, **flags}
+    if "min_new_tokens" in params:
+        max_new_tokens = params.get("max_new_tokens", DEFAULTS["max_new_tokens"])
+        params["min_new_tokens"] = min(params["min_new_tokens"], max_new_tokens)
+    return SamplingParams(**params, stop_token_ids=defaults.stop_token_ids)

@@ -7,7 +7,7 @@ A parameter that a request omits takes the file's value, else the server's defau
 `do_sample`, the file's temperature applies: transformers' `generate` would be greedy, but servers sample by default,
 and vLLM and SGLang ignore `do_sample`. With `do_sample: true` and no temperature, the temperature is 1.0, as in
 transformers. transformers' own defaults, such as top_k = 50, are not applied. `max_length` is ignored, because it
-includes the prompt.
+includes the prompt. Other keys that change the text and are not supported are a warning in the plan.
 
 `--generation-config none` ignores the sampling defaults. It keeps the file's end-of-sequence ids, as vLLM does: they
 often include the end of a chat turn, without which a chat model does not stop. A file that lacks `eos_token_id` takes
@@ -36,6 +36,20 @@ HINT = "correct the file, or use --generation-config none, which does not apply 
 CONFIG_HINT = "correct config.json"
 FILE, CONFIG = "generation_config.json", "config.json"
 SAMPLING_ONLY = {"temperature", "top_k", "top_p", "min_p"}  # unused by greedy generation
+# Keys that change the text of transformers' `generate` and are not supported, with the values that change nothing.
+# null changes nothing in any of them.
+UNSUPPORTED_KEYS: dict[str, tuple[Any, ...]] = {
+    "min_length": (0,), "max_time": (), "stop_strings": ([], ""), "suppress_tokens": ([],), "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],), "sequence_bias": ({}, []), "no_repeat_ngram_size": (0,), "num_beams": (1,),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "guidance_scale": (1,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "forced_bos_token_id": (), "forced_eos_token_id": ([],),
+    "forced_decoder_ids": ([],), "force_words_ids": ([],), "constraints": ([],), "penalty_alpha": (0,),
+    "dola_layers": ([],), "exponential_decay_length_penalty": ([],), "token_healing": (False,),
+    "watermarking_config": ({},),
+}  # fmt: skip
+UNSUPPORTED_SAMPLING_KEYS: dict[str, tuple[Any, ...]] = {  # unused by greedy generation
+    "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (),
+}  # fmt: skip
 NOT_DOWNLOADED = f"{FILE} was not downloaded"
 
 
@@ -52,6 +66,7 @@ class GenerationDefaults:
     min_p: float | None = None
     repetition_penalty: float | None = None
     max_new_tokens: int | None = None
+    min_new_tokens: int | None = None
     stop_token_ids: tuple[int, ...] = ()
 
     def sampling_params(self) -> dict[str, float | int]:
@@ -71,7 +86,7 @@ def resolve_defaults(
     vocab_size: int,
     tokenizer_ids: tuple[int, ...] | None = None,
 ) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
-    """The defaults, and two lines of the printed plan.
+    """The defaults, and two or three lines of the printed plan.
 
     `config_ids`: `eos_token_id` of config.json. `tokenizer_ids`: of the tokenizer's `eos_token`, () if it has none;
     None if the tokenizer was not loaded, because the command generates no text.
@@ -100,7 +115,11 @@ def resolve_defaults(
     else:
         reason = f"the model's {FILE}" if file else f"the model has no {FILE}"
         sampling_decision = Decision("sampling defaults", defaults.describe(), reason)
-    return defaults, (sampling_decision, stop_decision)
+    decisions: tuple[Decision, ...] = (sampling_decision, stop_decision)
+    if file is not None and source == "model" and (ignored := _ignored_keys(file.values, defaults)):
+        reason = "not supported or not used; text may differ from that of transformers"
+        decisions += (Decision(f"ignored keys of {FILE}", ", ".join(ignored), reason, is_fallback=True),)
+    return defaults, decisions
 
 
 def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
@@ -128,6 +147,16 @@ def _read_sampling(file: GenerationConfigFile) -> dict[str, Any]:
     elif do_sample:
         params.setdefault("temperature", 1.0)
     return params
+
+
+def _ignored_keys(values: dict[str, Any], defaults: GenerationDefaults) -> list[str]:
+    """Keys of the file that would change the text and do not apply."""
+    is_greedy = values.get("do_sample") is False
+    keys = UNSUPPORTED_KEYS if is_greedy else {**UNSUPPORTED_KEYS, **UNSUPPORTED_SAMPLING_KEYS}
+    ignored = [key for key in keys if values.get(key) is not None and values[key] not in keys[key]]
+    # invalid values, which only sampling requests would have used
+    unused = [key for key in sorted(SAMPLING_ONLY) if values.get(key) is not None and getattr(defaults, key) is None]
+    return ignored + unused
 
 
 def _read_stop_ids(file: GenerationConfigFile) -> tuple[int, ...]:

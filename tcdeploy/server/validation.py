@@ -128,7 +128,7 @@ def to_sampling_params(
         ),
         "presence_penalty": (request.presence_penalty or 0.0, "presence_penalty"),
         "frequency_penalty": (request.frequency_penalty or 0.0, "frequency_penalty"),
-        "min_new_tokens": (request.min_tokens or 0, "min_tokens"),
+        "min_new_tokens": (_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens), "min_tokens"),
         "seed": (request.seed, "seed"),
         "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
     }  # fmt: skip
@@ -171,6 +171,16 @@ def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int)
     if request.max_new_tokens is not None:
         return request.max_new_tokens
     return min(default or limit, limit)
+
+
+def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tokens: int) -> int:
+    """The request's value, else the model's default up to `max_new_tokens`.
+
+    The default does not apply to an output that follows a grammar: the output ends where its JSON ends.
+    """
+    if request.min_tokens is not None or request.constraint_field:
+        return request.min_tokens or 0
+    return max(0, min(default or 0, max_new_tokens))
 
 
 def _first_given(*values: Any) -> Any:

@@ -9,7 +9,13 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.generation_defaults import MAX_STOP_TOKEN_IDS, GenerationDefaults, resolve_defaults
+from tcdeploy.engine.generation_defaults import (
+    MAX_STOP_TOKEN_IDS,
+    UNSUPPORTED_KEYS,
+    UNSUPPORTED_SAMPLING_KEYS,
+    GenerationDefaults,
+    resolve_defaults,
+)
 from tcdeploy.errors import ModelError
 from tcdeploy.models.generation_config import GenerationConfigFile, config_stop_token_ids, read_generation_config
 from tcdeploy.planning.recipe import build_recipe
@@ -28,8 +34,9 @@ def resolve(values: dict[str, Any] | None, source: Any = "model", config_ids: An
 
 def test_the_parameters_of_the_file_are_the_defaults() -> None:
     values = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.05}
-    defaults = resolve({**values, "max_new_tokens": 64, "do_sample": True, "eos_token_id": [3, 5, 3]})
-    assert defaults.sampling_params() == {**values, "max_new_tokens": 64}
+    lengths = {"max_new_tokens": 64, "min_new_tokens": 2}
+    defaults = resolve({**values, **lengths, "do_sample": True, "eos_token_id": [3, 5, 3]})
+    assert defaults.sampling_params() == {**values, **lengths}
     assert defaults.stop_token_ids == (3, 5)
 
 
@@ -139,6 +146,51 @@ def test_the_plan_shows_the_defaults() -> None:
         ("sampling defaults", "temperature 0.6, top_k 20"), ("stop tokens", "3,5")
     ]  # fmt: skip
     assert not any(decision.is_fallback for decision in decisions)
+
+
+# Keys that are not supported
+
+
+def ignored(values: dict[str, Any], source: Any = "model") -> list[str]:
+    """The keys that the plan shows as ignored."""
+    file = GenerationConfigFile("generation_config.json", values)
+    decisions = resolve_defaults(source, file, CONFIG_ID, VOCAB_SIZE)[1]
+    for decision in decisions:
+        if decision.name == "ignored keys of generation_config.json":
+            assert decision.is_fallback
+            return decision.value.split(", ")
+    return []
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("suppress_tokens", [1, 2]), ("begin_suppress_tokens", [0]), ("bad_words_ids", [[3]]), ("min_length", 5),
+        ("no_repeat_ngram_size", 3), ("stop_strings", ["</s>"]), ("stop_strings", "end"),
+        ("sequence_bias", [[[1], 2.0]]), ("typical_p", 0.9), ("epsilon_cutoff", 1e-4), ("eta_cutoff", 1e-3),
+        ("top_h", 0.4), ("forced_bos_token_id", 0), ("forced_eos_token_id", 2), ("num_beams", 4),
+        ("penalty_alpha", 0.6), ("dola_layers", "low"),
+        ("guidance_scale", 1.5), ("max_time", 3.0), ("presence_penalty", 1.5), ("token_healing", True),
+    ],
+)  # fmt: skip
+def test_a_key_that_changes_the_text_and_is_not_supported_is_a_warning(key: str, value: Any) -> None:
+    assert ignored({key: value, "top_k": 3}) == [key]
+    assert ignored({key: value}, "none") == [], "the file's sampling defaults are ignored on request"
+
+
+def test_values_that_change_nothing_are_no_warning() -> None:
+    from transformers import GenerationConfig
+
+    assert ignored(GenerationConfig().to_dict()) == []
+    all_keys = {**UNSUPPORTED_KEYS, **UNSUPPORTED_SAMPLING_KEYS}
+    assert ignored(dict.fromkeys(all_keys)) == []
+    neutral = {key: values[0] for key, values in all_keys.items() if values}
+    assert ignored({**neutral, "num_beams": 1.0, "transformers_version": "4.0.0", "length_penalty": 2.0}) == []
+
+
+def test_keys_that_only_sampling_uses_are_no_warning_if_do_sample_is_false() -> None:
+    assert ignored({"typical_p": 0.9, "eta_cutoff": 0.1, "do_sample": False}) == []
+    assert ignored({"top_p": 0, "num_beams": 2, "do_sample": False}) == ["num_beams", "top_p"], "an invalid top_p"
 
 
 # Files that are refused

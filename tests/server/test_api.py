@@ -14,6 +14,7 @@ import httpx
 import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.server.admission import Admission
@@ -228,6 +229,19 @@ def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) 
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(request, 1, ModelLimits(64, 100))
     assert rejection.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, 6), ({"max_tokens": 4}, 4), ({"min_tokens": 2}, 2), ({"min_tokens": 0}, 0),
+        ({"response_format": {"type": "json_object"}}, 0),
+    ],
+)  # fmt: skip
+def test_the_models_minimum_length_is_the_default_of_free_text(fields: dict[str, Any], expected: int) -> None:
+    request = parse(CompletionRequest, httpx.Request("POST", "http://test", json={"prompt": [1], **fields}).content)
+    limits = ModelLimits(64, 100, GenerationDefaults(min_new_tokens=6, stop_token_ids=(2,)))
+    assert to_sampling_params(request, 1, limits).min_new_tokens == expected
 
 
 def test_choices_of_a_seeded_prompt_use_consecutive_seeds() -> None:
