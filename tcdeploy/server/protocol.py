@@ -25,6 +25,7 @@ from pydantic import (
     StrictStr,
     WrapValidator,
 )
+from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.json_steps import Integers
 
@@ -32,6 +33,11 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_PROMPTS = 1024
 MAX_MESSAGES = 4096
 MAX_PARTS = 1024  # text parts or tool calls in one message
+MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
+    "image_url": "images", "input_image": "images", "image": "images", "image_pil": "images", "image_embeds": "images",
+    "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
+    "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
+}  # fmt: skip
 MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
 
@@ -248,11 +254,32 @@ class NamedToolChoice(BaseModel):
     function: NamedFunction
 
 
+def _check_parts(content: Any) -> Any:
+    """Raise ValueError for a part other than text, with its kind.
+
+    pydantic's own first error would be that the content is not a string.
+    """
+    for part in content[:MAX_PARTS] if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and kind != "text":
+            name = MEDIA.get(kind)
+            raise PydanticCustomError(
+                "unsupported_part",
+                f"{name} are not supported by this server"
+                if name
+                else "content parts of this type are not supported by this server; the only type is text",
+            )
+    return content
+
+
+Parts: TypeAlias = Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
 class Message(BaseModel):
     model_config = ConfigDict(extra="allow")
 
     role: StrictStr
-    content: StrictStr | Annotated[list[TextPart], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
+    content: Annotated[StrictStr | Parts | None, BeforeValidator(_check_parts)] = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True, max_length=MAX_PARTS)] | None = None
     tool_call_id: StrictStr | None = None
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tcdeploy.server.json_steps import Integers, JsonLimits
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestParser, parse
 
 LIMITS = JsonLimits(1 << 20, 1 << 17)
@@ -40,6 +40,28 @@ def test_a_large_request_equals_a_small_one() -> None:
     ):  # fmt: skip
         assert parse_large(request_type, fields) == parse(request_type, json.dumps(fields).encode())
     assert type(parse_large(CompletionRequest, {"prompt": list(range(9000))}).prompt) is Integers
+
+
+@pytest.mark.parametrize("request_type", [ChatRequest, TokenizeRequest])
+@pytest.mark.parametrize("padding", ["", PADDING], ids=["small", "large"])
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, "images are not supported"),
+        ({"type": "input_audio", "input_audio": {"data": "AA", "format": "wav"}}, "audio inputs are not supported"),
+        ({"type": "video_url", "video_url": {"url": "http://x/v"}}, "videos are not supported"),
+        ({"type": "file", "file": {"file_id": "f"}}, "files are not supported"),
+        ({"type": "poem"}, "content parts of this type are not supported"),
+    ],
+)  # fmt: skip
+def test_a_part_that_is_not_text_is_refused_with_its_kind(
+    request_type: Any, padding: str, part: Any, reason: str
+) -> None:
+    messages = [USER, {"role": "user", "content": [{"type": "text", "text": f"a{padding}"}, part]}]
+    parser = parse_large if padding else lambda kind, fields: parse(kind, json.dumps(fields).encode())
+    error = error_of(parser, request_type, {"messages": messages})["error"]
+    assert error["param"] == "messages" and error["type"] == "invalid_request_error"
+    assert error["message"].startswith(f"messages.1.content: {reason} by this server")
 
 
 @pytest.mark.parametrize(
