@@ -196,6 +196,68 @@ def test_a_wrong_program_is_found_in_its_bucket(
     assert differences[0].expected[0] == differences[0].actual[0], "only the log-probability differs"
 
 
+@contextmanager
+def ties(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+    """Raise a second token of each row to a logit near that of the first. The item is the distance, below 0 for less.
+
+    The rows after the first are scaled by 1 + 0.01 if the list has a second item.
+    """
+    logits, distance = engine.runner._logits, [-5e-5]
+
+    def tied(buffers: Any, *arguments: Any) -> torch.Tensor:
+        values: torch.Tensor = logits(buffers, *arguments).clone()
+        top, token = values.max(-1, keepdim=True)
+        rows = slice(0, 1)
+        values[rows] = values[rows].scatter(1, (token[rows] + 1) % values.shape[1], top[rows] + distance[0])
+        if len(distance) > 1 and values.shape[0] > 1:
+            values[1:] *= 1.01
+        return values
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "_logits", tied)
+        yield distance
+
+
+def test_a_near_tie_that_goes_the_other_way_is_no_difference(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows then continue with another token, so their later log-probabilities are not compared."""
+    with ties(engine, monkeypatch) as distance:
+        canary = Canary(engine)
+        assert run_round(canary) == [] and not canary.unrepeatable
+        distance[0] = 5e-5
+        assert run_round(canary) == []
+
+
+def test_another_token_beyond_a_near_tie_is_a_difference(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    with ties(engine, monkeypatch) as distance:
+        canary = Canary(engine)
+        distance[0] = 1e-2
+        differences = run_round(canary)
+    assert {difference.case.name for difference in differences} == {case.name for case in canary.cases}
+    assert all(difference.expected[0] != difference.actual[0] for difference in differences)
+
+
+def test_another_token_by_chance_as_likely_as_the_recorded_one_is_a_difference(
+    canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens are exchanged: the new one has the recorded log-probability, the recorded one has lost it."""
+    logits: Callable[..., torch.Tensor] = engine.runner._logits
+    monkeypatch.setattr(engine.runner, "_logits", lambda *arguments: logits(*arguments).roll(1, dims=-1))
+    differences = run_round(canary)
+    assert len(differences) == len(canary.cases)
+    assert all(abs(difference.expected[1] - difference.actual[1]) < 1e-4 for difference in differences)
+
+
+def test_the_other_rows_of_a_batch_with_a_near_tie_are_still_compared(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ties(engine, monkeypatch) as distance:
+        canary = Canary(engine)
+        distance[:] = [5e-5, 1.0]
+        differences = run_round(canary)
+    assert [difference.case.name for difference in differences] == ["decode:4"]
+    assert differences[0].row > 0
+
+
 def test_logits_of_nan_are_a_difference(canary: Canary, engine: Engine) -> None:
     weight = engine.runner.model.get_output_embeddings().weight
     saved = weight.data[:, 0].clone()
