@@ -7,6 +7,9 @@ A step runs only if the engine has had no request for IDLE_S, so the short gaps 
 used. The engine thread checks its inbox after each step, so a request that arrives during a step waits for at most one
 step of the largest bucket. The interrupted case restarts from its first step when the engine is idle again.
 
+A case whose first two runs differ is left out and counted. With `--canary-strict`, a server without a case does not
+start, because it would report a health that nothing checks.
+
 A server that is never idle runs no canaries; the timestamp of the last success then stops advancing.
 """
 
@@ -16,6 +19,8 @@ import logging
 import time
 from collections.abc import Generator
 from typing import TYPE_CHECKING, NamedTuple
+
+from tcdeploy.errors import CompileError
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.canary import Canary, Difference
@@ -32,13 +37,20 @@ class CanaryStats(NamedTuple):
     failures: int = 0  # cases with a difference
     steps: int = 0  # recording included
     last_success: float = 0.0  # Unix time of the last round without a difference, or of the recording
+    cases_used: int = 0
+    cases_not_repeatable: int = 0  # left out, because their first two runs differed
 
 
 class CanarySchedule:
     """Used by the engine thread. Other threads may read `stats`, which is replaced at each change."""
 
     def __init__(self, canary: Canary, engine: Engine, interval: float) -> None:
-        self.stats = CanaryStats(steps=canary.num_steps, last_success=time.time())
+        self.stats = CanaryStats(
+            steps=canary.num_steps,
+            last_success=time.time(),
+            cases_used=len(canary.cases),
+            cases_not_repeatable=len(canary.unrepeatable),
+        )
         self._canary, self._engine, self._interval = canary, engine, interval
         self._due_at = time.monotonic() + interval
         self._busy_at = 0.0  # when the engine last had work
@@ -48,6 +60,15 @@ class CanarySchedule:
         self._check: Generator[None, None, Difference | None] | None = None  # the case that is running
         for difference in canary.unrepeatable:
             log.warning("a canary is not used, because its first two runs differ: %s", difference)
+
+    def require_cases(self) -> None:
+        """Raises CompileError if no case is left."""
+        if not self._canary.cases:
+            raise CompileError(
+                f"--canary-strict has nothing to check: each known prompt gave two results, the first one "
+                f"{self._canary.unrepeatable[0]}",
+                "find the operation that is not deterministic, or start without --canary-strict",
+            )
 
     def seconds_until_due(self) -> float:
         """Seconds until the next step may run if the engine stays idle; infinity if there is nothing to run."""

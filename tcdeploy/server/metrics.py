@@ -111,6 +111,10 @@ class _FiguresCollector:
         yield _gauge(
             "canary_last_success_timestamp_seconds", "Unix time of the last round that passed", canary.last_success
         )
+        cases = {"used": canary.cases_used, "not_repeatable": canary.cases_not_repeatable}
+        yield _gauge(
+            "canary_cases", "Canary cases; one whose first two runs differ is not used", _labelled(cases), ("state",)
+        )
         if figures.model is not None:
             yield from _model_metrics(figures.model)
 

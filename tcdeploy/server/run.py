@@ -103,7 +103,7 @@ class _Server:
         """Runs in the engine thread."""
         deployment = self._deploy()
         if self.settings.canary_interval:
-            self.worker.canary = _record_canary(deployment, self.settings.canary_interval)
+            self.worker.canary = _record_canary(deployment, self.settings)
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
 
     def _on_loaded(self, service: Service) -> None:
@@ -148,14 +148,20 @@ class _Server:
         self._exit_event.set()
 
 
-def _record_canary(deployment: Deployment, interval: float) -> CanarySchedule:
-    """Record the canary right after the parity checks have passed."""
+def _record_canary(deployment: Deployment, settings: ServerSettings) -> CanarySchedule:
+    """Record the canary right after the parity checks have passed.
+
+    Raises CompileError with `canary_strict` if no case is repeatable.
+    """
     from tcdeploy.engine.canary import Canary  # imports torch, which is loaded by now
 
     start = time.perf_counter()
     canary = Canary(deployment.engine)
     deployment.stage_seconds["canary"] = time.perf_counter() - start
-    return CanarySchedule(canary, deployment.engine, interval)
+    schedule = CanarySchedule(canary, deployment.engine, settings.canary_interval)
+    if settings.canary_strict:
+        schedule.require_cases()
+    return schedule
 
 
 def _uvicorn_config(state: ServerState) -> uvicorn.Config:

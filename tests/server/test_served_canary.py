@@ -23,8 +23,8 @@ from tcdeploy.server.canary import CanarySchedule
 from tcdeploy.server.request_group import RequestGroup
 from tcdeploy.server.settings import HotPath
 from tcdeploy.server.worker import Worker
-from tests.conftest import RunCLI
-from tests.server.conftest import ServerProcess
+from tests.conftest import TINY, RunCLI
+from tests.server.conftest import FLAGS, ServerProcess, start_cli
 from tests.server.test_worker import FakeEngine, collect_tokens
 
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
@@ -179,6 +179,51 @@ def test_nothing_is_due_without_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock(monkeypatch)
     schedule, _ = make_schedule(FakeCanary(0), 0.001)
     assert schedule.seconds_until_due() == float("inf")
+
+
+NOISE = """
+import itertools
+from tcdeploy.engine.runner import ModelRunner
+logits, calls, record = ModelRunner._logits, itertools.count(), {canary}.Canary._record
+def noisy(self, buffers, *arguments):
+    noise = 0.01 * next(calls) if buffers.bucket.name in {buckets} else 0
+    return logits(self, buffers, *arguments) * (1 + noise)
+def record_with_noise(self, case):
+    ModelRunner._logits = noisy
+    record(self, case)
+    ModelRunner._logits = logits
+{canary}.Canary._record = record_with_noise
+"""
+
+
+def noise_in(*buckets: str) -> str:
+    """Makes the results of these buckets differ from run to run while the canary is recorded."""
+    return "from tcdeploy.engine import canary" + NOISE.format(canary="canary", buckets=buckets)
+
+
+def test_cases_that_are_not_repeatable_are_counted(serve: Callable[..., Any]) -> None:
+    with serve("--canary-strict", script=noise_in("decode:4")) as server:
+        assert server.metric("canary_cases", state="used") == 4
+        assert server.metric("canary_cases", state="not_repeatable") == 1
+        assert httpx.get(f"{server.address}/health").status_code == 200
+
+
+ALL_BUCKETS = ("prefill:32", "prefill:128", "decode:1", "decode:4")
+
+
+def test_a_server_whose_canary_has_no_case_starts(serve: Callable[..., Any]) -> None:
+    with serve(script=noise_in(*ALL_BUCKETS)) as server:
+        assert server.metric("canary_cases", state="used") == 0
+        assert server.metric("canary_cases", state="not_repeatable") == 5
+
+
+def test_a_strict_server_whose_canary_has_no_case_does_not_start(tmp_path: Path, warm_cache: Path) -> None:
+    flags = (*FLAGS, "--cache-dir", str(warm_cache), "--canary-strict")
+    process: Any = start_cli(tmp_path, "serve", TINY, *flags, script=noise_in(*ALL_BUCKETS))
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1 and "ready: " not in stdout and "Traceback" not in stderr
+    assert "error: --canary-strict has nothing to check: each known prompt gave two results" in stderr
+    assert "hint: find the operation that is not deterministic" in stderr
 
 
 def test_the_thread_runs_no_canary_while_a_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
