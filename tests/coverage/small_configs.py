@@ -47,6 +47,10 @@ _MROPE = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
 _MROPE_OF_HALF = {"text_config.rope_parameters.mrope_section": [1, 1, 2]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _ROPE_BY_LAYER_TYPE = {"full_attention": _ROPE, "sliding_attention": _ROPE}
+_ADAPTERS = {
+    "vision_config.adapter_in_dim": HIDDEN, "vision_config.adapter_out_dim": HIDDEN,
+    "audio_config.adapter_input_size": HIDDEN, "audio_config.adapter_out_dim": HIDDEN,
+}  # fmt: skip
 _CONVOLUTIONS = ["conv", "full_attention", "conv", "full_attention"]
 _IMAGE_TOKENS = {"vocabulary_map": {"<image>": 200, "IMGIMGA": 201}}
 _MAMBA_HEADS = {"mamba_n_heads": 8, "mamba_d_head": HEAD_DIM}
@@ -63,13 +67,13 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {"text_config.rope_parameters.mrope_section": [3, 3, 2]},
     "chameleon": _IMAGE_TOKENS, "emu3": _IMAGE_TOKENS,
     "mistral4": {"head_dim": HEAD_DIM},
-    "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24},
+    "dots3_note_text": {"head_dim": 24}, "dots3_note": {"text_config.head_dim": 24, **_ADAPTERS},
     "dbrx": {"attn_config.rope_theta": 10000.0, "attn_config.clip_qkv": 8.0},
     "bamba": _MAMBA_HEADS, "granitemoehybrid": _MAMBA_HEADS, "mamba2": {"num_heads": 8, "head_dim": HEAD_DIM},
     "lfm2": {"layer_types": _CONVOLUTIONS}, "lfm2_moe": {"layer_types": _CONVOLUTIONS},
     "lfm2_vl": {"text_config.layer_types": _CONVOLUTIONS},
     "step3p7": {"text_config.sliding_window": WINDOW}, "step3p5": {"sliding_window": WINDOW},
-    "gemma3n_text": {"num_kv_shared_layers": 1},
+    "gemma3n_text": {"num_kv_shared_layers": 1}, "gemma4_assistant": {"text_config.num_kv_shared_layers": LAYERS},
     "molmo2": {"adapter_config.vision_feature_layer": [2, 3]},
     "qwen2_5_omni_thinker": {**_MROPE, "vision_start_token_id": 200},
     "qwen3_omni_moe_thinker": {"vision_start_token_id": 200},
@@ -80,14 +84,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# Arguments of config classes whose defaults are invalid.
+ARGUMENTS = {
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}},
+}  # fmt: skip
+ENCODER_DECODERS = ("t5gemma2",)  # without a decoder that works alone
+
+
 def small_config(model_type: str) -> PreTrainedConfig:
     """Raises what the config's class raises."""
     config_class = CONFIG_MAPPING[model_type]
-    values = config_class().to_dict()
+    values = config_class(**ARGUMENTS.get(model_type, {})).to_dict()
     for name, sub_config in (getattr(config_class, "sub_configs", None) or {}).items():
         if values.get(name) is None and hasattr(sub_config, "model_type") and sub_config.model_type:
             values[name] = sub_config().to_dict()
     values = shrink(values)
+    if model_type in ENCODER_DECODERS:
+        values["is_encoder_decoder"] = True
     for path, value in OVERRIDES.get(model_type, {}).items():
         *parents, name = path.split(".")
         target = values
