@@ -44,7 +44,7 @@ REFUSED = {
     "mamba": "layers of type linear_attention",
     "falcon": "does not look its attention up in the AttentionInterface",
     "bert": "is not causal",
-    "musicgen": "is an encoder-decoder model",
+    "blip-2": "requires inputs other than text",
 }
 
 
