@@ -11,7 +11,6 @@ import contextlib
 import copy
 import json
 import logging
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,14 +30,12 @@ from tcdeploy.models.quantisation import (
     dequantised_tensors,
     is_dequantised,
 )
+from tcdeploy.models.unused_tensors import text_depends_on
 from tcdeploy.torch_compat import fake_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Tensors that do not change the text, beside those that transformers' classes declare ignorable: masks of old GPT-2
-# checkpoints, format versions, value heads of reinforcement learning, and multi-token prediction.
-IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
 # Converting this many on fake tensors takes about 0.5 s. A checkpoint with more tensors, as with many experts, is
 # compared only while loading.
 MAX_TENSORS = 2500
@@ -207,7 +204,8 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
             f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    if unexpected := sorted(name for name in report["unexpected_keys"] if not _is_ignorable(name, loaded)):
+    unexpected = [name for name in report["unexpected_keys"] if not _is_ignorable(name, loaded)]
+    if unexpected := text_depends_on(unexpected, loaded.config):
         raise ModelError(
             f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
             f"{_first(unexpected)}",
@@ -216,19 +214,9 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
 
 
 def _is_ignorable(name: str, loaded: PreTrainedModel) -> bool:
-    """Whether the text does not depend on a tensor.
-
-    Layers for multi-token prediction follow the decoder's layers. A checkpoint of a multimodal model may contain whole
-    parts that the class leaves out, such as one that generates speech.
-    """
-    if IGNORABLE.search(name):
-        return True
-    config = loaded.config
-    if config.get_text_config() is not config and _part(name) not in {_part(used) for used in loaded.state_dict()}:
-        return True
-    layer = re.search(r"(?:^|\.)layers\.(\d+)\.", name)
-    has_prediction_layers = (getattr(config, "num_nextn_predict_layers", None) or 0) > 0
-    return bool(layer and has_prediction_layers and int(layer[1]) >= config.num_hidden_layers)
+    """Whether a tensor belongs to a part of a multimodal model that the class leaves out, such as one for speech."""
+    parts = {_part(used) for used in loaded.state_dict()}
+    return loaded.config.get_text_config() is not loaded.config and _part(name) not in parts
 
 
 def _part(name: str) -> str:

@@ -22,6 +22,8 @@ from tcdeploy.models.probe import probe_model
 from tcdeploy.models.quantisation import Tensor
 from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe
+from tests.coverage.campaign import save_model
+from tests.coverage.small_configs import small_config
 from tests.model_families import SUPPORTED
 
 QUERY, WEIGHTS, INDEX = "model.layers.0.self_attn.q_proj", "model.safetensors", "model.safetensors.index.json"
@@ -186,8 +188,34 @@ def test_a_tensor_that_the_model_does_not_use_is_named(folder: Path) -> None:
 def test_layers_beyond_those_of_the_config_are_refused(folder: Path) -> None:
     change_config(folder, num_hidden_layers=5)
     assert "tensors that the model does not use (9): model.layers.5." in rejection(folder)
-    change_config(folder, num_nextn_predict_layers=1)  # now it is a layer for multi-token prediction
+    change_config(folder, num_nextn_predict_layers=1)  # but no tensor of the layer is specific to prediction
+    assert "tensors that the model does not use (9): model.layers.5." in rejection(folder)
+
+
+@pytest.mark.parametrize("name", ["eh_proj", "enorm", "hnorm", "shared_head.norm", "embed_tokens"])
+def test_layers_for_multi_token_prediction_are_ignored_and_no_others(folder: Path, name: str) -> None:
+    change_config(folder, num_hidden_layers=5, num_nextn_predict_layers=1)
+    change_tensors(folder, lambda tensors: tensors.update({f"model.layers.5.{name}.weight": torch.ones(16)}))
     assert are_compared(folder)
+    change_config(folder, num_hidden_layers=4)
+    assert "tensors that the model does not use (19): model.layers.4." in rejection(folder)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_the_number_of_prediction_layers_is_read_from_the_text_config(nested: bool, tmp_path: Path) -> None:
+    config = small_config("mistral3")
+    text_config = config.get_text_config()
+    (text_config if nested else config).num_nextn_predict_layers = 1
+    save_model(config, tmp_path)
+    layer = f"model.language_model.layers.{text_config.num_hidden_layers}"
+    change_tensors(
+        tmp_path,
+        lambda tensors: tensors.update({f"{layer}.{name}.weight": torch.ones(16) for name in ("enorm", "mlp.down")}),
+    )
+    if nested:
+        assert are_compared(tmp_path)
+    else:
+        assert f"tensors that the model does not use (2): {layer}.enorm.weight" in rejection(tmp_path)
 
 
 def test_missing_and_mismatched_tensors_are_named(folder: Path) -> None:
