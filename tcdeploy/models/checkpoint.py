@@ -204,24 +204,12 @@ def check_loading_report(model: str, loaded: PreTrainedModel, report: dict[str, 
             f"{_first(mismatched)}",
             "use the config.json that belongs to these weights",
         )
-    unexpected = [name for name in report["unexpected_keys"] if not _is_ignorable(name, loaded)]
-    if unexpected := text_depends_on(unexpected, loaded.config):
+    if unexpected := text_depends_on(report["unexpected_keys"], loaded.config):
         raise ModelError(
             f"the checkpoint of {model} has tensors that the model does not use ({len(unexpected)}): "
             f"{_first(unexpected)}",
             "use the config.json that belongs to these weights; transformers would have ignored the tensors",
         )
-
-
-def _is_ignorable(name: str, loaded: PreTrainedModel) -> bool:
-    """Whether a tensor belongs to a part of a multimodal model that the class leaves out, such as one for speech."""
-    parts = {_part(used) for used in loaded.state_dict()}
-    return loaded.config.get_text_config() is not loaded.config and _part(name) not in parts
-
-
-def _part(name: str) -> str:
-    """The part of a multimodal model that a tensor belongs to, such as `language_model` or `visual`."""
-    return name.removeprefix("model.").partition(".")[0]
 
 
 def _describe_mismatch(name: str, stored: Any, expected: Any) -> str:

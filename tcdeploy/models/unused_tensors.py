@@ -14,14 +14,20 @@ from transformers import PreTrainedConfig
 # Beside the tensors that transformers' classes declare ignorable: masks of old GPT-2 checkpoints, format versions,
 # value heads of reinforcement learning, and multi-token prediction.
 IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
+# Generators of speech that read the text model's output, by the names that transformers gives them in Qwen2.5-Omni and
+# Qwen3-Omni. Other parts that a class leaves out are refused: they may be heads, adapters, or a second text model.
+GENERATORS = re.compile(r"^(model\.)?(talker|token2wav|code2wav)\.")
 LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 # Tensors that a layer for multi-token prediction has, and a decoder layer does not (DeepSeek-V3, GLM-4.5).
 PREDICTION_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+\.(?=(?:eh_proj|enorm|hnorm|shared_head|embed_tokens)\.)")
+# Generators of speech that read the text model's output, by the names that transformers gives them in Qwen2.5-Omni and
+# Qwen3-Omni. Other parts that a class leaves out are refused: they may be heads, adapters, or a second text model.
+GENERATORS = re.compile(r"^(model\.)?(talker|token2wav|code2wav)\.")
 
 
 def text_depends_on(names: Iterable[str], config: PreTrainedConfig) -> list[str]:
     """The tensors among those that a model does not use which may not be ignored, sorted by name."""
-    names = [name for name in names if not IGNORABLE.search(name)]
+    names = [name for name in names if not IGNORABLE.search(name) and not GENERATORS.match(name)]
     prediction_layers = _prediction_layers(names, config.get_text_config())
     return sorted(name for name in names if not name.startswith(prediction_layers))
 

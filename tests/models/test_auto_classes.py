@@ -56,7 +56,7 @@ def test_a_type_that_cannot_be_probed_is_refused_with_the_cause(model_type: str,
 
 
 @pytest.mark.parametrize("model_type", ["gemma3", "qwen2_5_vl"])
-def test_unused_text_tensors_are_refused_and_unused_whole_parts_accepted(model_type: str, tmp_path: Path) -> None:
+def test_unused_tensors_are_refused_unless_they_generate_speech(model_type: str, tmp_path: Path) -> None:
     """Their checkpoints have other names than the loaded model: language_model.model.layers, and model.layers."""
     save_model(small_config(model_type), tmp_path)
     weights = tmp_path / "model.safetensors"
@@ -67,7 +67,17 @@ def test_unused_text_tensors_are_refused_and_unused_whole_parts_accepted(model_t
         save_file({**tensors, name: torch.zeros(64)}, weights, metadata={"format": "pt"})
         decide(Recipe(model=str(tmp_path), buckets=(32,), batch_sizes=(1,)))
 
-    decide_with("talker.layers.0.weight")
-    for name in (query.replace("q_proj.weight", "o_proj.bias"), query.replace("layers.0.", "layers.9.")):
-        with pytest.raises(ModelError, match=r"has tensors that the model does not use \(1\): model.language_model"):
+    for part in ("talker", "token2wav", "code2wav"):
+        decide_with(f"{part}.layers.0.weight")
+    for name in (
+        query.replace("q_proj.weight", "o_proj.bias"),
+        query.replace("layers.0.", "layers.9."),
+        query.replace("q_proj.weight", "q_proj.lora_A.weight"),
+        f"base_model.model.{query}",
+        "score.weight",
+        "custom_text_proj.weight",
+        "text_model.layers.0.mlp.weight",
+        "talker_text_model.weight",
+    ):
+        with pytest.raises(ModelError, match=r"has tensors that the model does not use \(1\): "):
             decide_with(name)
