@@ -24,8 +24,10 @@ from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
 from tcdeploy.models.config_file import LFS_HINT, LFS_POINTER
 from tcdeploy.models.quantisation import (
+    MODEL_OPTIMIZER_FILE,
     Tensor,
     check_method,
+    check_model_optimizer,
     check_not_quantised,
     dequantised_tensors,
     is_dequantised,
@@ -88,9 +90,8 @@ def check_repository(model: str, revision: str | None) -> None:
     # only the cache's "no such file" entry proves that the repository lacks a config.json
     if config is None or isinstance(config, str):
         return
-    folder = None
-    with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
-        folder = Path(hf_hub_download(model, ADAPTER_CONFIG, revision=revision)).parent
+    adapter_config = _path_of(ADAPTER_CONFIG, model, revision, None)
+    folder = adapter_config.parent if adapter_config else None
     _check_formats(model, _file_names(model, revision, folder), folder)
     raise ModelError(f"{model} has no config.json on the hub", FORMAT_HINT)
 
@@ -116,7 +117,9 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
         raise _adapter_error(model, folder)
-    check_method(model, config, names)
+    check_method(model, config)
+    if MODEL_OPTIMIZER_FILE in names:
+        check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
 
 
 def read_stored_tensors(model: str, revision: str | None) -> dict[str, Tensor] | None:
@@ -236,6 +239,15 @@ def _file_names(model: str, revision: str | None, folder: Path | None) -> set[st
             info = HfApi().model_info(model, revision=revision, timeout=HUB_TIMEOUT_S)
             names |= {item.rfilename for item in info.siblings or ()}
     return names
+
+
+def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -> Path | None:
+    """The path of a small file of the model, downloaded if necessary; None if that is not possible."""
+    if folder and (folder / name).is_file():
+        return folder / name
+    with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
+        return Path(hf_hub_download(model, name, revision=revision))
+    return None
 
 
 def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:

@@ -9,12 +9,15 @@ region.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Mxfp4Config, PreTrainedConfig, PreTrainedModel
 
-from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.errors import ModelError, UnsupportedModelError
+from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_PROBLEM, json_problem
 
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
@@ -49,14 +52,26 @@ def is_dequantised(config: PreTrainedConfig) -> bool:
     return quantisation_method(config) == "mxfp4" and config.model_type == "gpt_oss"
 
 
-def check_method(model: str, config: PreTrainedConfig, file_names: set[str]) -> None:
+def check_method(model: str, config: PreTrainedConfig) -> None:
     """Raise UnsupportedModelError for quantised weights that cannot be served. Reads no weights."""
     method = quantisation_method(config)
     if method and not is_dequantised(config):
         raise UnsupportedModelError(
             f"{model} is quantised with {method}, which is not supported yet", NOT_QUANTISED_HINT
         )
-    if not method and MODEL_OPTIMIZER_FILE in file_names:
+
+
+def check_model_optimizer(model: str, path: Path | None) -> None:
+    """Raise UnsupportedModelError unless a MODEL_OPTIMIZER_FILE says that only the KV cache is quantised.
+
+    `path`: None if the file cannot be read, because the model has not been downloaded.
+    """
+    if path and (problem := json_problem(path)):
+        raise ModelError(f"{path} {problem}", LFS_HINT if problem == LFS_PROBLEM else HINT)
+    settings = json.loads(path.read_text(encoding="utf-8")).get("quantization") if path else {"quant_algo": "unknown"}
+    if not isinstance(settings, dict) or "quant_algo" not in settings:
+        raise ModelError(f"{path} does not state quant_algo, the format of the weights", HINT)
+    if settings["quant_algo"] is not None:
         raise UnsupportedModelError(
             f"{model} is quantised with TensorRT Model Optimizer (it has {MODEL_OPTIMIZER_FILE}), which is not "
             "supported yet",

@@ -11,12 +11,14 @@ from collections.abc import Iterable
 
 from transformers import PreTrainedConfig
 
-# Beside the tensors that transformers' classes declare ignorable: masks of old GPT-2 checkpoints, format versions,
-# value heads of reinforcement learning, and multi-token prediction.
-IGNORABLE = re.compile(r"\.masked_bias$|(^|\.)decoder\.version$|^v_head\.|_extra_state$|(^|\.)mtp\.")
-# Generators of speech that read the text model's output, by the names that transformers gives them in Qwen2.5-Omni and
-# Qwen3-Omni. Other parts that a class leaves out are refused: they may be heads, adapters, or a second text model.
-GENERATORS = re.compile(r"^(model\.)?(talker|token2wav|code2wav)\.")
+# Beside the tensors that transformers' classes declare ignorable:
+IGNORABLE = re.compile(
+    r"\.masked_bias$|(^|\.)position_ids$|rotary_emb\.(cos|sin)_cached$"  # constants that older code stored
+    r"|(^|\.)decoder\.version$|_extra_state$"  # format versions and states of other libraries
+    r"|^(model\.)?(v|value)_head\."  # value heads of reinforcement learning
+    r"|(^|\.)mtp\."  # multi-token prediction
+    r"|(attn|attention)\.(\w+\.)?(q|k|v|kv|prob)_scale$"  # of an FP8 KV cache; the one here is not quantised
+)
 LAYER = re.compile(r"(?:^|.*\.)layers\.(\d+)\.")
 # Tensors that a layer for multi-token prediction has, and a decoder layer does not (DeepSeek-V3, GLM-4.5).
 PREDICTION_LAYER = re.compile(r"(?:^|.*\.)layers\.\d+\.(?=(?:eh_proj|enorm|hnorm|shared_head|embed_tokens)\.)")

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -229,12 +230,23 @@ def test_missing_and_mismatched_tensors_are_named(folder: Path) -> None:
     "name",
     [
         "model.layers.0.self_attn.rotary_emb.inv_freq",  # stored by old versions of transformers
-        "model.layers.0.attn.masked_bias", "decoder.version", "v_head.summary.weight", "mtp.fc.weight",
+        "model.layers.0.self_attn.rotary_emb.cos_cached", "model.layers.0.self_attn.rotary_emb.sin_cached",
+        "model.rotary_emb.cos_cached", "model.layers.0.attn.masked_bias", "model.position_ids", "decoder.version",
+        "v_head.summary.weight", "value_head.0.weight", "mtp.fc.weight",
+        "model.layers.0.self_attn.k_scale", "model.layers.0.self_attn.v_scale", "model.layers.0.self_attn.kv_scale",
+        "model.layers.0.self_attn.k_proj.k_scale", "model.layers.0.self_attn.attn.q_scale",
+        "model.layers.0.self_attn.prob_scale",
     ],
 )  # fmt: skip
 def test_a_tensor_that_the_text_does_not_depend_on_passes(folder: Path, name: str) -> None:
     change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(16)}))
     assert are_compared(folder)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.head_scale", "model.layers.0.mlp.k_scale", "value.weight"])
+def test_a_tensor_with_a_similar_name_is_refused(folder: Path, name: str) -> None:
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(16)}))
+    assert f"tensors that the model does not use (1): {name}" in rejection(folder)
 
 
 def test_loading_checks_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +343,43 @@ def test_quantised_weights_are_recognised_by_a_file_beside_the_config(folder: Pa
     for load_format in ("auto", "dummy"):
         message = rejection(folder, load_format=load_format)
         assert "quantised with TensorRT Model Optimizer (it has hf_quant_config.json)" in message
+
+
+def test_a_quantised_kv_cache_is_not_quantised_weights(folder: Path) -> None:
+    """The cache here has the model's dtype, and does not need the scales."""
+    path = folder / "hf_quant_config.json"
+    path.write_text('{"quantization": {"quant_algo": null, "kv_cache_quant_algo": "FP8"}}')
+    for load_format in ("auto", "dummy"):
+        plan(folder, load_format=load_format)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("{", "is not JSON"), ("[]", "is not a JSON object"), ("version https://git-lfs", "is a Git LFS pointer"),
+        ("{}", "does not state quant_algo"), ('{"quantization": []}', "does not state quant_algo"),
+    ],
+)  # fmt: skip
+def test_a_broken_file_of_model_optimizer_is_named(folder: Path, content: str, problem: str) -> None:
+    path = folder / "hf_quant_config.json"
+    path.write_text(content)
+    assert rejection(folder).startswith(f"{path} {problem}")
+
+
+def test_the_file_of_model_optimizer_is_downloaded_before_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(Recipe(model=str(folder)))
+    names = [SimpleNamespace(rfilename=name) for name in ("hf_quant_config.json", "model.safetensors")]
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
+    path = folder / "hf_quant_config.json"
+    path.write_text('{"quantization": {"quant_algo": null}}')
+    monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: str(path))
+    check_files("someone/model", None, config)
+    monkeypatch.setattr(checkpoint, "hf_hub_download", lambda *_, **__: 1 / 0)
+    with pytest.raises(ModelError, match="is quantised with TensorRT Model Optimizer"):
+        check_files("someone/model", None, config)
 
 
 @pytest.mark.parametrize(
