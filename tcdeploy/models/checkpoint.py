@@ -144,10 +144,9 @@ def check_tensors(
     MAX_TENSORS tensors and for modelling code from the repository; load.py then checks the tensors while loading.
     Raises ModelError.
     """
-    if is_dequantised(config):
+    if is_mxfp4 := is_dequantised(config):
         tensors = dequantised_tensors(tensors)
-    else:
-        check_not_quantised(model, tensors)
+    check_not_quantised(model, tensors, is_mxfp4)
     if expected.match(tensors):
         return True
     known_class = model_class(config, trust_remote_code)

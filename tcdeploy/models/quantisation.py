@@ -22,9 +22,10 @@ from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_PROBLEM, json_proble
 MODEL_OPTIMIZER_FILE = "hf_quant_config.json"  # of TensorRT Model Optimizer; config.json may not mention it
 NOT_QUANTISED_HINT = "use the original model in bfloat16, or dequantise the weights first"
 QUANTISED_SUFFIXES = ("weight_scale", "weight_scale_inv", "weight_packed", "qweight", "SCB", "weight.absmax")
-INTEGER_DTYPES = ("I8", "U8", "I16", "I32", "F4")  # in which no plain weight is stored
-INTEGER_SUFFIXES = ("weight", "_blocks", "_scales")  # of weights, and of MXFP4's tensors
+# Dtypes of weights that hold values of their own. F8_E8M0 is a dtype of scales only.
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")  # that gpt-oss has in MXFP4
+MXFP4_SUFFIXES = ("_blocks", "_scales")
 MXFP4_BLOCK = 32  # values that share a scale; two values per byte
 
 
@@ -36,8 +37,11 @@ class Tensor(NamedTuple):
 
 
 def quantisation_method(config: PreTrainedConfig) -> str | None:
-    """The quantisation method that the config or its text config names."""
+    """The quantisation method that the config or its text config names. MLX states its settings without a name."""
     for part in (config, config.get_text_config()):
+        mlx_settings = getattr(part, "quantization", None)
+        if isinstance(mlx_settings, dict) and {"bits", "group_size"} & mlx_settings.keys():
+            return "MLX"
         for name in ("quantization_config", "compression_config"):
             settings = getattr(part, name, None)
             if settings is not None:  # empty settings are an error in transformers too
@@ -79,11 +83,15 @@ def check_model_optimizer(model: str, path: Path | None) -> None:
         )
 
 
-def check_not_quantised(model: str, tensors: dict[str, Tensor]) -> None:
-    """Recognise quantised weights by the dtypes and names of their tensors."""
+def check_not_quantised(model: str, tensors: dict[str, Tensor], is_mxfp4: bool = False) -> None:
+    """Recognise quantised weights by the dtypes and names of their tensors.
+
+    `is_mxfp4`: MXFP4 tensors that `dequantised_tensors` leaves are incomplete, not of another method.
+    """
+    weights = ("weight", *EXPERT_WEIGHTS, *(() if is_mxfp4 else MXFP4_SUFFIXES))
     for name, tensor in tensors.items():
-        has_integers = tensor.dtype in INTEGER_DTYPES and name.endswith(INTEGER_SUFFIXES)
-        if has_integers or name.endswith(QUANTISED_SUFFIXES):
+        is_quantised = tensor.dtype not in FLOAT_DTYPES and name.endswith(weights)
+        if is_quantised or name.endswith(QUANTISED_SUFFIXES):
             raise UnsupportedModelError(
                 f"{model} has quantised weights, which are not supported yet: {name} has the dtype {tensor.dtype}",
                 NOT_QUANTISED_HINT,
@@ -100,7 +108,8 @@ def dequantised_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     for name, scales in tensors.items():
         weight = name.removesuffix("_scales")
         blocks = tensors.get(f"{weight}_blocks")
-        if weight.endswith(EXPERT_WEIGHTS) and blocks and blocks.shape == (*scales.shape, MXFP4_BLOCK // 2):
+        has_scales = name != weight and weight.endswith(EXPERT_WEIGHTS) and len(scales.shape) == 3
+        if has_scales and blocks and blocks.shape == (*scales.shape, MXFP4_BLOCK // 2):
             experts, outputs, groups = scales.shape
             del dequantised[name], dequantised[f"{weight}_blocks"]
             dequantised[weight] = Tensor("BF16", (experts, groups * MXFP4_BLOCK, outputs))

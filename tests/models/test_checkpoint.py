@@ -331,6 +331,17 @@ def test_quantised_weights_are_recognised_by_names_and_dtypes(folder: Path, name
     assert f"has quantised weights, which are not supported yet: {QUERY}.{name}" in rejection(folder)
 
 
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64,
+     torch.bool, torch.float8_e8m0fnu],
+)  # fmt: skip
+def test_weights_of_any_other_dtype_than_a_floating_one_are_quantised(folder: Path, dtype: torch.dtype) -> None:
+    name = f"{QUERY}.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(192, 192).to(dtype)}))
+    assert f"has quantised weights, which are not supported yet: {name}" in rejection(folder)
+
+
 def test_float8_weights_without_scales_are_values_of_their_own(folder: Path) -> None:
     """transformers converts them to the plan's dtype."""
     name = f"{QUERY}.weight"

@@ -184,6 +184,20 @@ def test_blocks_without_scales_are_refused(folders: Folders, name: str) -> None:
     assert f"lacks 1 of the model's tensors: {weight}" in rejection(folders.quantised)
 
 
+@pytest.mark.parametrize("shape", [(), (4,), (4, 128)])
+def test_scales_with_too_few_dimensions_are_refused(folders: Folders, shape: tuple[int, ...]) -> None:
+    scales, blocks = torch.ones(shape, dtype=torch.uint8), torch.ones(*shape, 16, dtype=torch.uint8)
+    names = (f"{EXPERTS}.down_proj_scales", f"{EXPERTS}.down_proj_blocks")
+    change_tensors(folders.quantised, lambda tensors: tensors.update(zip(names, (scales, blocks), strict=True)))
+    assert f"lacks 1 of the model's tensors: {EXPERTS}.down_proj" in rejection(folders.quantised)
+
+
+def test_weights_beside_the_experts_may_not_be_quantised(folders: Folders) -> None:
+    name = "model.layers.0.self_attn.q_proj.weight"
+    change_tensors(folders.quantised, lambda tensors: tensors.update({name: tensors[name].to(torch.int8)}))
+    assert rejection(folders.quantised).endswith(f"not supported yet: {name} has the dtype I8")
+
+
 def test_experts_of_another_size_are_refused(folders: Folders) -> None:
     change_config(folders.quantised, intermediate_size=96)
     assert "[4, 64, 128] instead of [4, 64, 192]" in rejection(folders.quantised)
@@ -215,6 +229,16 @@ def test_mxfp4_of_another_model_is_refused(tmp_path: Path) -> None:
 
 
 # Settings without a method
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("with_both_names", [False, True])
+def test_mlx_is_recognised_by_its_settings(with_both_names: bool, load_format: Any, tmp_path: Path) -> None:
+    """Newer versions of MLX write them under both names."""
+    AutoConfig.for_model("gpt_oss", **SIZES).save_pretrained(tmp_path)
+    settings = {"group_size": 32, "bits": 4, "mode": "mxfp4"}
+    change_config(tmp_path, quantization=settings, **({"quantization_config": settings} if with_both_names else {}))
+    assert "is quantised with MLX, which is not supported yet" in rejection(tmp_path, load_format=load_format)
 
 
 @pytest.mark.parametrize("name", ["quantization_config", "compression_config"])
