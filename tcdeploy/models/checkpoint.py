@@ -16,13 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
-from tcdeploy.models.config_file import LFS_HINT, LFS_POINTER
 from tcdeploy.models.quantisation import (
     MODEL_OPTIMIZER_FILE,
     Tensor,
@@ -33,9 +31,9 @@ from tcdeploy.models.quantisation import (
     is_dequantised,
 )
 from tcdeploy.models.unused_tensors import text_depends_on
+from tcdeploy.models.weight_files import explicit_file, read_headers
 from tcdeploy.torch_compat import fake_tensors
 
-WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Converting this many on fake tensors takes about 0.5 s. A checkpoint with more tensors, as with many experts, is
@@ -122,13 +120,13 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
         check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
 
 
-def read_stored_tensors(model: str, revision: str | None) -> dict[str, Tensor] | None:
+def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, Tensor] | None:
     """The tensors in the headers of a model's safetensors files, by name.
 
     None if the files have not been downloaded or are not safetensors. Raises ModelError for broken files.
     """
     folder = model_folder(model, revision)
-    return read_headers(model, folder) if folder else None
+    return read_headers(model, folder, explicit_file(model, config)) if folder else None
 
 
 def check_tensors(
@@ -150,7 +148,10 @@ def check_tensors(
     if expected.match(tensors):
         return True
     known_class = model_class(config, trust_remote_code)
-    if known_class is None or len(tensors) > MAX_TENSORS:
+    if known_class is None:
+        return False
+    _check_prefixes(model, tensors, expected, known_class.base_model_prefix)
+    if len(tensors) > MAX_TENSORS:
         return False
     try:
         loaded, report = _load_on_fake_tensors(known_class, config, tensors)
@@ -159,6 +160,17 @@ def check_tensors(
         return False
     check_loading_report(model, loaded, report)
     return True
+
+
+def _check_prefixes(model: str, tensors: dict[str, Tensor], expected: ExpectedTensors, prefix: str) -> None:
+    """Refuse a tensor of the model that occurs with and without the prefix, which transformers adds and removes."""
+    for name in tensors:
+        names = {name, f"{prefix}.{name}"}
+        if names <= tensors.keys() and len(names & expected.shapes.keys()) == 1:
+            raise ModelError(
+                f"{model} has two tensors for one of the model: {name}, {prefix}.{name}",
+                "save the model again with only one of them; transformers would have used either",
+            )
 
 
 def stored_dtype(tensors: dict[str, Tensor]) -> str:
@@ -247,53 +259,6 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
     with contextlib.suppress(Exception):  # huggingface_hub raises many types, also if there is no such file
         return Path(hf_hub_download(model, name, revision=revision))
     return None
-
-
-def read_headers(model: str, folder: Path) -> dict[str, Tensor] | None:
-    """The tensors in a folder's safetensors files, by name. Raises ModelError for broken files.
-
-    None if the folder has no such files, or not all files of a Hub model have been downloaded.
-    """
-    if (folder / WEIGHTS).is_file():  # transformers prefers it to an index
-        names = [WEIGHTS]
-    elif (folder / INDEX).is_file():
-        names = _indexed_files(folder)
-    else:
-        return None
-    tensors: dict[str, Tensor] = {}
-    for name in names:
-        try:
-            with safe_open(folder / name, framework="pt") as file:
-                for key in file.keys():  # noqa: SIM118 - not a dict
-                    piece = file.get_slice(key)
-                    tensors[key] = Tensor(piece.get_dtype(), tuple(piece.get_shape()))
-        except FileNotFoundError:
-            if not Path(model).is_dir():  # a download that is running or was interrupted
-                return None
-            raise ModelError(
-                f"{model} lacks {name}, which its index lists", "download the model again, with all its files"
-            ) from None
-        except (SafetensorError, OSError) as error:
-            if _is_lfs_pointer(folder / name):
-                raise ModelError(f"{folder / name} is a Git LFS pointer, not the weights", LFS_HINT) from None
-            raise ModelError(f"{folder / name} is damaged: {error}", "download the file again") from None
-    return tensors
-
-
-def _is_lfs_pointer(path: Path) -> bool:
-    with contextlib.suppress(OSError), path.open("rb") as file:
-        return file.read(len(LFS_POINTER)) == LFS_POINTER.encode()
-    return False
-
-
-def _indexed_files(folder: Path) -> list[str]:
-    try:
-        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
-        if all(isinstance(name, str) and Path(name).name == name for name in names):
-            return sorted(names)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ModelError(f"{folder / INDEX} is damaged: weight_map must name the file of each tensor", "download it again")
 
 
 def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:

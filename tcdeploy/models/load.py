@@ -124,7 +124,7 @@ def check_checkpoint(recipe: Recipe, config: PreTrainedConfig, expected: Expecte
         return ""
     transformers_logging.disable_progress_bar()
     with quiet_transformers(), _translate_errors(recipe.model):
-        tensors = read_stored_tensors(recipe.model, recipe.revision)
+        tensors = read_stored_tensors(recipe.model, recipe.revision, config)
         if tensors is None:
             return ""
         check_tensors(recipe.model, config, tensors, expected, recipe.trust_remote_code)

@@ -47,7 +47,7 @@ def plan(folder: Path, **fields: Any) -> None:
 
 def are_compared(folder: Path) -> bool:
     config = load_config(Recipe(model=str(folder)))
-    tensors = read_stored_tensors(str(folder), None)
+    tensors = read_stored_tensors(str(folder), None, config)
     assert tensors is not None
     return check_tensors(str(folder), config, tensors, probe_model(config).tensors)
 
@@ -164,7 +164,8 @@ def test_the_headers_of_a_hub_model_are_read_once_it_is_downloaded(
     if downloaded == "config only":
         files[0].unlink()
         (folder / INDEX).unlink()
-    assert (read_stored_tensors("someone/model", None) is not None) == (downloaded == "all")
+    config = AutoConfig.from_pretrained(folder)
+    assert (read_stored_tensors("someone/model", None, config) is not None) == (downloaded == "all")
 
 
 def test_a_hub_model_with_weights_is_not_looked_up_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +315,53 @@ def test_a_damaged_index_is_named(folder: Path, index: str) -> None:
     shard(folder)
     (folder / INDEX).write_text(index)
     assert rejection(folder).startswith(f"{folder / INDEX} is damaged")
+
+
+@pytest.mark.parametrize("name", ["other.safetensors", "parts/other.safetensors"])
+def test_the_file_that_transformers_weights_names_is_read(folder: Path, name: str) -> None:
+    """transformers loads it instead of model.safetensors."""
+    change_config(folder, transformers_weights=name)
+    assert rejection(folder).endswith(f"lacks {name}, which transformers_weights in config.json names")
+    (folder / name).parent.mkdir(exist_ok=True)
+    shutil.copy(folder / WEIGHTS, folder / name)
+    assert are_compared(folder)
+    tensors = load_file(folder / name)
+    save_file({**tensors, f"{QUERY}.bias": torch.ones(192)}, folder / name, metadata={"format": "pt"})
+    assert f"tensors that the model does not use (1): {QUERY}.bias" in rejection(folder)
+
+
+def test_the_index_that_transformers_weights_names_is_read(folder: Path) -> None:
+    files = shard(folder)
+    (folder / INDEX).rename(folder / "other.safetensors.index.json")
+    change_config(folder, transformers_weights="other.safetensors.index.json")
+    assert are_compared(folder)
+    files[1].unlink()
+    assert rejection(folder).endswith(f"lacks {files[1].name}, which its index lists")
+    (folder / "other.safetensors.index.json").unlink()
+    assert "other.safetensors.index.json, which transformers_weights in config.json names" in rejection(folder)
+
+
+@pytest.mark.parametrize("value", [1, "weights.bin", "../other.safetensors", "/other.safetensors"])
+def test_a_value_of_transformers_weights_that_cannot_be_loaded_is_an_error(folder: Path, value: Any) -> None:
+    change_config(folder, transformers_weights=value)
+    assert f"transformers_weights is {value!r}; it must name a safetensors file" in rejection(folder)
+
+
+def test_a_tensor_in_two_shards_is_named(folder: Path) -> None:
+    """transformers would use the one that it reads last."""
+    first, second = shard(folder)
+    name, tensor = next(iter(load_file(first).items()))
+    save_file({**load_file(second), name: tensor}, second, metadata={"format": "pt"})
+    assert rejection(folder).endswith(f"has the tensor {name} in two files: {first.name}, {second.name}")
+
+
+def test_a_tensor_with_and_without_prefix_is_named(folder: Path) -> None:
+    name = f"{QUERY}.weight"
+    other = name.removeprefix("model.")
+    change_tensors(folder, lambda tensors: tensors.update({other: tensors[name] * 2}))
+    assert rejection(folder).endswith(f"has two tensors for one of the model: {other}, {name}")
+    change_tensors(folder, lambda tensors: tensors.pop(name))
+    assert are_compared(folder)
 
 
 # Quantisation
