@@ -21,6 +21,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
 from tcdeploy.models.auto_classes import model_class
+from tcdeploy.models.expert_tensors import check_experts, conversion_error
+from tcdeploy.models.load_errors import is_failed_conversion
 from tcdeploy.models.quantisation import (
     MODEL_OPTIMIZER_FILE,
     Tensor,
@@ -151,11 +153,14 @@ def check_tensors(
     if known_class is None:
         return False
     _check_prefixes(model, tensors, expected, known_class.base_model_prefix)
+    check_experts(model, tensors)
     if len(tensors) > MAX_TENSORS:
         return False
     try:
         loaded, report = _load_on_fake_tensors(known_class, config, tensors)
     except Exception as error:  # the load on real tensors may succeed, and is checked too
+        if is_failed_conversion(error):
+            raise conversion_error(model, tensors, expected.shapes) from error
         log.debug("the tensors of %s are not compared while planning: %s", model, error)
         return False
     check_loading_report(model, loaded, report)

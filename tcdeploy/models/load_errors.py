@@ -59,7 +59,17 @@ def recognise(model: str, error: BaseException) -> ModelError | None:
         )
     if lacking := re.search(r"not appear to have a file named (\S+\.py)\b", text):
         return ModelError(f"{model} lacks {lacking[1]}, which auto_map of its config.json names", DOWNLOAD_HINT)
+    if is_failed_conversion(error):
+        return ModelError(
+            f"transformers cannot convert the tensors of {model} to those that config.json describes",
+            "use the config.json that belongs to these weights, or download the model again",
+        )
     return _failed_code(model, chain)
+
+
+def is_failed_conversion(error: BaseException) -> bool:
+    """Whether transformers could not stack or split tensors of a checkpoint. It names them only in a log message."""
+    return "issues during automatic conversion" in str(error)
 
 
 def missing_package_error(model: str, packages: list[str]) -> ModelError:
