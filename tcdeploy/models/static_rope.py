@@ -20,9 +20,12 @@ STATIC = "default"
 def freeze_rope(model: nn.Module) -> None:
     """Change `rope_type` of each rotary embedding, which transformers reads in every forward pass.
 
-    The frequencies were computed when the module was built, and stay as they are.
+    The frequencies were computed when the module was built, and stay as they are. Modelling code from a repository may
+    read `rope_type` for other purposes, so its modules are not changed.
     """
     for module in model.modules():
+        if not type(module).__module__.startswith("transformers."):
+            continue
         rope_type = getattr(module, "rope_type", None)
         if isinstance(rope_type, str):
             setattr(module, "rope_type", _static(rope_type))  # noqa: B010 - nn.Module declares other attribute types
