@@ -23,7 +23,7 @@ from tcdeploy.errors import UnsupportedModelError
 HINT = "docs/models.md describes the models that can be served"
 
 
-def auto_class(config: PreTrainedConfig, model: str = "") -> Any:
+def auto_class(config: PreTrainedConfig, trust_remote_code: bool, model: str = "") -> Any:
     """AutoModelForCausalLM or AutoModelForMultimodalLM. `model` names the model in errors.
 
     Raises UnsupportedModelError for encoder-decoders, and for types that transformers loads as neither.
@@ -33,10 +33,9 @@ def auto_class(config: PreTrainedConfig, model: str = "") -> Any:
         raise UnsupportedModelError(
             f"{model} is an encoder-decoder model ({name}); only models without an encoder are supported", HINT
         )
-    if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        return AutoModelForMultimodalLM
-    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING or remote_class(config):
-        return AutoModelForCausalLM
+    chosen, _ = _classes(config, trust_remote_code)
+    if chosen:
+        return chosen
     if config.get_text_config() is not config:
         raise UnsupportedModelError(
             f"{model} is a multimodal model ({name}) that transformers does not load as a text generator", HINT
@@ -46,20 +45,28 @@ def auto_class(config: PreTrainedConfig, model: str = "") -> Any:
     )
 
 
+def model_class(config: PreTrainedConfig, trust_remote_code: bool) -> Any | None:
+    """The class that `auto_class` makes an instance of; None if it comes from the model's repository."""
+    return _classes(config, trust_remote_code)[1]
+
+
+def _classes(config: PreTrainedConfig, trust_remote_code: bool) -> tuple[Any | None, Any | None]:
+    """The auto class, and transformers' class that it makes an instance of. Trusted code takes precedence over both."""
+    is_remote = remote_class(config) is not None
+    if not (trust_remote_code and is_remote):
+        for chosen, mapping in (
+            (AutoModelForMultimodalLM, MODEL_FOR_MULTIMODAL_LM_MAPPING),
+            (AutoModelForCausalLM, MODEL_FOR_CAUSAL_LM_MAPPING),
+        ):
+            if type(config) in mapping:
+                return chosen, mapping[type(config)]
+    return (AutoModelForCausalLM if is_remote else None), None
+
+
 def remote_class(config: PreTrainedConfig) -> str | None:
     """The causal LM class in the model's repository, as "module.Class", if the config names one."""
     reference: str | None = (getattr(config, "auto_map", None) or {}).get("AutoModelForCausalLM")
     return reference
-
-
-def model_class(config: PreTrainedConfig, trust_remote_code: bool) -> Any | None:
-    """The class that `auto_class` makes an instance of; None if it comes from the model's repository."""
-    if trust_remote_code and remote_class(config):
-        return None
-    for mapping in (MODEL_FOR_MULTIMODAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]
-    return None
 
 
 def is_multimodal(config: PreTrainedConfig) -> bool:

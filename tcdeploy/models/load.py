@@ -90,7 +90,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if local_config.is_file():  # check it before transformers creates a list with one entry per layer
             _check_layer_count(recipe.model, read_config_file(local_config))
         config = _read_config(path, recipe)
-        auto_class(config, recipe.model)  # raises for other kinds of models
+        auto_class(config, recipe.trust_remote_code, recipe.model)  # raises for other kinds of models
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
@@ -175,7 +175,7 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
     """
     torch.manual_seed(DUMMY_SEED)
     with torch.device(plan.device):
-        model: PreTrainedModel = auto_class(config).from_config(
+        model: PreTrainedModel = auto_class(config, plan.trust_remote_code).from_config(
             config, dtype=dtype, attn_implementation=attn_implementation, trust_remote_code=plan.trust_remote_code
         )
     tensors: dict[str, torch.Tensor] = model.state_dict(keep_vars=True)
@@ -190,7 +190,7 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     """If accelerate is installed, shards are read directly to the device; otherwise through host memory."""
     placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
-    model, report = auto_class(config).from_pretrained(
+    model, report = auto_class(config, plan.trust_remote_code).from_pretrained(
         resolve_model_path(plan.model),
         config=config,
         revision=plan.revision,

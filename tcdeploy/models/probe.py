@@ -249,7 +249,7 @@ def _run_on_fake_tensors(
     positions: PositionTracer,
 ) -> nn.Module:
     """Build and call the model on fake tensors, in PROBE_DTYPE."""
-    model_class = auto_class(config)
+    model_class = auto_class(config, trust_remote_code)
     try:
         with quiet_transformers(), fake_tensors(), torch.no_grad():
             # Some models read their weights while they initialise them. Code from a repository may use what

@@ -109,7 +109,7 @@ def traced_only() -> Iterator[None]:
 def save_model(config: Any, folder: Path) -> None:
     """Save random weights, or only the config if the type is refused before weights are read."""
     try:
-        model_class = auto_class(config)
+        model_class = auto_class(config, trust_remote_code=False)
         torch.manual_seed(0)
         model = model_class.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
         draw_dummy_weights(model)
@@ -120,7 +120,11 @@ def save_model(config: Any, folder: Path) -> None:
 
 def generate(config: Any, folder: str) -> list[list[int]]:
     """The greedy tokens of transformers' `generate` for each prompt. End-of-sequence tokens do not stop it."""
-    model = auto_class(config).from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = (
+        auto_class(config, trust_remote_code=False)
+        .from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        .eval()
+    )
     answers = []
     for prompt in PROMPTS:
         ids = torch.tensor([prompt])

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from tcdeploy.errors import ModelError, UnsupportedModelError
-from tcdeploy.models.auto_classes import auto_class, is_multimodal
+from tcdeploy.models.auto_classes import auto_class, is_multimodal, model_class
+from tcdeploy.models.load import load_model
 from tcdeploy.models.probe import probe
 from tcdeploy.pipeline import decide
 from tcdeploy.planning.recipe import Recipe, build_recipe
@@ -20,9 +21,9 @@ from tests.coverage.small_configs import small_config
 
 def test_a_type_with_a_multimodal_class_is_loaded_whole() -> None:
     """Emu3 has both classes; the causal one would leave tensors unused."""
-    assert auto_class(AutoConfig.for_model("llama")) is AutoModelForCausalLM
-    assert auto_class(AutoConfig.for_model("emu3")) is AutoModelForMultimodalLM
-    assert auto_class(AutoConfig.for_model("llava")) is AutoModelForMultimodalLM
+    assert auto_class(AutoConfig.for_model("llama"), trust_remote_code=False) is AutoModelForCausalLM
+    assert auto_class(AutoConfig.for_model("emu3"), trust_remote_code=False) is AutoModelForMultimodalLM
+    assert auto_class(AutoConfig.for_model("llava"), trust_remote_code=False) is AutoModelForMultimodalLM
 
 
 @pytest.mark.parametrize(
@@ -81,3 +82,25 @@ def test_unused_tensors_are_refused_unless_they_generate_speech(model_type: str,
     ):
         with pytest.raises(ModelError, match=r"has tensors that the model does not use \(1\): "):
             decide_with(name)
+
+
+REMOTE_CODE = """
+from transformers import Mistral3ForConditionalGeneration
+class MyForCausalLM(Mistral3ForConditionalGeneration):
+    pass
+"""
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_trusted_code_takes_precedence_over_a_multimodal_class(load_format: str, tmp_path: Path) -> None:
+    config = small_config("mistral3")
+    save_model(config, tmp_path)
+    config.auto_map = {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}
+    config.save_pretrained(tmp_path)
+    (tmp_path / "modeling_my.py").write_text(REMOTE_CODE)
+    for trust_remote_code, name in ((True, "MyForCausalLM"), (False, "Mistral3ForConditionalGeneration")):
+        values = {"model": str(tmp_path), "load_format": load_format, "trust_remote_code": trust_remote_code}
+        planned = decide(build_recipe({**values, "buckets": (32,), "batch_sizes": (1,)}, environ={}))
+        assert planned.architecture.class_name == name
+        assert type(load_model(planned.plan, planned.config, "sdpa")).__name__ == name
+        assert (model_class(planned.config, trust_remote_code) is None) == trust_remote_code

@@ -55,7 +55,7 @@ def test_the_planned_bytes_are_those_of_the_loaded_model(family: str, tmp_path: 
     if family not in CONFIG_MAPPING:
         pytest.skip("this transformers does not have the family")
     config = AutoConfig.for_model(family, **FAMILIES[family])
-    auto_class(config).from_config(config).save_pretrained(tmp_path)
+    auto_class(config, trust_remote_code=False).from_config(config).save_pretrained(tmp_path)
     architecture = probe(config)
     for dtype in DTYPES:
         model = load(tmp_path, config, dtype)
