@@ -20,7 +20,7 @@ from transformers import (
 
 from tcdeploy.errors import UnsupportedModelError
 
-HINT = "docs/models.md describes the models that can be served"
+HINT = "docs/models.md describes the models that can be served; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
 def auto_class(config: PreTrainedConfig, trust_remote_code: bool, model: str = "") -> Any:

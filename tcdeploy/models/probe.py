@@ -23,7 +23,7 @@ from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy.errors import TcdeployError, UnsupportedModelError
-from tcdeploy.models.auto_classes import auto_class, is_multimodal
+from tcdeploy.models.auto_classes import HINT, auto_class, is_multimodal
 from tcdeploy.models.checkpoint import ExpectedTensors, expected_tensors
 from tcdeploy.models.load import config_to_dict, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain, missing_package_error, missing_packages
@@ -51,7 +51,6 @@ IGNORED_ATTENTION_KWARGS = {
     "output_hidden_states",
     "logits_to_keep",
 }
-HINT = "the README lists the supported models; TCDEPLOY_DEBUG=1 shows the traceback"
 
 
 @dataclass
