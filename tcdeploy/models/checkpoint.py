@@ -271,8 +271,11 @@ def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         name = json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") if folder else None
         base = f" for {name}" if name else ""
+    remedy = f"delete {ADAPTER_CONFIG}"
+    if not Path(model).is_dir():
+        remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
     return UnsupportedModelError(
         f"{model} contains a PEFT adapter{base}, which is not supported",
         "merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder; if it is "
-        f"merged already, delete {ADAPTER_CONFIG}",
+        f"merged already, {remedy}",
     )

@@ -461,6 +461,19 @@ def test_an_adapter_beside_the_base_weights_is_refused(folder: Path) -> None:
         assert "contains a PEFT adapter for someone/base" in rejection(folder, load_format=load_format)
 
 
+def test_the_hint_about_a_merged_adapter_can_be_followed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of a Hub repository cannot be deleted."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (folder / name).write_text("{}")
+    with pytest.raises(ModelError) as error:
+        plan(folder)
+    assert error.value.hint.endswith("if it is merged already, delete adapter_config.json")
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    with pytest.raises(ModelError) as error:
+        check_files("someone/model", None, AutoConfig.from_pretrained(folder))
+    assert error.value.hint.endswith("download the repository without adapter_config.json and pass that folder")
+
+
 def test_a_folder_with_only_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{")
     assert rejection(tmp_path).endswith("contains a PEFT adapter, which is not supported")
