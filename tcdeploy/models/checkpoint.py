@@ -33,7 +33,7 @@ from tcdeploy.models.quantisation import (
     is_dequantised,
 )
 from tcdeploy.models.unused_tensors import text_depends_on
-from tcdeploy.models.weight_files import explicit_file, read_headers
+from tcdeploy.models.weight_files import FORMAT_HINT, OTHER_FORMATS, check_format, explicit_file, read_headers
 from tcdeploy.torch_compat import fake_tensors
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", {"adapter_model.safetensors", "adapter_model.bin"}
@@ -42,9 +42,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 # compared only while loading.
 MAX_TENSORS = 2500
 HUB_TIMEOUT_S = 10
-FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
-# Files that hold weights in other formats, by suffix.
-OTHER_FORMATS = {".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo"}
 log = logging.getLogger("tcdeploy.models")
 
 
@@ -102,16 +99,16 @@ def _check_formats(model: str, names: set[str], folder: Path | None) -> None:
         raise _adapter_error(model, folder)
     suffixes = {Path(name).suffix for name in names} & OTHER_FORMATS.keys()
     if suffixes:
-        formats = ", ".join(OTHER_FORMATS[suffix] for suffix in sorted(suffixes))
+        formats = ", ".join(sorted({OTHER_FORMATS[suffix] for suffix in suffixes}))
         raise ModelError(
             f"{model} has weights in the format {formats}, which is not supported, and no config.json", FORMAT_HINT
         )
 
 
-def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> None:
-    """Raise UnsupportedModelError for an adapter, and for quantised weights. Needs no weights.
+def check_files(model: str, revision: str | None, config: PreTrainedConfig, reads_weights: bool = True) -> None:
+    """Raise ModelError for an adapter, for quantised weights, and for weights in other formats. Needs no weights.
 
-    `model`: a folder or Hub id whose config has been loaded.
+    `model`: a folder or Hub id whose config has been loaded. `reads_weights`: False if they will be random.
     """
     folder = model_folder(model, revision)
     names = _file_names(model, revision, folder)
@@ -120,6 +117,9 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig) -> N
     check_method(model, config)
     if MODEL_OPTIMIZER_FILE in names:
         check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
+    is_complete = Path(model).is_dir() or not folder or {item.name for item in folder.iterdir()} < names
+    if reads_weights and is_complete and not explicit_file(model, config):
+        check_format(model, names)
 
 
 def read_stored_tensors(model: str, revision: str | None, config: PreTrainedConfig) -> dict[str, Tensor] | None:

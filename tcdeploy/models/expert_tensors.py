@@ -11,8 +11,8 @@ import re
 from collections import Counter, defaultdict
 
 from tcdeploy.errors import ModelError
+from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.quantisation import Tensor
-from tcdeploy.models.weight_files import DOWNLOAD_HINT
 
 EXPERT = re.compile(r"(.*experts)\.(\d+)\.(.+)")
 

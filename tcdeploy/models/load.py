@@ -94,7 +94,7 @@ def load_config(recipe: Recipe) -> PreTrainedConfig:
         if recipe.trust_remote_code:
             _import_remote_code(path, recipe.revision, config)
         if recipe.model not in BUILTIN_MODELS:
-            check_files(recipe.model, recipe.revision, config)
+            check_files(recipe.model, recipe.revision, config, recipe.load_format != "dummy")
     _check_layer_count(recipe.model, config.to_dict())
     return config
 
@@ -198,6 +198,7 @@ def _pretrained_model(
         attn_implementation=attn_implementation,
         trust_remote_code=plan.trust_remote_code,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are in the report, and refused below with their names
         generation_config=GenerationConfig(),  # otherwise its file is read, see generation_config.py
         **placement,
         **dequantisation(config),

@@ -64,7 +64,7 @@ def recognise(model: str, error: BaseException) -> ModelError | None:
             f"transformers cannot convert the tensors of {model} to those that config.json describes",
             "use the config.json that belongs to these weights, or download the model again",
         )
-    return _failed_code(model, chain)
+    return _failed_files(model, chain) or _failed_code(model, chain)
 
 
 def is_failed_conversion(error: BaseException) -> bool:
@@ -94,6 +94,17 @@ def missing_packages(chain: list[BaseException]) -> list[str]:
         if library := re.search(r"requires the (\w+) library but it was not found", text):
             return [library[1].lower()]
     return []
+
+
+def _failed_files(model: str, chain: list[BaseException]) -> ModelError | None:
+    """The error of an index that lacks a key, or of a weight file that is missing, found only while loading."""
+    for link in chain:
+        functions = {frame.name for frame in traceback.extract_tb(link.__traceback__)}
+        if isinstance(link, KeyError) and "get_checkpoint_shard_files" in functions:
+            return ModelError(f"the index of the weight files of {model} has no {link.args[0]}", DOWNLOAD_HINT)
+        if isinstance(link, FileNotFoundError) and str(link.filename).endswith((".bin", ".safetensors")):
+            return ModelError(f"{model} lacks {Path(link.filename).name}", DOWNLOAD_HINT)
+    return None
 
 
 def _failed_code(model: str, chain: list[BaseException]) -> ModelError | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,52 @@ from transformers import PreTrainedConfig
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.config_file import HINT, LFS_HINT, LFS_POINTER
+from tcdeploy.models.load_errors import DOWNLOAD_HINT
 from tcdeploy.models.quantisation import Tensor
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
-DOWNLOAD_HINT = "download the model again, with all its files"
+TORCH_WEIGHTS, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+# Files that hold weights in other formats, by suffix.
+OTHER_FORMATS = {
+    ".gguf": "GGUF", ".ggml": "GGML", ".pth": "PyTorch's .pth", ".onnx": "ONNX", ".nemo": "NeMo",
+    ".h5": "TensorFlow's .h5", ".msgpack": "Flax's .msgpack",
+}  # fmt: skip
+SHARD = re.compile(r"(model|pytorch_model)-\d+-of-\d+\.(safetensors|bin)")
+# Files of transformers' distributed checkpoints, which it prefers to all others. Their headers are not those of the
+# model's tensors.
+DISTRIBUTED = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
+FORMAT_HINT = "pass a model in transformers' format, with config.json and safetensors files"
+
+
+def check_format(model: str, names: set[str]) -> None:
+    """Raise ModelError for weights that transformers does not read. `names`: of all files of the model.
+
+    No weights at all are an error later, while they are loaded.
+    """
+    if distributed := sorted(name for name in names if DISTRIBUTED.fullmatch(name)):
+        raise ModelError(
+            f"{model} is a distributed checkpoint ({distributed[0]}), which is not supported",
+            "load it with transformers, call save_pretrained(), and pass the new folder",
+        )
+    if names & {WEIGHTS, INDEX, TORCH_WEIGHTS, TORCH_INDEX}:
+        return
+    for name in sorted(names):
+        if match := SHARD.fullmatch(name):
+            index = f"{match[1]}.{match[2]}.index.json"
+            raise ModelError(f"{model} has {name}, but not the index {index} of its files", DOWNLOAD_HINT)
+    for name in sorted(name for name in names if "/" not in name):
+        suffix = Path(name).suffix
+        other = "mistral-inference" if name == "consolidated.safetensors" else OTHER_FORMATS.get(suffix)
+        if other:
+            raise ModelError(
+                f"{model} has weights in the format {other} ({name}), which is not supported, and no {WEIGHTS}",
+                FORMAT_HINT,
+            )
+        if suffix == ".safetensors":
+            raise ModelError(
+                f"{model} has {name}, but no {WEIGHTS} and no index",
+                f"rename it to {WEIGHTS} if its tensors have the names that transformers gives them",
+            )
 
 
 def explicit_file(model: str, config: PreTrainedConfig) -> str | None:
@@ -45,6 +88,8 @@ def read_headers(model: str, folder: Path, explicit_name: str | None = None) -> 
     """
     names = _safetensors_files(folder, explicit_name)
     if names is None:
+        if Path(model).is_dir():
+            _check_torch_files(model, folder)
         return None
     tensors: dict[str, Tensor] = {}
     files: dict[str, str] = {}
@@ -72,6 +117,15 @@ def _safetensors_files(folder: Path, explicit_name: str | None) -> list[str] | N
     return _indexed_files(folder / INDEX) if (folder / INDEX).is_file() else None
 
 
+def _check_torch_files(model: str, folder: Path) -> None:
+    """Raise ModelError if a local folder has a broken index of .bin files, or lacks one of them."""
+    if (folder / TORCH_WEIGHTS).is_file() or not (folder / TORCH_INDEX).is_file():
+        return
+    for name in _indexed_files(folder / TORCH_INDEX):
+        if not (folder / name).is_file():
+            raise ModelError(f"{model} lacks {name}, which its index lists", DOWNLOAD_HINT)
+
+
 def _read_header(path: Path) -> Iterator[tuple[str, Tensor]]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -94,9 +148,16 @@ def _is_lfs_pointer(path: Path) -> bool:
 
 def _indexed_files(index: Path) -> list[str]:
     try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-        if all(isinstance(name, str) and Path(name).name == name for name in names):
-            return sorted(names)
+        values = json.loads(index.read_bytes())
+        names = set(values["weight_map"].values())
+        if not all(isinstance(name, str) and Path(name).name == name for name in names):
+            raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
-    raise ModelError(f"{index} is damaged: weight_map must name the file of each tensor", "download it again")
+        raise ModelError(
+            f"{index} is damaged: weight_map must name the file of each tensor", "download it again"
+        ) from None
+    if not isinstance(values.get("metadata"), dict):
+        raise ModelError(
+            f"{index} has no metadata, which transformers requires", 'download it again, or add "metadata": {}'
+        )
+    return sorted(names)

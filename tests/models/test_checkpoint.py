@@ -364,6 +364,104 @@ def test_a_tensor_with_and_without_prefix_is_named(folder: Path) -> None:
     assert are_compared(folder)
 
 
+@pytest.mark.parametrize("metadata", [{}, {"metadata": None}, {"metadata": []}])
+def test_an_index_without_metadata_is_named(folder: Path, metadata: dict[str, Any]) -> None:
+    shard(folder)
+    weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
+    (folder / INDEX).write_text(json.dumps({"weight_map": weight_map, **metadata}))
+    assert rejection(folder) == f"{folder / INDEX} has no metadata, which transformers requires"
+
+
+def as_torch_files(folder: Path) -> list[Path]:
+    """Store the weights as two .bin files with an index."""
+    files = shard(folder)
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).unlink()
+    names = {file.name: f"pytorch_{file.stem}.bin" for file in files}
+    for file in files:
+        torch.save(load_file(file), folder / names[file.name])
+        file.unlink()
+    index["weight_map"] = {tensor: names[name] for tensor, name in index["weight_map"].items()}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return [folder / name for name in names.values()]
+
+
+def load_cpu(folder: Path) -> Any:
+    planned = SimpleNamespace(
+        model=str(folder), revision=None, trust_remote_code=False, device="cpu", load_format="auto",
+        weight_dtype="float32",
+    )  # fmt: skip
+    return load.load_model(planned, load_config(Recipe(model=str(folder))), "sdpa")  # type: ignore[arg-type]
+
+
+def test_a_missing_bin_file_is_named(folder: Path) -> None:
+    files = as_torch_files(folder)
+    plan(folder)
+    assert load_cpu(folder)
+    files[1].unlink()
+    assert rejection(folder) == f"{folder} lacks {files[1].name}, which its index lists"
+
+
+def test_a_tensor_of_another_shape_in_a_bin_file_is_named(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    torch.save({**tensors, f"{QUERY}.weight": torch.ones(4, 192)}, folder / "pytorch_model.bin")
+    with pytest.raises(ModelError) as error:
+        load_cpu(folder)
+    assert f"{QUERY}.weight ([4, 192] instead of [192, 192])" in error.value.message
+    assert "config.json" in error.value.hint
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("model-Q4_K_M.gguf", "has weights in the format GGUF (model-Q4_K_M.gguf)"),
+        ("consolidated.safetensors", "has weights in the format mistral-inference (consolidated.safetensors)"),
+        ("consolidated.00.pth", "has weights in the format PyTorch's .pth (consolidated.00.pth)"),
+        ("tf_model.h5", "has weights in the format TensorFlow's .h5 (tf_model.h5)"),
+        ("flax_model.msgpack", "has weights in the format Flax's .msgpack (flax_model.msgpack)"),
+        ("weights.safetensors", "has weights.safetensors, but no model.safetensors and no index"),
+        ("model-00001-of-00002.safetensors", "but not the index model.safetensors.index.json of its files"),
+        ("pytorch_model-00001-of-00002.bin", "but not the index pytorch_model.bin.index.json of its files"),
+        ("shard-00000-model-00001-of-00001.safetensors", "is a distributed checkpoint (shard-00000-model-00001-of-"),
+    ],
+)  # fmt: skip
+def test_weights_that_transformers_does_not_read_are_named(folder: Path, name: str, problem: str) -> None:
+    (folder / WEIGHTS).rename(folder / name)
+    assert problem in rejection(folder)
+    plan(folder, load_format="dummy")
+
+
+def test_files_of_other_formats_beside_the_weights_are_ignored(folder: Path) -> None:
+    for name in ("model.gguf", "consolidated.safetensors", "tf_model.h5", "model-00001-of-00002.safetensors"):
+        (folder / name).write_bytes(b"")
+    assert are_compared(folder)
+
+
+@pytest.mark.parametrize("downloaded", [False, True])
+def test_a_hub_repository_with_weights_in_another_format_is_refused(
+    folder: Path, downloaded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(Recipe(model=str(folder)))
+    (folder / WEIGHTS).unlink()
+    names = [SimpleNamespace(rfilename=name) for name in ("README.md", "tf_model.h5", "onnx/model.onnx")]
+    cached = str(folder / "config.json") if downloaded else None
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: cached)
+    monkeypatch.setattr(checkpoint.HfApi, "model_info", lambda *_, **__: SimpleNamespace(siblings=names))
+    with pytest.raises(ModelError, match="has weights in the format TensorFlow's .h5"):
+        check_files("someone/model", None, config)
+    names.append(SimpleNamespace(rfilename="pytorch_model.bin"))
+    check_files("someone/model", None, config)
+
+
+def test_a_download_of_shards_without_their_index_continues(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(Recipe(model=str(folder)))
+    shard(folder)
+    (folder / INDEX).unlink()
+    monkeypatch.setattr(checkpoint, "try_to_load_from_cache", lambda *_, **__: str(folder / "config.json"))
+    check_files("someone/model", None, config)
+
+
 # Quantisation
 
 

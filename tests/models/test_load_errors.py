@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.load import load_config, resolve_model_path
+from tcdeploy.models.load import load_config, resolve_model_path, translate_error
 from tcdeploy.models.load_errors import missing_packages
 from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.pipeline import decide
@@ -285,3 +286,18 @@ def test_a_git_lfs_pointer_instead_of_weights_is_named(folder: Path) -> None:
     error = rejection(lambda: plan(folder))
     assert error.message == f"{folder}/model.safetensors is a Git LFS pointer, not the weights"
     assert error.hint == "git lfs pull" and isinstance(error, ModelError)
+
+
+def test_broken_weight_files_that_are_found_while_loading_are_named(folder: Path) -> None:
+    """Those of a Hub model that is downloaded only then."""
+    index = folder / "pytorch_model.bin.index.json"
+    (folder / "model.safetensors").unlink()
+    for content, problem in (
+        ({"weight_map": {"x": "part.bin"}}, "the index of the weight files of someone/model has no metadata"),
+        ({"weight_map": {"x": "part.bin"}, "metadata": {}}, "someone/model lacks part.bin"),
+    ):
+        index.write_text(json.dumps(content))
+        with pytest.raises((KeyError, FileNotFoundError)) as error:
+            AutoModelForCausalLM.from_pretrained(folder)
+        translated = translate_error("someone/model", error.value)
+        assert (translated.message, translated.hint) == (problem, "download the model again, with all its files")
