@@ -23,6 +23,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 
 NUM_LONG_PROMPTS = 3
 FIRST_UNCHECKED_PROMPT = NUM_LONG_PROMPTS + MAX_CHECKED_ROWS  # of decode rows whose logits are not compared
+NUM_LENGTHS = 6  # of decode rows
 BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
 
 
@@ -86,12 +87,15 @@ class CheckPrompts:
     def _decode_lengths(self, bucket: Bucket) -> list[int]:
         """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
         plan = self._plan
-        checked = set(checked_rows(bucket, bucket.size))
-        limits = [plan.block_size * (CHECKED_BLOCKS if row in checked else 1) for row in range(bucket.size)]
-        lengths = [_varied_length(row, min(limit, plan.context)) for row, limit in enumerate(limits)]
+        one_block = min(plan.block_size, plan.context)
+        several_blocks = min(CHECKED_BLOCKS * plan.block_size, plan.context)
+        short = [_varied_length(row, one_block) for row in range(bucket.size)]
+        lengths = short.copy()
+        for number, row in enumerate(checked_rows(bucket, bucket.size)):
+            lengths[row] = _varied_length(number, several_blocks)
         allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         if sum(map(allocator.blocks_for, lengths)) > allocator.num_allocatable:
-            lengths = [_varied_length(row, min(plan.block_size, plan.context)) for row in range(bucket.size)]
+            lengths = short
         other_blocks = sum(map(allocator.blocks_for, lengths[1:]))
         for first in (self._long_length, CHECKED_BLOCKS * plan.block_size + BEYOND_WINDOW):
             first = self._length_that_fits(first, other_blocks)
@@ -116,9 +120,12 @@ def _decode_prompts(bucket: Bucket) -> list[int]:
     return prompts
 
 
-def _varied_length(row: int, most: int) -> int:
-    """A length of 2 to `most` tokens that differs between neighbouring rows."""
-    return 2 + 7 * row % max(most - 1, 1)
+def _varied_length(number: int, most: int) -> int:
+    """One of NUM_LENGTHS lengths of at most `most` tokens, another one for each neighbour.
+
+    They are few, since the reference has logits for each length of each prompt.
+    """
+    return most - number % NUM_LENGTHS * ((most - 2) // NUM_LENGTHS)
 
 
 def checked_rows(bucket: Bucket, count: int) -> list[int]:

@@ -47,9 +47,19 @@ def test_a_large_bucket_is_filled_with_prompts_of_limited_length() -> None:
 
 
 def test_a_decode_check_has_unequal_rows_of_several_blocks() -> None:
-    assert lengths(make_prompts(), DECODE) == [53, 9, 16, 23]
+    assert lengths(make_prompts(), DECODE) == [53, 41, 34, 27]
+    assert lengths(make_prompts(), Bucket("decode", 8)) == [53, 41, 34, 27, 20, 13, 48, 41]
     many = lengths(make_prompts(kv_blocks=2000), Bucket("decode", 256))
     assert sum(length > 16 for length in many) >= 10, "in checked rows"
+
+
+def test_a_prompt_of_a_decode_row_has_the_same_length_in_all_buckets() -> None:
+    """So that the reference has logits of few lengths."""
+    buckets = tuple(Bucket("decode", size) for size in (1, 4, 17, 256))
+    prompts = make_prompts(kv_blocks=2000, buckets=(PREFILL, *buckets))
+    short = [prefix for prefix in prompts.all_prefixes() if prefix.prompt >= NUM_LONG_PROMPTS]
+    assert len(short) == len({prefix.prompt for prefix in short}) == 15
+    assert len({prefix.length for prefix in short}) == 6
 
 
 def test_no_two_rows_of_a_decode_check_have_the_same_prompt() -> None:
