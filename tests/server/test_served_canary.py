@@ -318,6 +318,7 @@ def test_no_canary_runs_while_a_request_runs(serve: Callable[..., Any]) -> None:
             running, canary_steps = sample(server, "num_requests_running", "canary_steps_total")
             if running:
                 steps.append(canary_steps)
+            time.sleep(0.02)
         assert [request.result().status_code for request in requests] == [200] * 3
         assert len(steps) > 2 and len(set(steps)) == 1
         wait_for(lambda: server.metric("canary_steps_total") > steps[0])
