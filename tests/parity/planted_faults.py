@@ -225,46 +225,45 @@ def stale_kv_block(target: Target) -> None:
     change_arguments(target, change)
 
 
+def change_block_table(target: Target, min_rows: int, change: Callable[[Tensor], None]) -> None:
+    """Let `change` modify the block table [rows, blocks] of decode batches of at least `min_rows` rows."""
+
+    def change_decode(metadata: AttentionMetadata) -> AttentionMetadata:
+        decode = metadata.decode
+        if decode is None or decode.block_table.shape[0] < min_rows:
+            return metadata
+        table = decode.block_table.clone()
+        change(table)
+        return metadata._replace(decode=decode._replace(block_table=table))
+
+    change_metadata(target, change_decode)
+
+
 def block_of_another_sequence(target: Target) -> None:
     """The first sequence of a decode batch reads the first block of the second."""
 
-    def change(metadata: AttentionMetadata) -> AttentionMetadata:
-        decode = metadata.decode
-        if decode is None or decode.block_table.shape[0] < 2:
-            return metadata
-        table = decode.block_table.clone()
-        table[0, 0] = decode.block_table[1, 0]
-        return metadata._replace(decode=decode._replace(block_table=table))
+    def change(table: Tensor) -> None:
+        table[0, 0] = table[1, 0]
 
-    change_metadata(target, change)
+    change_block_table(target, 2, change)
 
 
 def later_block_of_another_sequence(target: Target) -> None:
     """All sequences of a decode batch but the first read the first block of the first instead of their second."""
 
-    def change(metadata: AttentionMetadata) -> AttentionMetadata:
-        decode = metadata.decode
-        if decode is None or decode.block_table.shape[0] < 2:
-            return metadata
-        table = decode.block_table.clone()
+    def change(table: Tensor) -> None:
         table[1:, 1] = table[0, 0]
-        return metadata._replace(decode=decode._replace(block_table=table))
 
-    change_metadata(target, change)
+    change_block_table(target, 2, change)
 
 
 def blocks_of_another_sequence(target: Target) -> None:
     """The second sequence of a decode batch reads all blocks of the fifth."""
 
-    def change(metadata: AttentionMetadata) -> AttentionMetadata:
-        decode = metadata.decode
-        if decode is None or decode.block_table.shape[0] < 5:
-            return metadata
-        table = decode.block_table.clone()
+    def change(table: Tensor) -> None:
         table[1] = table[4]
-        return metadata._replace(decode=decode._replace(block_table=table))
 
-    change_metadata(target, change)
+    change_block_table(target, 5, change)
 
 
 def last_token_not_attended(target: Target) -> None:
