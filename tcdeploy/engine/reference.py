@@ -91,7 +91,7 @@ def reference_changed(
 ) -> bool:
     """Whether the eager logits differ from those in `references` by more than rounding, in most rows.
 
-    Then something has changed the weights or the modules since. Computes the smallest batch only.
+    Then something has changed the weights or the modules since. Computes the last batch only.
     """
     batch = _batches(runner, prompts)[-1]
     logits = runner.reference_logits(batch.token_ids, batch.positions, attn_implementation)
@@ -135,7 +135,7 @@ def _batches(runner: ModelRunner, prompts: CheckPrompts) -> list[_Batch]:
     tokens = [len(batch) * max(group[-1].length for group in batch) for batch in batches]
     common = 0
     if runner.plan.device == "cuda":
-        common = max(count for count in tokens if count <= MAX_PROMPT_TOKENS)
+        common = max((count for count in tokens if count <= MAX_PROMPT_TOKENS), default=0)
         common += -common % max(len(short), 1)
     lengths = [max(count, common) // len(batch) for batch, count in zip(batches, tokens, strict=True)]
     lengths = [min(length, runner.plan.context) for length in lengths]
