@@ -113,7 +113,10 @@ def check_files(model: str, revision: str | None, config: PreTrainedConfig, read
     folder = model_folder(model, revision)
     names = _file_names(model, revision, folder)
     if ADAPTER_CONFIG in names and names & ADAPTER_WEIGHTS:
-        raise _adapter_error(model, folder)
+        remedy = f"delete {ADAPTER_CONFIG}"
+        if not Path(model).is_dir():
+            remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
+        raise _adapter_error(model, folder, f"; if it is merged already, {remedy}")
     check_method(model, config)
     if MODEL_OPTIMIZER_FILE in names:
         check_model_optimizer(model, _path_of(MODEL_OPTIMIZER_FILE, model, revision, folder))
@@ -266,16 +269,13 @@ def _path_of(name: str, model: str, revision: str | None, folder: Path | None) -
     return None
 
 
-def _adapter_error(model: str, folder: Path | None) -> UnsupportedModelError:
+def _adapter_error(model: str, folder: Path | None, remedy: str = "") -> UnsupportedModelError:
+    """`folder` contains the adapter's config, if it is known. `remedy` ends the hint."""
     base = ""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         name = json.loads((folder / ADAPTER_CONFIG).read_bytes()).get("base_model_name_or_path") if folder else None
         base = f" for {name}" if name else ""
-    remedy = f"delete {ADAPTER_CONFIG}"
-    if not Path(model).is_dir():
-        remedy = f"download the repository without {ADAPTER_CONFIG} and pass that folder"
     return UnsupportedModelError(
         f"{model} contains a PEFT adapter{base}, which is not supported",
-        "merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder; if it is "
-        f"merged already, {remedy}",
+        f"merge it into the base model with PEFT's merge_and_unload(), save that, and pass the new folder{remedy}",
     )

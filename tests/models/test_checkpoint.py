@@ -574,7 +574,10 @@ def test_the_hint_about_a_merged_adapter_can_be_followed(folder: Path, monkeypat
 
 def test_a_folder_with_only_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{")
-    assert rejection(tmp_path).endswith("contains a PEFT adapter, which is not supported")
+    with pytest.raises(ModelError) as error:
+        load_config(Recipe(model=str(tmp_path)))
+    assert error.value.message.endswith("contains a PEFT adapter, which is not supported")
+    assert error.value.hint.endswith("save that, and pass the new folder"), "there is no merged model beside it"
 
 
 def test_other_formats_are_named(tmp_path: Path) -> None:
