@@ -59,7 +59,7 @@ class Recipe:
     generation_config: GenerationConfigSource = _option(
         "model",
         "model: default sampling parameters come from the model's generation_config.json; none: ignore them, and use "
-        "only the file's end-of-sequence ids",
+        "only the end-of-sequence ids",
     )
     device: Device | None = _option(None, "device to run on; default: cuda if a GPU is present")
     dtype: DType | None = _option(

@@ -21,6 +21,7 @@ from tests.fork_server import ForkServer
 from tests.server.conftest import ServerProcess, serving
 
 PROMPT = [40, 41, 42, 43]
+TEXT_PROMPT = "This module provides"
 MAX_NEW_TOKENS = 6
 
 
@@ -102,21 +103,26 @@ def test_status_shows_the_defaults(sampling_server: ServerProcess, greedy: list[
     }  # fmt: skip
 
 
+def continue_greedily(reference_tiny: Any) -> tuple[Any, list[int]]:
+    """The embedded model's tokenizer, and the eight tokens with which transformers continues TEXT_PROMPT."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
+    ids = tokenizer(TEXT_PROMPT, return_tensors="pt")
+    output = reference_tiny.generate(**ids, max_new_tokens=8, do_sample=False)
+    return tokenizer, output[0, ids.input_ids.shape[1] :].tolist()
+
+
 def test_generate_uses_them_and_its_flags_replace_them(
     run_cli: RunCLI, tmp_path: Path, warm_cache: Path, reference_tiny: Any
 ) -> None:
-    from transformers import AutoTokenizer
-
-    prompt = "This module provides"
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
-    ids = tokenizer(prompt, return_tensors="pt")
-    tokens = reference_tiny.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
+    tokenizer, tokens = continue_greedily(reference_tiny)
     assert tokens[5] not in tokens[:5]
     values = {"temperature": 50.0, "top_k": 1, "max_new_tokens": 8, "eos_token_id": [2, tokens[5]]}
     folder = save_model(tmp_path / "model", values)
 
     def generate(*flags: str) -> str:
-        result = run_cli("generate", folder, prompt, *TINY_FLAGS, "--cache-dir", str(warm_cache), *flags)
+        result = run_cli("generate", folder, TEXT_PROMPT, *TINY_FLAGS, "--cache-dir", str(warm_cache), *flags)
         assert result.returncode == 0, result.stderr
         return str(result.stdout)
 
@@ -148,16 +154,11 @@ def test_serve_stops_at_the_end_of_sequence_token_of_the_tokenizer(
 def test_generate_stops_at_the_end_of_sequence_token_of_the_tokenizer(
     run_cli: RunCLI, tmp_path: Path, warm_cache: Path, reference_tiny: Any
 ) -> None:
-    from transformers import AutoTokenizer
-
-    prompt = "This module provides"
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model_path(TINY))
-    ids = tokenizer(prompt, return_tensors="pt")
-    tokens = reference_tiny.generate(**ids, max_new_tokens=8, do_sample=False)[0, ids.input_ids.shape[1] :].tolist()
+    tokenizer, tokens = continue_greedily(reference_tiny)
     folder = save_model(tmp_path / "model", {"eos_token_id": 2}, tokenizer.convert_ids_to_tokens(tokens[5]))
     flags = (*TINY_FLAGS, "--cache-dir", str(warm_cache), "--max-new-tokens", "8")
     for source in ("model", "none"):
-        result = run_cli("generate", folder, prompt, *flags, "--generation-config", source)
+        result = run_cli("generate", folder, TEXT_PROMPT, *flags, "--generation-config", source)
         assert result.returncode == 0, result.stderr
         assert result.stdout == tokenizer.decode(tokens[:5]) + "\n"
 
