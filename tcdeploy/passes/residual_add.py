@@ -97,7 +97,8 @@ def _is_last_consumer(consumer: Node, accumulator: Any, positions: dict[Node, in
 
 
 def _same_dtype_and_shape(*values: Tensor) -> bool:
-    return len({(value.dtype, value.shape) for value in values}) == 1
+    """Symbolic sizes are compared as expressions: they cannot be hashed, and `==` could add a guard."""
+    return len({(value.dtype, *map(str, value.shape)) for value in values}) == 1
 
 
 def _is_unbiased_skinny_gemm(consumer: Node, arg: Any) -> bool:
