@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from tcdeploy.passes.nodes import ALIASES, CONVERT_ELEMENT_TYPE, SUM, insert_call, strip_reshapes, target_of
+from tcdeploy.passes.nodes import (
+    ALIASES,
+    CONVERT_ELEMENT_TYPE,
+    SUM,
+    count_symbolic,
+    insert_call,
+    strip_reshapes,
+    target_of,
+)
 
 aten = torch.ops.aten
 
@@ -28,7 +36,9 @@ def _decomposed_gemv_input(sum_node: Any) -> Node | None:
     if target_of(product) is not aten.mul.Tensor or sum_node.kwargs:
         return None
     unsqueezed, shape = product.args[0], product.meta["val"].shape
-    if len(shape) != 3 or shape[0] != 1 or target_of(unsqueezed) is not aten.unsqueeze.default:
+    if len(shape) != 3 or count_symbolic(shape) or shape[0] != 1:
+        return None
+    if target_of(unsqueezed) is not aten.unsqueeze.default:
         return None
     row: Any = unsqueezed.args[0] if unsqueezed.args[1] == 2 else None
     if target_of(row) is not CONVERT_ELEMENT_TYPE or row.meta["val"].shape != shape[:2]:
@@ -49,6 +59,8 @@ def sink_slices(graph: Graph) -> None:
         if target_of(product) is not CONVERT_ELEMENT_TYPE or target_of(product.args[0]) is not SUM:
             continue
         slice_value = node.meta["val"]
+        if count_symbolic([*slice_value.shape, *slice_value.stride(), slice_value.storage_offset()]):
+            continue  # not a product of one row
         with graph.inserting_before(node):
             view = insert_call(
                 graph,

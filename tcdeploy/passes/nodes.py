@@ -1,7 +1,13 @@
-"""Helpers shared by the FX passes: inserting nodes, looking through views and casts, matching linear layers."""
+"""Helpers shared by the FX passes: inserting nodes, looking through views and casts, matching linear layers.
+
+In a program for a range of lengths, the sizes in `meta["val"]` may be SymInts. Passes compare them by `is_same_size`,
+because `==` may add a guard after tracing. SymInts must not be arguments of nodes: torch warns that no node computes
+them. `insert_reshape` passes -1 instead.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +33,32 @@ def insert_call(graph: Graph, target: Any, *args: Any) -> Node:
     with next(value for value in values if isinstance(value, torch.Tensor)).fake_mode:  # type: ignore[attr-defined]
         node.meta["val"] = target(*values)
     return node
+
+
+def insert_reshape(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
+    """Insert a reshape of `node` to `shape`, which may hold one symbolic size: it is passed as -1."""
+    return insert_call(graph, aten.reshape.default, node, without_symbols(shape))
+
+
+def without_symbols(shape: Sequence[Any]) -> list[int]:
+    """`shape` as the argument of a reshape, with -1 in place of its symbolic size, of which there is at most one."""
+    assert count_symbolic(shape) <= 1, shape
+    return [size if isinstance(size, int) else -1 for size in shape]
+
+
+def count_symbolic(sizes: Sequence[Any]) -> int:
+    """How many of the sizes or strides are SymInts."""
+    return sum(not isinstance(size, int) for size in sizes)
+
+
+def is_same_size(first: Any, second: Any) -> bool:
+    """Whether two sizes are the same integer or the same symbolic expression."""
+    return str(first) == str(second)
+
+
+def is_one(size: Any) -> bool:
+    """Whether a size is the integer 1. The symbols of token and row counts start at 2."""
+    return isinstance(size, int) and size == 1
 
 
 def is_float_cast(node: Any) -> bool:

@@ -13,7 +13,16 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 import tcdeploy.linear.ops  # noqa: F401 - registers the ops
-from tcdeploy.passes.nodes import ALIASES, RESHAPES, erase_if_unused, insert_call, match_linear, strip_reshapes
+from tcdeploy.passes.nodes import (
+    ALIASES,
+    RESHAPES,
+    count_symbolic,
+    erase_if_unused,
+    insert_call,
+    insert_reshape,
+    match_linear,
+    strip_reshapes,
+)
 
 aten, tcdeploy_ops = torch.ops.aten, torch.ops.tcdeploy
 
@@ -36,9 +45,9 @@ def fuse_residual_add(graph: Graph) -> None:
             continue
         x, weight, _, config = linear_node.args
         with graph.inserting_before(node):
-            rows = insert_call(graph, aten.reshape.default, others[0], list(linear_node.meta["val"].shape))
+            rows = insert_reshape(graph, others[0], linear_node.meta["val"].shape)
             added = insert_call(graph, tcdeploy_ops.linear.default, x, weight, rows, config)
-            shaped = insert_call(graph, aten.reshape.default, added, list(shape))
+            shaped = insert_reshape(graph, added, shape)
         node.replace_all_uses_with(shaped)
         graph.erase_node(node)
         erase_if_unused(graph, products[0])
@@ -57,12 +66,12 @@ def fuse_inplace_residual_add(graph: Graph) -> None:
             product = match_linear(strip_reshapes(reshaped)) if _has_single_consumer(node, reshaped) else None
             if product is None or product.bias is not None or not _is_last_consumer(node, accumulator, positions):
                 continue
-            if not _same_dtype_and_shape(node.meta["val"], reshaped.meta["val"], accumulator.meta["val"]):
+            product_shape = strip_reshapes(reshaped).meta["val"].shape
+            has_same_shape = _same_dtype_and_shape(node.meta["val"], reshaped.meta["val"], accumulator.meta["val"])
+            if not has_same_shape or count_symbolic(product_shape) > 1:
                 continue
             with graph.inserting_before(node):
-                rows = insert_call(
-                    graph, aten.reshape.default, accumulator, list(strip_reshapes(reshaped).meta["val"].shape)
-                )
+                rows = insert_reshape(graph, accumulator, product_shape)
                 insert_call(graph, tcdeploy_ops.linear_add_.default, rows, product.x, product.weight)
             node.replace_all_uses_with(accumulator)
             graph.erase_node(node)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 from tests.passes.compiled_targets import count_targets
 
 LINEAR, LINEAR_ADD = torch.ops.tcdeploy.linear.default, torch.ops.tcdeploy.linear_add_.default
@@ -56,6 +57,14 @@ def test_a_product_accumulates_into_a_sum_that_nothing_reads_later() -> None:
         counts = count_targets(function, rows(1, 70), inplace_residual=True)
         assert counts[LINEAR_ADD] == counts[torch.ops.aten.tanh.default] > 0
         assert counts[torch.ops.aten.mm.default] == 0
+
+
+@pytest.mark.filterwarnings("error:Raw SymInt")
+def test_a_product_with_a_symbolic_number_of_rows_accumulates_without_a_warning() -> None:
+    x = rows(1, 70)
+    mark_dynamic(x, 1, min=2, max=128)
+    counts = count_targets(lambda x: (x + 1) + product(x), x, codegen=False, inplace_residual=True)
+    assert (counts[LINEAR_ADD], counts[torch.ops.aten.mm.default]) == (1, 0)
 
 
 def read_later(x: Tensor) -> Tensor:
