@@ -29,7 +29,7 @@ from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand
 from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region
 from tcdeploy.planning.sizes import (
-    DYNAMIC_MIN_TOKENS,
+    DYNAMIC_MIN_SIZE,
     decide_batch_sizes,
     decide_block_size,
     decide_context,
@@ -120,11 +120,11 @@ class Plan:
         return tuple(bucket for bucket in self.buckets if not bucket.is_prefill)
 
     def variants(self, bucket: Bucket) -> tuple[Variant, ...]:
-        """The variants to try for a bucket. Last-token rows require `region` layer and a static shape."""
+        """The variants to try for a bucket. Last-token rows require `region` layer."""
         bucket_variants = candidate_variants(self.mode, self.device, self.is_hopper, bucket.is_prefill, bucket.size)
         if bucket.is_prefill and bucket.size >= TUNED_ATTENTION_MIN_TOKENS:
             bucket_variants += tuple(map(attention_variant, self.alternative_attention))
-        allows_last_token_rows = self.region == "layer" and not bucket.min_size
+        allows_last_token_rows = self.region == "layer"
         return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
@@ -299,7 +299,7 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) ->
 
 
 def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:
-    min_size = DYNAMIC_MIN_TOKENS if recipe.shapes == "dynamic" else 0
+    min_size = DYNAMIC_MIN_SIZE if recipe.shapes == "dynamic" else 0
     prefill = tuple(Bucket("prefill", length, min_size) for length in lengths)
     return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
 

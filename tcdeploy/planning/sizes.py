@@ -11,7 +11,7 @@ from tcdeploy.planning.recipe import Device, Recipe
 DEFAULT_PREFILL_BUCKETS = (128, 512, 2048)
 DEFAULT_BATCH_SIZES: dict[Device, tuple[int, ...]] = {"cuda": (1, 4, 16, 32), "cpu": (1, 4)}
 MIN_PREFILL_SEQUENCES, TOKENS_PER_PREFILL_SEQUENCE = 8, 512
-DYNAMIC_MIN_TOKENS = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
+DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program starts at 2
 BLOCK_SIZE = 16
 
 
@@ -70,13 +70,13 @@ def decide_prefill_lengths(recipe: Recipe, context: int, decisions: list[Decisio
 
 
 def _decide_dynamic_length(length: int, decisions: list[Decision]) -> int:
-    if length <= DYNAMIC_MIN_TOKENS:
+    if length <= DYNAMIC_MIN_SIZE:
         raise UsageError(
-            f"a dynamic range cannot end at {length} tokens: it starts at {DYNAMIC_MIN_TOKENS}",
+            f"a dynamic range cannot end at {length} tokens: it starts at {DYNAMIC_MIN_SIZE}",
             "--buckets 512 --shapes dynamic",
         )
     reason = "one dynamic program, without CUDA graphs"
-    decisions.append(Decision("prefill buckets", f"{DYNAMIC_MIN_TOKENS}-{length}", reason))
+    decisions.append(Decision("prefill buckets", f"{DYNAMIC_MIN_SIZE}-{length}", reason))
     return length
 
 

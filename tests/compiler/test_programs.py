@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
-from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
-from tests.conftest import reset_programs
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant
+from tests.conftest import TINY, reset_programs
 from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
 
 BUCKET, BATCH = 48, 3
@@ -121,6 +124,43 @@ def test_a_dynamic_range_is_one_program(
         ours = deployment.engine.generate(PROMPTS_OF_THE_RANGE, SamplingParams(max_new_tokens=4))
     assert serving.counts.compiles == 0
     assert ours == answers_of_a_static_bucket
+
+
+@pytest.mark.parametrize("model", [TINY, "qwen3", "gemma2"])
+def test_a_dynamic_range_has_one_program_that_selects_rows(model: str, cache_dir: str, tmp_path: Path) -> None:
+    """One program of the last layer selects 2 to 8 rows of 2 to 48 tokens, with the logits of selecting them later."""
+    flags = {"model": TINY} if model == TINY else {"model": save_config(model, tmp_path), "load_format": "dummy"}
+    reset_programs()
+    flags |= {"buckets": (BUCKET,), "batch_sizes": (BATCH,), "shapes": "dynamic", "cache_dir": cache_dir}
+    deployment = prepare(build_recipe(flags, environ={}))
+    kinds, runner, [bucket] = LAYER_KINDS.get(model, 1), deployment.engine.runner, deployment.plan.prefill_buckets
+    assert deployment.records[0].programs == kinds
+    for variant, programs in ((LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, kinds + 1)):
+        runner.set_variant(bucket, variant)
+        with measure_compiles() as compiles:
+            make_timing_batch(runner, bucket).run()
+        assert (compiles.counts.programs, compiles.counts.graph_breaks) == (programs, 0)
+        with measure_compiles() as serving, fail_on_recompile(), torch.no_grad():
+            for tokens, num_rows in itertools.product((2, 3, 17, 31, 47, BUCKET), (2, 3, 5, 8)):
+                assert_same_logits(deployment, variant, tokens, num_rows)
+        assert serving.counts.compiles == 0
+
+
+def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, num_rows: int) -> None:
+    """The logits of one prompt, with the rows selected in the last layer and before the head."""
+    runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
+    sequence = Sequence(0, [3 + 5 * position % 200 for position in range(tokens)], tokens, SamplingParams())
+    sequence.blocks = [1, 2, 3]
+    prefill = runner._prefill_for(bucket, tokens)
+    prefill.fill([Chunk(sequence, 0, tokens)], [None])
+    assert prefill.buffers.logits_indices is not None
+    rows = prefill.buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
+    runner.set_variant(bucket, DEFAULT)
+    expected = runner._logits(prefill.buffers, None, rows)
+    runner.set_variant(bucket, variant)
+    selected_early = runner._logits(prefill.buffers, rows, None)
+    assert selected_early.shape == expected.shape == (num_rows, runner.vocab_size)
+    assert (selected_early - expected).norm() < 1e-5 * expected.norm()
 
 
 def test_the_mlp_of_every_family_is_found(family: Any) -> None:

@@ -4,50 +4,87 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import SymInt, Tensor, nn
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_leaves
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.passes import last_token_rows
 from tcdeploy.passes.post_grad import PostGradPass
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, reset_programs
 from tests.passes.compiled_targets import compile_and_run
 
 aten = torch.ops.aten
-ROWS = torch.tensor([3, 0, 63])
+ROWS = [3, 0, 63]
+LINEAR_ADD = torch.ops.tcdeploy.linear_add_.default
+STATIC, SYMBOLIC_TOKENS, SYMBOLIC_ROWS = frozenset[str](), frozenset({"tokens"}), frozenset({"rows"})
+SYMBOLIC = SYMBOLIC_TOKENS | SYMBOLIC_ROWS
 
 
 class RowCountingPass(PostGradPass):
-    """Records the rows of every matrix product in the rewritten graph."""
+    """Records the rows of every matrix product in the rewritten graph, and of products that accumulate in place.
 
-    def __init__(self) -> None:
-        super().__init__(skinny_gemm=False)
-        self.rows: list[int] = []
+    A symbol is recorded as "tokens" or "rows", by the graph input that has this size. The passes must not add guards or
+    pass symbols as arguments.
+    """
 
-    def __call__(self, graph: torch.fx.Graph) -> None:
+    def __init__(self, inplace_residual: bool = False) -> None:
+        super().__init__(inplace_residual=inplace_residual)
+        self.rows: list[int | str] = []
+        self.accumulated_rows: list[int | str] = []
+
+    def __call__(self, graph: Graph) -> None:
+        values = [node.meta["val"] for node in graph.nodes if node.op == "placeholder"]
+        inputs = [value for value in values if isinstance(value, Tensor)]
+        shape_env = inputs[0].fake_mode.shape_env  # type: ignore[attr-defined]
+        num_guards = len(shape_env.guards)
         super().__call__(graph)
-        products = (node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default))
-        self.rows += [node.meta["val"].shape[0] for node in products]
+        assert len(shape_env.guards) == num_guards
+        leaves = [leaf for node in graph.nodes for leaf in tree_leaves((node.args, node.kwargs))]
+        assert not any(isinstance(leaf, SymInt) for leaf in leaves)
+        names = {str(value.shape[1]): "tokens" for value in inputs if value.ndim == 3}
+        names |= {str(value.shape[0]): "rows" for value in inputs if value.dtype == torch.int64}
+
+        def rows_of(node: Node) -> int | str:
+            size = node.meta["val"].shape[0]
+            return size if isinstance(size, int) else names[str(size)]
+
+        products = [node for node in graph.nodes if node.target in (aten.mm.default, aten.addmm.default)]
+        self.rows += [rows_of(node) for node in products]
+        self.accumulated_rows += [rows_of(node.args[0]) for node in graph.nodes if node.target is LINEAR_ADD]
 
 
 def rows_of_products(
-    function: Callable[[Tensor], Tensor], tokens: int = 64, width: int = 32, codegen: bool = False
-) -> list[int]:
-    """Rows of each product in the compiled `function(x)[:, ROWS]`, whose result must match eager mode."""
+    function: Callable[[Tensor], Tensor],
+    tokens: int = 64,
+    width: int = 32,
+    codegen: bool = False,
+    symbolic: frozenset[str] = STATIC,
+    counting_pass: RowCountingPass | None = None,
+) -> list[int | str]:
+    """Rows of each product in the compiled `function(x)[:, rows]`, whose result must match eager mode."""
     torch.manual_seed(1)
-    x, counting_pass = torch.randn(1, tokens, width), RowCountingPass()
-    out = compile_and_run(lambda x: function(x)[:, ROWS], x, post_grad_pass=counting_pass, codegen=codegen)
-    torch.testing.assert_close(out, function(x)[:, ROWS], rtol=1e-5, atol=1e-5)
+    x, rows, counting_pass = torch.randn(1, tokens, width), torch.tensor(ROWS), counting_pass or RowCountingPass()
+    expected = function(x)[:, rows]
+    if "tokens" in symbolic:
+        mark_dynamic(x, 1, min=2, max=256)
+    if "rows" in symbolic:
+        mark_dynamic(rows, 0, min=2, max=8)
+    out = compile_and_run(lambda x, rows: function(x)[:, rows], x, rows, post_grad_pass=counting_pass, codegen=codegen)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
     return counting_pass.rows
 
 
@@ -74,12 +111,48 @@ def test_a_layer_computes_only_the_selected_rows_after_mixing_tokens(width: int,
     assert rows_of_products(Layer(width, bias), width=width, codegen=codegen) == [64, 3, 3, 3]
 
 
-def test_the_selection_does_not_move_above_ops_that_mix_tokens() -> None:
+@pytest.mark.parametrize("width", [32, 64], ids=["", "as many tokens as columns"])
+@pytest.mark.parametrize(
+    ("symbolic", "tokens", "rows"),
+    [(SYMBOLIC, "tokens", "rows"), (SYMBOLIC_TOKENS, "tokens", 3), (SYMBOLIC_ROWS, 64, "rows")],
+    ids=["both", "tokens", "rows"],
+)
+def test_symbolic_sizes_select_rows_early_as_well(
+    symbolic: frozenset[str], tokens: int | str, rows: int | str, width: int
+) -> None:
+    for bias in (False, True):
+        codegen = width == 32 and symbolic is SYMBOLIC
+        products = rows_of_products(Layer(width, bias), width=width, codegen=codegen, symbolic=symbolic)
+        assert products == [tokens, rows, rows, rows]
+
+
+@pytest.mark.parametrize(("symbolic", "tokens", "rows"), [(STATIC, 64, 3), (SYMBOLIC, "tokens", "rows")])
+def test_the_last_product_accumulates_into_the_selected_rows(
+    symbolic: frozenset[str], tokens: int | str, rows: int | str
+) -> None:
+    counting_pass = RowCountingPass(inplace_residual=True)
+    products = rows_of_products(Layer(32, bias=False), codegen=True, symbolic=symbolic, counting_pass=counting_pass)
+    assert (products, counting_pass.accumulated_rows) == ([tokens, rows, rows], [rows])
+
+
+@pytest.mark.parametrize(("symbolic", "tokens", "rows"), [(STATIC, 64, 3), (SYMBOLIC, "tokens", "rows")])
+def test_the_selection_does_not_move_above_ops_that_mix_tokens(
+    symbolic: frozenset[str], tokens: int | str, rows: int | str
+) -> None:
     weight = torch.randn(32, 32) / 6
     for mixing in (lambda y: y.cumsum(1), lambda y: y - y.mean(1, keepdim=True), lambda y: y.flip(1)):
-        assert rows_of_products(lambda x, mixing=mixing: mixing(x @ weight)) == [64]
+        assert rows_of_products(lambda x, mixing=mixing: mixing(x @ weight), symbolic=symbolic) == [tokens]
     assert rows_of_products(lambda x: (x @ weight).view(1, 32, 64).mT + 1) == [64]
-    assert rows_of_products(lambda x: (x @ weight).tanh().view(64, 4, 8).reshape(1, 64, 32) * 2) == [3]
+    halves = rows_of_products(lambda x: (x @ weight).view(1, 2 * x.shape[1], 16)[:, : x.shape[1]], symbolic=symbolic)
+    assert halves == [tokens]
+
+
+@pytest.mark.parametrize(("symbolic", "rows"), [(STATIC, 3), (SYMBOLIC, "rows")])
+def test_the_selection_moves_above_heads_and_scalars(symbolic: frozenset[str], rows: int | str) -> None:
+    weight = torch.randn(32, 32) / 6
+    heads = rows_of_products(lambda x: (x @ weight).tanh().view(-1, 4, 8).reshape(1, -1, 32) * 2, symbolic=symbolic)
+    assert heads == [rows]
+    assert rows_of_products(lambda x: (x @ weight) * x.shape[1], symbolic=symbolic) == [rows]
 
 
 def test_other_index_expressions_are_left_alone() -> None:
@@ -106,36 +179,40 @@ def test_a_tensor_with_another_reader_is_computed_in_full() -> None:
     assert rows_of_products(read_twice) == [64]
 
 
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
+@pytest.fixture(params=["bucket", "dynamic"])
+def deployment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Deployment]:
     """With an empty cache, because the pass runs only when a program is compiled. Other tests compile its kernels."""
     reset_programs()
     flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "context": 256, "mode": "auto", "tune_seconds": 0.0}
-    yield prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
+    yield prepare(build_recipe({**flags, "shapes": request.param, "cache_dir": str(tmp_path)}, environ={}))
     reset_programs()
 
 
 def test_the_last_layer_of_a_real_model_selects_rows_early(
     deployment: Deployment, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hoisted_tokens: list[int] = []
+    """The matrix products are those of qkv, o, gate and up, and down. Attention mixes tokens between the first two."""
+    rows_of_programs: list[list[Any]] = []
     hoist = last_token_rows._hoist
 
-    def recording_hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int) -> None:
-        hoisted_tokens.append(tokens)
+    def recording_hoist(graph: Graph, selection: Node, source: Node, rows: Node, tokens: int | SymInt) -> None:
+        names = {str(tokens): "tokens", str(rows.meta["val"].shape[0]): "rows"}
         hoist(graph, selection, source, rows, tokens)
+        products = [node for node in graph.nodes if node.target is aten.mm.default]
+        rows_of_programs.append([names[str(node.meta["val"].shape[0])] for node in products])
 
     monkeypatch.setattr(last_token_rows, "_hoist", recording_hoist)
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
+    batch = make_timing_batch(runner, bucket)
     params, prompts = SamplingParams(max_new_tokens=6), [[5, 6, 7], list(range(100, 200)), [9] * 30]
     answers = []
     for variant, programs in ((DEFAULT, 0), (LAST_TOKEN_ROWS, 1), (LAST_TOKEN_ROWS_INPLACE, 2)):
         runner.set_variant(bucket, variant)
         with measure_compiles() as compiles:
-            runner.rerun(bucket)  # may compile, unlike the engine
+            batch.run()  # may compile, unlike the engine
         assert compiles.counts.programs == programs
         deployment.engine.allocator.reset_prefix_cache()
         answers.append(deployment.engine.generate(prompts, params))
     assert answers[0] == answers[1] == answers[2]
-    assert hoisted_tokens == [32, 32], "only the last layer's programs"
+    assert rows_of_programs == [["tokens", "rows", "rows", "rows"]] * 2, "only the last layer's programs"
     assert runner.step_holder.step is None, "the next step must compute all rows"

@@ -637,14 +637,15 @@ def test_the_plan_has_exactly_the_requested_buckets_and_kv_blocks_for_them(
     assert plan.blocks_per_sequence <= usable
 
 
-def test_last_token_rows_require_whole_layers_and_static_shapes() -> None:
+def test_last_token_rows_require_whole_layers() -> None:
     def tried(**options: Any) -> set[bool]:
         plan = plan_for(**{"mode": "auto", "buckets": (512, 2048), **options})
         return {any(variant.last_token_rows for variant in plan.variants(bucket)) for bucket in plan.prefill_buckets}
 
     assert tried() == {True}
     assert tried(buckets=(128,)) == {False}, "it is not faster there"
-    assert tried(region="blocks") == tried(shapes="dynamic", buckets=(2048,)) == {False}
+    assert tried(shapes="dynamic", buckets=(2048,)) == {True}
+    assert tried(region="blocks") == tried(region="blocks", shapes="dynamic") == {False}
     plan = plan_for(mode="auto")
     assert not any(variant.last_token_rows for bucket in plan.decode_buckets for variant in plan.variants(bucket))
 
