@@ -141,7 +141,19 @@ def _flash_prefill(
 
     Reads host_scalars on the host, so a CUDA graph cannot contain it.
     """
-    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix = batch.host_scalars.tolist()
+    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, rows = batch.host_scalars.tolist()
+    if rows:  # of a mixed step: the first sequence holds their tokens and has no keys
+        first = int(batch.cu_seqlens_q[1])
+        without_rows = batch._replace(
+            block_table=batch.block_table[1:],
+            cu_seqlens_q=batch.cu_seqlens_q[1:] - first,
+            seq_lens=batch.seq_lens[1:],
+            host_scalars=torch.tensor([tokens - first, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0]),
+        )
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        out[:first] = 0
+        out[first:] = _flash_prefill(varlen, q[first:], k[first:], v[first:], without_rows, params)
+        return out
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))
         k, v = (
@@ -179,10 +191,12 @@ def _triton_decode(
     params: AttentionParams,
     splits: int,
     rotary: RotaryCosSin | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     from tcdeploy.attention import decode
 
-    return decode.paged_decode(q, k, v, *batch, *params, splits, *(rotary or ()))
+    cos, sin = rotary or (None, None)
+    return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
 
 
 def _reference_decode(
@@ -193,10 +207,11 @@ def _reference_decode(
     params: AttentionParams,
     splits: int,
     rotary: RotaryCosSin | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     if rotary:
         q, k = reference.apply_rotary(q, *rotary), reference.apply_rotary(k, *rotary)
-    return reference.paged_decode(q, k, v, *batch[:4], *params)
+    return reference.paged_decode(q, k, v, *batch[:4], *params, out)
 
 
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
@@ -211,7 +226,10 @@ def _reference_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slo
 
 
 PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams], Tensor]
-DecodeFunction = Callable[[Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None], Tensor]
+# If the last argument is given, it is returned: rows of length 0 keep their contents.
+DecodeFunction = Callable[
+    [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None, Tensor | None], Tensor
+]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 

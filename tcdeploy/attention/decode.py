@@ -61,12 +61,12 @@ MERGE_ELEMENTS = 4096  # float32 elements of the splits' outputs that one step o
 def paged_decode(
     q: Tensor, k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, seq_lens: Tensor,
     split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
-    cos: Tensor | None = None, sin: Tensor | None = None,
+    cos: Tensor | None = None, sin: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """As `ops.decode_attention`; split_counters [max batch + 1, kv_heads] int32 is zero before and after the call.
 
     The block size is a power of two, at least 16. q, k, v, cos and sin may have any strides except in the last
-    dimension.
+    dimension. If a contiguous `out` is given, it is written and returned, and rows of length 0 keep their contents.
     """
     (batch, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -79,7 +79,9 @@ def paged_decode(
     scale_log2, tanh_scale = log2_score_scales(scale, softcap)
     stages = HIGH_OCCUPANCY_STAGES if kv_heads * splits * batch >= HIGH_OCCUPANCY_PROGRAMS else STAGES
     use_pdl = supports_pdl(q.device)
-    out = q.new_empty(batch, heads, v_head_dim)
+    keeps_padding = out is not None
+    out = q.new_empty(batch, heads, v_head_dim) if out is None else out
+    assert out.is_contiguous()
     partial_out = partial_lse = None  # each split's output and the base-2 log-sum-exp of its scores
     if splits > 1:
         partial_out = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
@@ -91,7 +93,7 @@ def paged_decode(
         cos.stride(0) if cos is not None else 0,
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, scale_log2, tanh_scale,
         kv_heads, group, max(16, padded_group), padded_group, head_dim, v_head_dim, block_size, keys, dim, v_dim,
-        max(MERGE_ELEMENTS // (padded_group * v_dim), 1), window > 0, softcap > 0, use_pdl,
+        max(MERGE_ELEMENTS // (padded_group * v_dim), 1), window > 0, softcap > 0, use_pdl, keeps_padding,
         num_warps=WARPS, num_stages=stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
     return out
@@ -106,7 +108,7 @@ def _decode_kernel(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
-    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr, KEEPS_PADDING: tl.constexpr,
 ):  # fmt: skip
     """One program: the GROUP query heads of one kv head, padded to ROWS for tl.dot, over every `splits`-th key tile."""
     kv_head, split_idx, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -115,6 +117,9 @@ def _decode_kernel(
     # Before the PDL wait: only loads of data that no earlier kernel of this step writes. `advance` writes seq_lens at
     # the end of a step, after this kernel.
     length = tl.load(seq_lens + sequence)
+    if KEEPS_PADDING:  # noqa: SIM102 - Triton evaluates this condition when it compiles
+        if length == 0:
+            return
     oldest, first = 0, 0
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)

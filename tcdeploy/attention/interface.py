@@ -65,26 +65,49 @@ def paged_attention(
     q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))  # [tokens, heads, head_dim]
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     params = AttentionParams(scale, sliding_window or 0, softcap or 0.0, s_aux)
-    if step.attention_metadata.prefill is not None:
-        out = _prefill(q, k, v, binding, step.attention_metadata.prefill, step.attention_config, params)
+    prefill, decode = step.attention_metadata
+    if prefill is not None and decode is not None:
+        out = _mixed(q, k, v, binding, prefill, decode, step.attention_config, params)
+    elif prefill is not None:
+        out = _prefill(q, k, v, binding, prefill, step.attention_config, params)
     else:
-        assert step.attention_metadata.decode is not None
-        out = _decode(q, k, v, binding, step.attention_metadata.decode, step.attention_config, params)
+        assert decode is not None
+        out = _decode(q, k, v, binding, decode, step.attention_config, params)
     return out.unsqueeze(0), None
+
+
+def _mixed(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, prefill: PrefillMetadata, decode: DecodeMetadata,
+    config: AttentionConfig, params: AttentionParams,
+) -> Tensor:  # fmt: skip
+    q, k, v = _write_kv(q, k, v, binding, prefill, config)
+    return ops.mixed_attention(
+        q, k, v, binding.k_cache, binding.v_cache, prefill.block_table, prefill.cu_seqlens_q, prefill.seq_lens,
+        prefill.host_scalars, decode.block_table, decode.seq_lens, decode.split_counters,
+        params.sinks, params.scale, params.window, params.softcap, config.prefill_backend, config.decode_backend,
+    )  # fmt: skip
 
 
 def _prefill(
     q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig,
     params: AttentionParams,
 ) -> Tensor:  # fmt: skip
-    q, k = q.contiguous(), k.contiguous()
-    if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
-        v = v.contiguous()
-    ops.kv_write(k, v, binding.k_cache, binding.v_cache, batch.slot_mapping, config.kv_write_backend)
+    q, k, v = _write_kv(q, k, v, binding, batch, config)
     return ops.prefill_attention(
         q, k, v, binding.k_cache, binding.v_cache, batch.block_table, batch.cu_seqlens_q, batch.seq_lens,
         batch.host_scalars, params.sinks, params.scale, params.window, params.softcap, config.prefill_backend,
     )  # fmt: skip
+
+
+def _write_kv(
+    q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as the prefill backends need them, with k and v written to the cache. Decode rows have no slots."""
+    q, k = q.contiguous(), k.contiguous()
+    if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
+        v = v.contiguous()
+    ops.kv_write(k, v, binding.k_cache, binding.v_cache, batch.slot_mapping, config.kv_write_backend)
+    return q, k, v
 
 
 def _decode(

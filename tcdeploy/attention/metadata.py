@@ -21,13 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.attention import ops
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
-
-UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
 
 
 class PrefillMetadata(NamedTuple):
@@ -37,19 +34,24 @@ class PrefillMetadata(NamedTuple):
     block_table: Tensor  # [sequences, width] int32
     seq_lens: Tensor  # [sequences] int32: cached tokens and new tokens; 0 for padding
     cu_seqlens_q: Tensor  # [sequences + 1] int32
-    host_scalars: Tensor  # [5] int64 on the CPU, see ops.HOST_SCALARS
+    host_scalars: Tensor  # [6] int64 on the CPU, see ops.HOST_SCALARS
 
 
 class DecodeMetadata(NamedTuple):
-    """Tensors of a decode batch. KV slots follow from the lengths, so there is no slot mapping."""
+    """Tensors of decode rows. KV slots follow from the lengths, so there is no slot mapping."""
 
-    block_table: Tensor  # [sequences, width] int32
-    seq_lens: Tensor  # [sequences] int32: the new token included; 0 for padding
+    block_table: Tensor  # [rows, width] int32
+    seq_lens: Tensor  # [rows] int32: the new token included; 0 for padding
     split_counters: Tensor  # [max batch + 1, kv_heads] int32: zeros before and after each launch
 
 
 class AttentionMetadata(NamedTuple):
-    """Either prefill or decode is set. A step that mixes both would set both."""
+    """What a step attends over; both are set in a mixed step.
+
+    In a mixed step the first tokens are those of the decode rows, in order, and the tokens of the prompts follow.
+    `prefill` then begins with a sequence of length 0 that holds the tokens of the rows. `decode` has all decode rows;
+    the step uses the first `rows` of them (ops.HOST_SCALARS).
+    """
 
     prefill: PrefillMetadata | None = None
     decode: DecodeMetadata | None = None
@@ -91,11 +93,3 @@ def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
     counters = torch.zeros(plan.decode_buckets[-1].size + 1, kv_heads, dtype=torch.int32, device=plan.device)
     mark_dynamic(counters, 0)  # programs must not depend on the largest batch
     return counters
-
-
-def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
-    """The number of splits for a decode bucket on this GPU; 1 on a CPU."""
-    if not split_counters.is_cuda:
-        return 1
-    num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
-    return ops.decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)

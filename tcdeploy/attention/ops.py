@@ -3,6 +3,7 @@
     kv_write           writes a prefill step's K and V into their slots of the paged cache
     prefill_attention  packed prompts, or chunks of them, each over its own KV blocks
     decode_attention   one new token per sequence: writes its K and V, and attends over the sequence's KV blocks
+    mixed_attention    decode_attention for the first tokens, and prefill_attention for the others
 
 An opaque op hides its Triton kernels from Inductor (decode.py says why its kernel is not a `triton_op`). The kernels
 are cached all the same, in Triton's part of the cache folder. Each op takes the name of its backend as an argument, so
@@ -21,7 +22,9 @@ from torch import Tensor
 
 from tcdeploy.attention import backends
 
-HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix")  # the entries of host_scalars
+# The entries of host_scalars. `tokens` includes the tokens of the decode rows. `rows` is the number of rows that a
+# mixed step launches, padding rows included; a CUDA graph of the step contains it as a constant.
+HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix", "rows")
 
 
 @torch.library.custom_op("tcdeploy::kv_write", mutates_args=("k_cache", "v_cache"))
@@ -61,7 +64,7 @@ def prefill_attention(
 
     k and v [tokens, kv_heads, dim] belong to the same tokens and are already in the cache; v must be contiguous only in
     its last dimension. block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32;
-    host_scalars [5] is int64 on the CPU. Padding rows of the result are zero.
+    host_scalars [6] is int64 on the CPU. Padding rows of the result are zero.
     """
     prefill = backends.IMPLEMENTATIONS[backend].prefill
     assert prefill is not None
@@ -123,7 +126,7 @@ def decode_attention(
     assert decode is not None
     rotary = None if cos is None or sin is None else backends.RotaryCosSin(cos, sin)
     batch = backends.PagedDecodeBatch(k_cache, v_cache, block_table, seq_lens, split_counters)
-    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary)
+    return decode(q, k, v, batch, backends.AttentionParams(scale, window, softcap, sinks), splits, rotary, None)
 
 
 @decode_attention.register_fake
@@ -148,9 +151,87 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
+@torch.library.custom_op("tcdeploy::mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
+def mixed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    host_scalars: Tensor,
+    row_block_table: Tensor,
+    row_seq_lens: Tensor,
+    split_counters: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    prefill_backend: str,
+    decode_backend: str,
+) -> Tensor:
+    """Attention of decode rows and of packed prompts: q [tokens, heads, head_dim] -> [tokens, heads, v_head_dim].
+
+    Token i below `rows` (host_scalars) belongs to decode row i if row_seq_lens[i] is not 0, and is computed as in
+    `decode_attention`, which also writes its K and V. row_block_table [max rows, width] and row_seq_lens [max rows] are
+    int32. The other tokens are computed as in `prefill_attention`; the first sequence of the prefill tensors has length
+    0 and holds the tokens of the rows. With 0 rows no decode kernel is launched.
+    """
+    implementation, rows = backends.IMPLEMENTATIONS[prefill_backend], int(host_scalars[HOST_SCALARS.index("rows")])
+    assert implementation.prefill is not None
+    params = backends.AttentionParams(scale, window, softcap, sinks)
+    batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
+    out = implementation.prefill(q, k, v, batch, params)
+    rows = min(rows, q.shape[0])
+    if rows:
+        decode = backends.IMPLEMENTATIONS[decode_backend].decode
+        assert decode is not None
+        decode_batch = backends.PagedDecodeBatch(
+            k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
+        )
+        splits = choose_decode_splits(rows, split_counters)
+        decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, out[:rows])
+    return out
+
+
+@mixed_attention.register_fake
+def _(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    host_scalars: Tensor,
+    row_block_table: Tensor,
+    row_seq_lens: Tensor,
+    split_counters: Tensor,
+    sinks: Tensor | None,
+    scale: float,
+    window: int,
+    softcap: float,
+    prefill_backend: str,
+    decode_backend: str,
+) -> Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
+
+
 # Targets of the default number of splits; measured on an H100.
 PROGRAMS_PER_SM = 1
 MIN_KEYS_PER_SPLIT = 64
+UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
+
+
+def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
+    """The number of splits for `batch_size` rows on this GPU; 1 on a CPU."""
+    if not split_counters.is_cuda:
+        return 1
+    num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
+    return decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)
 
 
 def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:

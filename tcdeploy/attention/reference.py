@@ -62,12 +62,13 @@ def paged_prefill(
 
     Shapes: q [tokens, heads, head_dim], k_cache [blocks, block_size, kv_heads, head_dim], v_cache likewise with
     v_head_dim, block_table [sequences, width] int32, cu_seqlens_q [sequences + 1] int32, seq_lens [sequences] int32
-    (prefix plus queries). Returns [tokens, heads, v_head_dim]; rows past `cu_seqlens_q[-1]` are padding and zero.
+    (prefix plus queries). Returns [tokens, heads, v_head_dim]. Rows past `cu_seqlens_q[-1]` and those of a sequence of
+    length 0 are padding and zero.
     """
     out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
     starts = cu_seqlens_q.tolist()
     for row, (start, stop, length) in enumerate(zip(starts, starts[1:], seq_lens.tolist(), strict=False)):
-        if stop > start:
+        if stop > start and length:
             k, v = (gather_sequence(cache, block_table[row], length) for cache in (k_cache, v_cache))
             out[start:stop] = attend(q[start:stop], k, v, scale, window, softcap, sinks)
     return out
@@ -94,14 +95,15 @@ def paged_decode(
     window: int,
     softcap: float,
     sinks: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Write each sequence's newest token to its slot, then attend with one query per sequence, that token included.
 
     Shapes: q [sequences, heads, head_dim], k [sequences, kv_heads, head_dim], v likewise with v_head_dim; the others as
     in `paged_prefill`. Returns [sequences, heads, v_head_dim]. A sequence of length 0 is padding: it writes nothing and
-    its output is zero.
+    its output is zero. If `out` is given, it is written and returned, and rows of padding keep their contents.
     """
-    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1])
+    out = q.new_zeros(q.shape[0], q.shape[1], v_cache.shape[-1]) if out is None else out
     block_size = k_cache.shape[1]
     for row, length in enumerate(seq_lens.tolist()):
         if length:

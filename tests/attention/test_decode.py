@@ -112,6 +112,19 @@ def test_decode_agrees_with_the_reference(name, splits, device):
     assert not out[2].any(), "a sequence of length 0 is padding, and its output must be zero"
 
 
+@pytest.mark.parametrize("splits", [1, 2])
+def test_rows_of_length_0_keep_the_contents_of_a_given_output(splits, device):
+    step = make_step(CASES["bfloat16, everything"], [0, 129, 0, 5], device)
+    expected = step.expected()
+    out = torch.full_like(expected[0], 7.0, device=device)
+    result = decode.paged_decode(
+        step.q, step.k, step.v, *step.sequences, step.split_counters, *step.options, splits, None, None, out
+    )
+    assert result is out and (out[[0, 2]] == 7.0).all()
+    out[[0, 2]] = 0.0
+    assert_step_result(step, out, expected)
+
+
 @pytest.mark.parametrize("splits", [3, 32])
 @pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 def test_a_long_sequence_can_be_cut_into_any_number_of_splits(sinks, splits, device):

@@ -39,7 +39,7 @@ class Case:
         self.block_table = torch.tensor([[5, 2, 0, 0], [9, 1, 7, 0], [0] * 4], dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.tensor([0, 19, 26, 26], dtype=torch.int32, device=device)
         self.seq_lens = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
-        self.host_scalars = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0)])
+        self.host_scalars = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0), 0])
         spans = [
             (row, length - query, length) for row, (query, length) in enumerate(zip([19, 7], self.lengths, strict=True))
         ]
@@ -63,6 +63,25 @@ class Case:
             self.host_scalars, self.sinks if sinks else None, 0.3, window, softcap, backend,
         )  # fmt: skip
 
+    def mixed_arguments(self, backend: str, **rules: Any) -> tuple[Any, ...]:
+        """The case with three decode rows before its prompts, the second of them empty, and a fourth that is unused."""
+        q, k, v = (torch.cat([x[-3:] * 0.5, x]) for x in (self.q, self.k, self.v))
+        table, starts = self.block_table, self.cu_seqlens_q
+        host_scalars = self.host_scalars.clone()
+        host_scalars[0] += 3
+        host_scalars[5] = 3
+        row_table = torch.tensor(
+            [[3, 4, 0, 0], [0] * 4, [11, 8, 0, 0], [6, 0, 0, 0]], dtype=torch.int32, device=q.device
+        )
+        row_seq_lens = torch.tensor([20, 0, 17, 5], dtype=torch.int32, device=q.device)
+        _, _, _, _, _, _, _, _, _, sinks, scale, window, softcap, _ = self.prefill_arguments(backend, **rules)
+        return (
+            q, k, v, self.k_cache, self.v_cache, torch.cat([table[2:], table]),
+            torch.cat([starts[:1], starts + 3]), torch.cat([self.seq_lens[2:], self.seq_lens]), host_scalars,
+            row_table, row_seq_lens, torch.zeros(5, KV_HEADS, dtype=torch.int32, device=q.device),
+            sinks, scale, window, softcap, backend, "triton" if backend == "triton" else "reference",
+        )  # fmt: skip
+
     def decode_arguments(self) -> tuple[Any, ...]:
         return (
             self.q[:3], self.k[:3], self.v[:3], self.k_cache, self.v_cache, self.block_table, self.seq_lens,
@@ -84,6 +103,7 @@ def test_opcheck_passes_on_every_op() -> None:
     for sinks in (False, True):
         torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
     torch.library.opcheck(ops.decode_attention, case.decode_arguments())
+    torch.library.opcheck(ops.mixed_attention, case.mixed_arguments("reference", window=9, softcap=2.0, sinks=True))
     factors = torch.randn(2, 3, case.q.shape[-1]).unbind()
     torch.library.opcheck(ops.decode_attention, (*case.decode_arguments(), *factors))
     with pytest.raises(AssertionError):
@@ -142,6 +162,46 @@ def test_reference_decode_equals_prefill_and_writes_only_the_newest_slots() -> N
     torch.testing.assert_close(out[:2], expected)
     assert not out[2].any()
     assert torch.equal(case.k_cache, k_cache) and torch.equal(case.v_cache, v_cache)
+
+
+@pytest.mark.parametrize("rules", [{}, {"window": 9, "softcap": 2.0, "sinks": True}])
+def test_mixed_attention_is_decode_for_the_rows_and_prefill_for_the_prompts(rules: dict[str, Any]) -> None:
+    assert_mixed_equals_its_parts(Case(), "reference", rules)
+
+
+def assert_mixed_equals_its_parts(case: Case, backend: str, rules: dict[str, Any]) -> None:
+    case.write()
+    arguments = case.mixed_arguments(backend, **rules)
+    q, k, v, k_cache, v_cache = arguments[:5]
+    row_table, row_seq_lens, counters, sinks, scale, window, softcap = arguments[9:16]
+    prompts = case.prefill("reference", **rules)
+    expected_caches = k_cache.clone(), v_cache.clone()
+    rows = ops.decode_attention(
+        q[:3], k[:3], v[:3], *expected_caches, row_table[:3], row_seq_lens[:3], counters.clone(), sinks, scale, window,
+        softcap, 1, "reference",
+    )  # fmt: skip
+    out = ops.mixed_attention(*arguments)
+    tolerance = {"atol": 2e-6, "rtol": 1e-4} if q.dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(out, torch.cat([rows, prompts]), **tolerance)
+    assert not out[1].any(), "an empty row is padding"
+    assert torch.equal(k_cache, expected_caches[0]) and torch.equal(v_cache, expected_caches[1])
+    assert not counters.any()
+
+
+@pytest.mark.parametrize("rules", [{}, {"window": 9, "softcap": 2.0, "sinks": True}])
+def test_mixed_attention_of_the_triton_kernels(rules: dict[str, Any], device: str) -> None:
+    assert_mixed_equals_its_parts(Case(device), "triton", rules)
+
+
+def test_mixed_attention_without_rows_is_prefill() -> None:
+    case = Case()
+    case.write()
+    before = case.k_cache.clone()
+    arguments = list(case.mixed_arguments("reference"))
+    arguments[8] = torch.tensor([29, *arguments[8].tolist()[1:5], 0])
+    out = ops.mixed_attention(*arguments)
+    assert torch.equal(out[3:], case.prefill("reference")) and not out[:3].any()
+    assert torch.equal(case.k_cache, before)
 
 
 @pytest.mark.parametrize(
@@ -242,12 +302,18 @@ def test_flash_attn_2_is_called_as_its_interface_requires(prefix: int, rules: di
 
 
 @pytest.mark.usefixtures("flash_attn_2")
+@pytest.mark.parametrize("prefix", [0, 21])
+def test_mixed_attention_passes_only_the_prompts_to_a_package(prefix: int) -> None:
+    assert_mixed_equals_its_parts(Case(prefix=prefix), "flash-attn-2", {"window": 9})
+
+
+@pytest.mark.usefixtures("flash_attn_2")
 def test_flash_attn_2_does_not_get_a_max_seqlen_q_of_one() -> None:
     """It would then require one query of every sequence, and the padding sequence has none."""
     case = Case()
     case.write()
     case.cu_seqlens_q = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
-    case.host_scalars = torch.tensor([2, sum(case.lengths), 1, max(case.lengths), 1])
+    case.host_scalars = torch.tensor([2, sum(case.lengths), 1, max(case.lengths), 1, 0])
     out = case.prefill("flash-attn-2")
     torch.testing.assert_close(out, case.prefill("reference"), atol=2e-6, rtol=1e-4)
 
