@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from tcdeploy.attention.metadata import Step, StepHolder
 from tcdeploy.compiler.regions import Region
 from tcdeploy.planning.plan import Bucket
-from tcdeploy.planning.sizes import DYNAMIC_MIN_SIZE, max_prefill_sequences
 from tcdeploy.planning.variants import Variant
 from tcdeploy.torch_compat.compiled_call import run_uncompiled, set_compiled_call
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic, tensors_in
@@ -78,7 +77,7 @@ def _compile_in_place(region: Region, table: ProgramTable, step_holder: StepHold
         rows = step.last_token_rows if region.is_last else None
         kind = region.kind if rows is None else region.kind + LAST_ROWS
         if step.bucket.min_size:
-            _mark_dynamic_dims(step, rows, args, kwargs)
+            _mark_dynamic_dims(step, args, kwargs)
         return table[ProgramKey(kind, step.bucket, step.variant)](module, rows, *args, **kwargs)
 
     set_compiled_call(module, call)
@@ -93,15 +92,12 @@ def _is_compiled(region: Region, step: Step) -> bool:
     return not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
 
 
-def _mark_dynamic_dims(step: Step, rows: Tensor | None, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _mark_dynamic_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Mark the dimensions that hold tokens as dynamic, with the bucket's minimum and maximum size.
 
     The tensors are made by uncompiled code before the region, so the region's call is the first place that sees them.
-    The number of selected rows is dynamic as well, up to one row per prompt of a step. The storage offset of `rows`
-    also becomes a symbol. It must be at least 2, as in PrefillBuffers: torch specialises 0 and 1.
+    PrefillBuffers marks the number of selected rows.
     """
-    if rows is not None:
-        mark_dynamic(rows, 0, min=DYNAMIC_MIN_SIZE, max=max_prefill_sequences(step.bucket.size))
     for tensor, dim in _token_dims(step, args, kwargs):
         mark_dynamic(tensor, dim, min=step.bucket.min_size, max=step.bucket.size)
 

@@ -24,6 +24,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 NUM_LONG_PROMPTS = 3
 FIRST_UNCHECKED_PROMPT = NUM_LONG_PROMPTS + MAX_CHECKED_ROWS  # of decode rows whose logits are not compared
 NUM_LENGTHS = 6  # of decode rows
+MIXED_ROWS = 2  # decode rows of a mixed step that is checked
 BEYOND_WINDOW = 5  # tokens by which a sequence exceeds the sliding window
 
 
@@ -83,6 +84,20 @@ class CheckPrompts:
         if not bucket.is_prefill or first.length < 2:
             return []
         return [first._replace(length=max(first.length, self._length_that_fits(self._long_length)))]
+
+    def mixed_rows(self, bucket: Bucket) -> list[PromptPrefix]:
+        """The prefixes that decode rows of a mixed step continue, beside the chunk of `continued`.
+
+        They are checked prefixes of the bucket's batch, so the reference has their logits. Empty if steps are not
+        mixed, for decode, or if they do not fit.
+        """
+        plan, continued = self._plan, self.continued(bucket)
+        if not plan.mixed_steps or not continued:
+            return []
+        rows = self.batch(bucket)[1 : 1 + min(MIXED_ROWS, plan.decode_buckets[-1].size)]
+        allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+        blocks = sum(allocator.blocks_for(prefix.length) for prefix in [*continued, *rows])
+        return rows if blocks <= allocator.num_allocatable else []
 
     def _decode_lengths(self, bucket: Bucket) -> list[int]:
         """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""

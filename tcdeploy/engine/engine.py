@@ -45,6 +45,7 @@ class Engine:
                 prefill_tokens=plan.prefill_buckets[-1].size,
                 max_prefill_sequences=plan.max_prefill_sequences,
                 max_consecutive_prefills=plan.max_consecutive_prefills,
+                mixed_steps=plan.mixed_steps,
             ),
             self.allocator,
         )
@@ -151,8 +152,11 @@ class Engine:
         if step is None:
             return None
         running = self.scheduler.running
-        output = self.runner.prefill(step.chunks, running) if step.chunks else self.runner.decode(running)
-        return ForwardPass(output, _output_sequences(step), step.chunks)
+        if step.chunks:
+            output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
+        else:
+            output = self.runner.decode(running)
+        return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks)
 
     def _launch_sampling(self, forward_pass: ForwardPass) -> InFlightStep:
         launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
@@ -282,8 +286,13 @@ def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:
     )
 
 
-def _output_sequences(step: SchedulerOutput) -> tuple[Sequence | None, ...]:
-    """The sequence of each output; None for a chunk that does not end its prompt."""
-    if step.decode:
-        return step.decode
-    return tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
+def _output_sequences(step: SchedulerOutput, max_chunks: int) -> tuple[Sequence | None, ...]:
+    """The sequence of each output; None for a chunk that does not end its prompt, and for padding.
+
+    In a mixed step the outputs of `max_chunks` chunks come first, and then those of the decode rows.
+    """
+    of_chunks = tuple(sequence if stop == len(sequence.token_ids) else None for sequence, _, stop in step.chunks)
+    if not step.decode or not step.chunks:
+        return step.decode or of_chunks
+    padding: tuple[Sequence | None, ...] = (None,) * (max_chunks - len(of_chunks))
+    return (*of_chunks, *padding, *step.decode)

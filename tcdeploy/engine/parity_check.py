@@ -1,8 +1,8 @@
 """Checks one bucket: runs its step on the check prompts and compares the logits with the reference.
 
 The bucket runs as it will serve, from its CUDA graph if it has one. A prefill bucket is also checked on the second
-chunk of a prompt, which attends to the first chunk through the paged cache. parity.py has the comparison and its
-limits, reference.py the reference.
+chunk of a prompt, which attends to the first chunk through the paged cache, and on decode rows in the same step if
+steps are mixed. parity.py has the comparison and its limits, reference.py the reference.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class ParityChecker:
 
 def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, references: ReferenceLogits) -> ParityCheck:
     logits = _bucket_logits(runner, bucket, prompts)
-    prefixes = [*prompts.checked(bucket), *prompts.continued(bucket)]
+    prefixes = [*prompts.checked(bucket), *prompts.continued(bucket), *prompts.mixed_rows(bucket)]
     rows = [references.rows[prefix] for prefix in prefixes]
     eager, precise = (torch.stack(column).to(logits.device) for column in zip(*rows, strict=True))
     inputs = [prompts.token_ids(prefix) for prefix in prefixes]
@@ -113,13 +113,16 @@ def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, reference
 
 
 def _bucket_logits(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> Tensor:
-    """Logits [rows, vocab] of the checked rows, and of the continued prompt."""
+    """Logits [rows, vocab] of the checked rows, of the continued prompt, and of the decode rows beside it."""
     batch = make_check_batch(runner, bucket, prompts)
     if not bucket.is_prefill:
         batch.fill_kv_cache()
     logits = batch.run().logits[checked_rows(bucket, len(batch.sequences))].clone()
     continued = make_continued_batch(runner, bucket, prompts)
-    return torch.cat([logits, continued.run_in_two_chunks().logits[:1]]) if continued.sequences else logits
+    if not continued.sequences:
+        return logits
+    output, first_row = continued.run_in_two_chunks().logits, runner.plan.max_prefill_sequences
+    return torch.cat([logits, output[:1], output[first_row : first_row + len(continued.sequences) - 1]])
 
 
 def _exceeds_by_far(parity: Parity) -> bool:

@@ -12,6 +12,7 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
-from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder, choose_decode_splits
+from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder
+from tcdeploy.attention.ops import HOST_SCALARS, choose_decode_splits
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -58,7 +60,7 @@ class ModelRunner:
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
-        self._graphs: dict[Bucket, StepGraph] = {}
+        self._graphs: dict[tuple[Bucket, int], StepGraph] = {}  # by bucket and row slots
         self._pool: Any | None = None
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
         self.padding_tokens: Counter[Bucket] = Counter()  # padding tokens or rows computed by these steps
@@ -67,20 +69,30 @@ class ModelRunner:
         self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
-        self, chunks: ListLike[Chunk], running: ListLike[Sequence] = (), bucket: Bucket | None = None
+        self,
+        chunks: ListLike[Chunk],
+        running: ListLike[Sequence] = (),
+        bucket: Bucket | None = None,
+        num_decoding: int = 0,
     ) -> StepOutput:
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
         Output i belongs to chunk i. If the chunk ends its prompt, the first new token is written to the decode row of
         its sequence: the sequence's index in `running`. An empty `running` empties all decode rows.
+
+        In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
+        max_prefill_sequences + i belongs to sequence i.
         """
-        tokens = sum(stop - start for _, start, stop in chunks)
+        tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
         self.row_assignment.assign(running)
+        if num_decoding:
+            self.row_assignment.upload_block_table()
         prefill = self._prefill_for(bucket, tokens)
-        prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks))
+        prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
         self._count_step(bucket, tokens)
-        return self._run(prefill.buffers)
+        row_slots = smallest_bucket(self.plan.decode_buckets, num_decoding).size if num_decoding else 0
+        return self._run(prefill.buffers(row_slots))
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; output i belongs to sequence i."""
@@ -135,23 +147,36 @@ class ModelRunner:
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
-                pieces.append((begin, sampling.logprobs(self._logits_at(prefill.buffers, rows), next_ids, num_top)))
-        self.uncaptured_runs += self.is_captured(prefill.buffers.bucket)
+                logits = self._logits_at(prefill.buffers(), rows)
+                pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
+        self.uncaptured_runs += self.is_captured(prefill.buffers().bucket)
         return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
-        """Run the bucket with this variant from now on. The graph of another variant is dropped."""
-        self._graphs.pop(bucket, None)
+        """Run the bucket with this variant from now on. The graphs of another variant are dropped."""
+        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != bucket}
         self._variants[bucket] = variant
 
     def capture(self, bucket: Bucket) -> None:
-        """Capture the bucket's step, which must have run before. Its buffers keep their contents."""
-        buffers = self._buffers(bucket)
+        """Capture the bucket's step, which must have run before. Its buffers keep their contents.
+
+        A prefill bucket has a graph for each number of row slots.
+        """
         self._pool = self._pool or torch.cuda.MemPool()
-        self._graphs[bucket] = capture_graph(lambda: self._forward(buffers), self._pool)
+        for row_slots in self._row_slots(bucket):
+            buffers = self._buffers(bucket, row_slots)
+            if row_slots:  # loads the decode kernel for this number of rows
+                self._forward(buffers)
+            self._graphs[bucket, row_slots] = capture_graph(partial(self._forward, buffers), self._pool)
 
     def is_captured(self, bucket: Bucket) -> bool:
-        return bucket in self._graphs
+        return (bucket, 0) in self._graphs
+
+    def _row_slots(self, bucket: Bucket) -> list[int]:
+        """The numbers of decode rows that steps of the bucket have outputs for, in the order of capture."""
+        if not bucket.is_prefill or not self.plan.mixed_steps:
+            return [0]
+        return [*(decode_bucket.size for decode_bucket in reversed(self.plan.decode_buckets)), 0]
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
@@ -160,18 +185,21 @@ class ModelRunner:
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
         return self._forward(self._buffers(bucket))
 
-    def _buffers(self, bucket: Bucket) -> StepBuffers:
-        return self._prefill_buffers[bucket].buffers if bucket.is_prefill else self._decode_buffers[bucket]
+    def _buffers(self, bucket: Bucket, row_slots: int = 0) -> StepBuffers:
+        return self._prefill_buffers[bucket].buffers(row_slots) if bucket.is_prefill else self._decode_buffers[bucket]
 
     def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
         if bucket.min_size:  # a dynamic bucket has no static buffers
-            return PrefillBuffers(self.plan, bucket, max(tokens, bucket.min_size), self.decode_rows)
+            return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
         if bucket not in self._prefill_buffers:
-            self._prefill_buffers[bucket] = PrefillBuffers(self.plan, bucket, bucket.size, self.decode_rows)
+            self._prefill_buffers[bucket] = self._make_prefill_buffers(bucket, bucket.size)
         return self._prefill_buffers[bucket]
 
+    def _make_prefill_buffers(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
+        return PrefillBuffers(self.plan, bucket, tokens, self.decode_rows, self.split_counters)
+
     def _run(self, buffers: StepBuffers) -> StepOutput:
-        graph = self._graphs.get(buffers.bucket)
+        graph = self._graphs.get((buffers.bucket, buffers.row_slots))
         return graph.replay() if graph else self._forward(buffers)
 
     @torch.no_grad()
@@ -201,10 +229,13 @@ class ModelRunner:
             kwargs["logits_to_keep"] = 0 if head_rows is None else head_rows
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
+        if buffers.metadata.prefill is not None:
+            buffers.metadata.prefill.host_scalars[HOST_SCALARS.index("rows")] = buffers.row_slots
+        input_ids = buffers.input_ids
+        if buffers.token_sources is not None:
+            input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
         self.step_holder.step = self._make_step(buffers, last_token_rows)
-        output = self.model(
-            input_ids=buffers.input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs
-        )  # fmt: skip
+        output = self.model(input_ids=input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs)
         self.step_holder.step = None
         logits: Tensor = output.logits[0]
         return logits if head_rows is None or kwargs else logits[head_rows]

@@ -1,4 +1,4 @@
-"""Continuous batching: picks prompt chunks or one decode step for all running sequences. Does not import torch.
+"""Continuous batching: picks the prompt chunks and the decode rows of each step. Does not import torch.
 
 A sequence is admitted when a decode row and the KV blocks for its present tokens are free. Blocks for its maximum
 length are not reserved: most answers end early, and the reservation would leave most of the cache unused. If the blocks
@@ -17,9 +17,13 @@ Steps run in stream order, so freed blocks can be given to the next step at once
 prompt are registered in the prefix cache without waiting for their step to end. This happens when the next step is
 scheduled, because only a later step may read them.
 
+With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
+sequences never wait for the prompts of others, and the weights are read once for both.
+
+Without it, and if the running sequences would take most of a prefill step, prefill and decode are separate steps.
 Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
 `max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
-their streams. Prefill and decode are separate steps because they are separate compiled programs.
+their streams.
 """
 
 from __future__ import annotations
@@ -41,10 +45,14 @@ class SchedulerConfig(NamedTuple):
     prefill_tokens: int
     max_prefill_sequences: int
     max_consecutive_prefills: int = 4
+    mixed_steps: bool = False
 
 
 class SchedulerOutput(NamedTuple):
-    """The next step: either prefill chunks or decode sequences, never both. `decode` is in row order."""
+    """The next step: prefill chunks, decode sequences, or both in a mixed step.
+
+    `decode` is in row order, and holds the first of the running sequences if chunks end prompts in the same step.
+    """
 
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Sequence, ...] = ()
@@ -108,8 +116,10 @@ class Scheduler:
         """
         self._register_prefixes()
         self._release_finished()
+        if self._mixes:
+            return self._schedule_mixed()
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
-        chunks = () if decode_is_due else self._schedule_prefill()
+        chunks = () if decode_is_due else self._schedule_prefill(self.config.prefill_tokens)
         if chunks:
             self._consecutive_prefills += 1
             return SchedulerOutput(chunks=chunks)
@@ -117,6 +127,19 @@ class Scheduler:
             return None
         self._consecutive_prefills = 0
         return SchedulerOutput(decode=self._schedule_decode())
+
+    @property
+    def _mixes(self) -> bool:
+        """Whether the next step is mixed. Running sequences leave at least half of its tokens to prompts."""
+        return self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens
+
+    def _schedule_mixed(self) -> SchedulerOutput | None:
+        """One token of each running sequence, and prompts in the rest of the step."""
+        self._make_room_for_new_group()
+        decode = self._schedule_decode()
+        chunks = self._schedule_prefill(self.config.prefill_tokens - len(decode))
+        self._consecutive_prefills = 0
+        return SchedulerOutput(chunks, decode)
 
     def requeue_all(self) -> None:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
@@ -143,11 +166,10 @@ class Scheduler:
             if sequence.has_sampled_last_token or sequence.finish_reason:
                 self._release(sequence)
 
-    def _schedule_prefill(self) -> tuple[Chunk, ...]:
-        """Fill one step with prompts in order of arrival. The last prompt is split when the step is full."""
+    def _schedule_prefill(self, token_budget: int) -> tuple[Chunk, ...]:
+        """Prompts in order of arrival, of `token_budget` tokens in all. The last one is split if it does not fit."""
         self._make_room_for_new_group()
         chunks: list[Chunk] = []
-        token_budget = self.config.prefill_tokens
         while token_budget and len(chunks) < self.config.max_prefill_sequences:
             sequence = self.prefilling[0] if self.prefilling else self._admit()
             if sequence is None:

@@ -47,12 +47,19 @@ class WarmupBatch(NamedTuple):
         self._fill_kv_cache([len(sequence.token_ids) - 1 for sequence in self.sequences])
 
     def run_in_two_chunks(self) -> StepOutput:
-        """Prefill the only sequence: its beginning eagerly, and the rest, at most half of it, in the bucket."""
-        (sequence,) = self.sequences
+        """Prefill the first sequence: its beginning eagerly, and the rest, at most half of it, in the bucket.
+
+        The other sequences decode one token each in the same step.
+        """
+        sequence, *decoding = self.sequences
         length = len(sequence.token_ids)
-        start = length - min(self.bucket.size, length // 2)
-        self._fill_kv_cache([start])
-        return self.runner.prefill([Chunk(sequence, start, length)], bucket=self.bucket)
+        start = length - min(self.bucket.size - len(decoding), length // 2)
+        self._fill_kv_cache([start, *(len(other.token_ids) - 1 for other in decoding)])
+        if decoding:
+            self.runner.row_assignment.assign_prefilled(decoding)
+        for other in decoding:
+            other.num_computed_tokens = len(other.token_ids)
+        return self.runner.prefill([Chunk(sequence, start, length)], decoding, self.bucket, len(decoding))
 
     def _fill_kv_cache(self, lengths: list[int]) -> None:
         with force_eager():
@@ -66,8 +73,8 @@ def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts)
 
 
 def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
-    """The prompt that is checked in two chunks, or an empty batch."""
-    return _make_check_batch(runner, bucket, prompts, prompts.continued(bucket))
+    """The prompt that is checked in two chunks, and the decode rows beside it in a mixed step; or an empty batch."""
+    return _make_check_batch(runner, bucket, prompts, [*prompts.continued(bucket), *prompts.mixed_rows(bucket)])
 
 
 def _make_check_batch(

@@ -91,6 +91,31 @@ def decide_graphs(inputs: PlanInputs, decode_attention: Attention, decisions: li
     return "step"
 
 
+def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, decisions: list[Decision]) -> bool:
+    """Whether running sequences decode in the steps in which prompts are computed.
+
+    Raises UsageError if that is requested together with a CUDA graph per region, whose shapes would depend on the rows.
+    """
+    requested = inputs.recipe.mixed_steps
+    if graphs == "region":
+        if requested == "on":
+            raise UsageError(
+                "--mixed-steps on cannot be combined with --graphs region: it would capture a graph for each number of "
+                "rows",
+                "--mixed-steps on --graphs step",
+            )
+        decisions.append(Decision("mixed steps", "off", "one CUDA graph per region"))
+        return False
+    if requested:
+        decisions.append(Decision("mixed steps", requested, "requested"))
+        return requested == "on"
+    if inputs.device == "cuda":
+        decisions.append(Decision("mixed steps", "off", "default on a GPU: not measured there yet"))
+        return False
+    decisions.append(Decision("mixed steps", "on", "sequences decode while prompts are computed"))
+    return True
+
+
 def _first_supported(phase: Phase, inputs: PlanInputs, decisions: list[Decision]) -> Attention:
     """The first backend in the table that serves `phase` here. The reference backend supports every model."""
     rejections: list[str] = []

@@ -20,6 +20,7 @@ from tcdeploy.planning.attention import (
     decide_alternative_attention,
     decide_decode_attention,
     decide_graphs,
+    decide_mixed_steps,
     decide_prefill_attention,
 )
 from tcdeploy.planning.backends import BACKENDS, HALF_DTYPES, Phase
@@ -74,7 +75,9 @@ class Plan:
 
     alternative_attention: prefill backends that `--mode auto` times in long buckets.
     is_hopper: compute capability 9.0, for which the kernels in linear/ were written.
-    max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token.
+    mixed_steps: whether running sequences decode in the steps in which prompts are computed.
+    max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps
+        are not mixed.
     workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
     rank, world_size: of tensor parallelism; sizes and bytes are those of one rank.
     key: names the manifest and the lease. Plans that compile the same programs on equal machines have equal keys.
@@ -96,6 +99,7 @@ class Plan:
     graphs: Graphs
     is_hopper: bool
     tune_seconds: float
+    mixed_steps: bool
     max_consecutive_prefills: int
     buckets: tuple[Bucket, ...]
     max_prefill_sequences: int
@@ -190,6 +194,7 @@ def make_plan(
         graphs=graphs,
         is_hopper=device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
+        mixed_steps=decide_mixed_steps(inputs, graphs, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
         buckets=_make_buckets(recipe, lengths, batch_sizes),
         max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),

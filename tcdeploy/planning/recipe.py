@@ -30,6 +30,7 @@ from tcdeploy.planning.kubernetes import is_service_variable
 LoadFormat = Literal["auto", "dummy"]
 Device = Literal["cpu", "cuda"]
 DType = Literal["float32", "bfloat16", "float16"]
+MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 Region = Literal["layer", "blocks", "model"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
@@ -86,7 +87,12 @@ class Recipe:
     context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
     block_size: int | None = _option(None, "tokens per KV block, a power of two; the plan shows the default")
     kv_blocks: int | None = _option(None, "KV blocks to allocate; default: as needed, up to the available memory")
-    max_consecutive_prefills: int = _option(4, "most prefill steps in a row before running sequences decode a token")
+    mixed_steps: MixedSteps | None = _option(
+        None, "on: running sequences decode in the same steps in which prompts are computed; the plan shows the default"
+    )
+    max_consecutive_prefills: int = _option(
+        4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"
+    )
     memory_fraction: float = _option(0.9, "fraction of GPU memory that this process may use")
     cache_dir: str | None = _option(None, "compile cache folder; the plan shows the default")
     on_bad_cache: OnBadCache = _option(

@@ -18,6 +18,7 @@ from tcdeploy.errors import RecompileError
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant
+from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 from tests.conftest import TINY, reset_programs
 from tests.model_families import LAYER_KINDS, SUPPORTED, WINDOW, save_config
 
@@ -153,12 +154,14 @@ def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, nu
     sequence.blocks = [1, 2, 3]
     prefill = runner._prefill_for(bucket, tokens)
     prefill.fill([Chunk(sequence, 0, tokens)], [None])
-    assert prefill.buffers.logits_indices is not None
-    rows = prefill.buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
+    buffers = prefill.buffers()
+    assert buffers.logits_indices is not None
+    rows = buffers.logits_indices[:num_rows].copy_(torch.arange(num_rows) * 7 % tokens)
+    mark_dynamic(rows, 0)  # as PrefillBuffers does for its own view
     runner.set_variant(bucket, DEFAULT)
-    expected = runner._logits(prefill.buffers, None, rows)
+    expected = runner._logits(buffers, None, rows)
     runner.set_variant(bucket, variant)
-    selected_early = runner._logits(prefill.buffers, rows, None)
+    selected_early = runner._logits(buffers, rows, None)
     assert selected_early.shape == expected.shape == (num_rows, runner.vocab_size)
     assert (selected_early - expected).norm() < 1e-5 * expected.norm()
 

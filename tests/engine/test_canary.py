@@ -158,7 +158,7 @@ def test_a_prompt_written_to_a_wrong_block_is_found(
 
     def misplaced(self: PrefillBuffers, *arguments: Any) -> None:
         fill(self, *arguments)
-        prefill = self.buffers.metadata.prefill
+        prefill = self.buffers().metadata.prefill
         assert prefill is not None
         prefill.slot_mapping[:block] += 100 * block
 
@@ -294,7 +294,7 @@ def test_cases_fit_into_a_small_cache(engine: Engine) -> None:
 
 def test_a_failed_launch_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     request = engine.submit([5, 6, 7], SamplingParams(max_new_tokens=2))
-    monkeypatch.setattr(engine.runner, "prefill", lambda *_: (_ for _ in ()).throw(RuntimeError("launch failed")))
+    monkeypatch.setattr(engine.runner, "prefill", lambda *_, **__: (_ for _ in ()).throw(RuntimeError("launch failed")))
     with pytest.raises(RuntimeError):
         engine.step()
     assert engine.failed_steps == 1

@@ -21,7 +21,7 @@ PREFILL, LARGE_PREFILL, DECODE = Bucket("prefill", 64), Bucket("prefill", 8192),
 
 
 def make_prompts(window: int = 0, config: dict[str, Any] | None = None, seed: int = 0, **changes: Any) -> CheckPrompts:
-    values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8}
+    values = {"kv_blocks": 1000, "block_size": 16, "context": 2048, "max_prefill_sequences": 8, "mixed_steps": False}
     plan: Any = SimpleNamespace(**{**values, "buckets": (PREFILL, DECODE), **changes})
     layers = (SimpleNamespace(window=window), SimpleNamespace(window=0))
     architecture: Any = SimpleNamespace(attention_layers=layers, vocab_size=300)

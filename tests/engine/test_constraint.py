@@ -246,11 +246,11 @@ def test_a_failed_step_loses_no_token(
     engine.allocator.reset_prefix_cache()
     run = getattr(engine.runner, method)
 
-    def failing(*args: Any) -> Any:
+    def failing(*args: Any, **options: Any) -> Any:
         calls.append(1)
         if len(calls) == failing_call + 1:
             raise RuntimeError("out of luck")
-        return run(*args)
+        return run(*args, **options)
 
     monkeypatch.setattr(engine.runner, method, failing)
     constraint = SumConstraint(LENGTH, VOCAB)

@@ -92,10 +92,12 @@ def assert_idle(engine: Engine) -> None:
     assert not engine.has_work
 
 
+@pytest.mark.parametrize("mixed_steps", [None, "off"])
 def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
-    tiny_deployment: Any, prompts: list[list[int]], answers: list[list[int]]
+    cache_dir: str, prompts: list[list[int]], answers: list[list[int]], mixed_steps: str | None
 ) -> None:
-    engine, params = tiny_deployment.engine, SamplingParams(max_new_tokens=TOKENS)
+    flags = {"mixed_steps": mixed_steps} if mixed_steps else {}
+    engine, params = prepare_tiny(cache_dir, **flags).engine, SamplingParams(max_new_tokens=TOKENS)
     engine.allocator.reset_prefix_cache()
     answers_by_id: dict[int, list[int]] = {}
     ids = []
@@ -108,6 +110,56 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
         drain(engine, answers_by_id)
     assert [answers_by_id[request_id] for request_id in ids] == answers
     assert serving.counts.compiles == 0
+    assert_idle(engine)
+
+
+def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str) -> None:
+    check_random_traffic(prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine, num_requests=80)
+
+
+def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> None:
+    """Requests that arrive at random steps, some of which are aborted, get the tokens that they get alone."""
+    source, params = random.Random(seed), [SamplingParams(max_new_tokens=count) for count in (1, 6, 40)]
+    beginnings = [[source.randrange(3, 900) for _ in range(200)] for _ in range(4)]
+    requests = []
+    for _ in range(num_requests):
+        shared = source.choice(beginnings)[: source.choice((0, 40, 150))]
+        prompt = shared + [source.randrange(3, 900) for _ in range(source.choice((1, 7, 40, 120)))]
+        requests.append((prompt, source.choice(params)))
+    engine.allocator.reset_prefix_cache()
+    alone = [engine.generate([prompt], params)[0] for prompt, params in requests]
+    engine.allocator.reset_prefix_cache()
+    preemptions, mixed_steps, schedule = engine.scheduler.preemptions, [], engine.scheduler.schedule
+
+    def noted_schedule() -> Any:
+        step = schedule()
+        if step is not None and step.chunks and step.decode:
+            mixed_steps.append(step)
+        return step
+
+    tokens_by_id: dict[int, list[int]] = {}
+    expected: dict[int, list[int]] = {}
+    aborted: set[int] = set()
+    engine.scheduler.schedule = noted_schedule  # type: ignore[method-assign]
+    try:
+        with measure_compiles() as serving:
+            for number, (prompt, request_params) in enumerate(requests):
+                request_id = engine.submit(prompt, request_params)
+                tokens_by_id[request_id], expected[request_id] = [], alone[number]
+                for _ in range(source.choice((0, 0, 1, 3))):
+                    for token in engine.step():
+                        tokens_by_id[token.request_id].append(token.token_id)
+                if source.random() < 0.1 and request_id in engine._requests:
+                    engine.abort(request_id)
+                    aborted.add(request_id)
+            drain(engine, tokens_by_id)
+    finally:
+        engine.scheduler.schedule = schedule  # type: ignore[method-assign]
+    for request_id, tokens in tokens_by_id.items():
+        wanted = expected[request_id]
+        assert tokens == (wanted[: len(tokens)] if request_id in aborted else wanted)
+    assert serving.counts.compiles == 0
+    assert len(mixed_steps) > num_requests // 4 and engine.scheduler.preemptions > preemptions
     assert_idle(engine)
 
 
@@ -294,11 +346,13 @@ def test_a_failed_step_loses_no_token_and_leaves_no_wrong_prefix(
         engine.allocator.reset_prefix_cache()
         run, calls = getattr(engine.runner, method), []
 
-        def failing(*args: Any, run: Any = run, calls: list[int] = calls, at: int = failing_call) -> Any:
+        def failing(
+            *args: Any, run: Any = run, calls: list[int] = calls, at: int = failing_call, **options: Any
+        ) -> Any:
             calls.append(1)
             if len(calls) == at + 1:
                 raise RuntimeError("out of luck")
-            return run(*args)
+            return run(*args, **options)
 
         monkeypatch.setattr(engine.runner, method, failing)
         ids = [engine.submit(prompt, params) for prompt in prompts]

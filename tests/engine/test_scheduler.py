@@ -157,6 +157,40 @@ def test_a_partly_prefilled_prompt_counts_against_the_rows() -> None:
     assert len(scheduler.running) + len(scheduler.prefilling) == 2 and len(scheduler.waiting) == 1
 
 
+def test_a_mixed_step_decodes_every_row_and_gives_the_rest_of_its_tokens_to_prompts() -> None:
+    scheduler = make_scheduler(mixed_steps=True, max_rows=10)
+    first, second = running(scheduler, 3, 4)
+    prompts = [request(12, first=5), request(9, first=6)]
+    for sequence in prompts:
+        scheduler.submit(sequence)
+    step = scheduler.schedule()
+    assert step is not None and step.decode == (first, second)
+    assert [(chunk.sequence, chunk.start, chunk.stop) for chunk in step.chunks] == [
+        (prompts[0], 0, 12),
+        (prompts[1], 0, 2),
+    ]
+    assert scheduler.running == [first, second, prompts[0]]
+    read(first, second, prompts[0])
+    step = scheduler.schedule()
+    assert step is not None and step.decode == (first, second, prompts[0])
+    assert [(chunk.start, chunk.stop) for chunk in step.chunks] == [(2, 9)]
+
+
+def test_a_step_without_running_sequences_or_without_prompts_is_not_mixed() -> None:
+    scheduler = make_scheduler(mixed_steps=True)
+    submitted(scheduler, 5, 8)
+    assert chunks(scheduler.schedule()) == [(0, 0, 5), (1, 0, 8)]
+    assert rows(scheduler.schedule()) == [0, 1]
+
+
+def test_steps_are_not_mixed_if_rows_would_take_more_than_half_of_the_tokens() -> None:
+    """Otherwise as many rows as tokens would leave no room for prompts, for as long as they run."""
+    scheduler = make_scheduler(mixed_steps=True, max_rows=10, prefill_tokens=8, max_prefill_sequences=8)
+    running(scheduler, *[2] * 5)
+    scheduler.submit(request(20, first=7))
+    assert chunks(scheduler.schedule()) == [(7, 0, 8)]
+
+
 def test_running_sequences_decode_after_max_consecutive_prefills() -> None:
     scheduler = make_scheduler(max_consecutive_prefills=2, max_rows=10, max_prefill_sequences=1)
     submitted(scheduler, *[2] * 6)
@@ -589,24 +623,36 @@ class FakeEngine:
         self.check_owners()
         if step is None:
             return False
-        assert bool(step.chunks) != bool(step.decode)
-        self.check_turns(step, bool(ran_before))
-        self.unread.append(self.prefill(step) if step.chunks else self.decode(step))
+        assert step.chunks or step.decode
+        self.check_turns(step, ran_before)
+        for sequence, start, _ in step.chunks:
+            self.check_keys(sequence, start)  # written by earlier steps
+        sampled = self.decode(step) if step.decode else []
+        sampled += self.prefill(step) if step.chunks else []
+        if step.decode:
+            self.tables = {sequence: list(sequence.blocks) for sequence in self.scheduler.running}
+        self.unread.append(sampled)
         return True
 
-    def check_turns(self, step: SchedulerOutput, something_ran: bool) -> None:
-        if step.chunks and something_ran:
-            assert self.prefills_in_a_row < self.scheduler.config.max_consecutive_prefills
-        self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks else 0
+    def check_turns(self, step: SchedulerOutput, ran_before: set[Sequence]) -> None:
+        config = self.scheduler.config
+        if step.chunks and step.decode:
+            assert config.mixed_steps and 2 * len(step.decode) <= config.prefill_tokens
+        if config.mixed_steps and 2 * len(ran_before) <= config.prefill_tokens:
+            # One that was preempted for blocks may be back in the same step, and then samples from its chunk.
+            served = {*step.decode, *(chunk.sequence for chunk in step.chunks)}
+            assert all(sequence in served or sequence not in self.scheduler.running for sequence in ran_before)
+        elif step.chunks and ran_before:
+            assert self.prefills_in_a_row < config.max_consecutive_prefills
+        self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks and not step.decode else 0
 
     def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         config = self.scheduler.config
         self.keep_tables_of_rows()
         assert len(step.chunks) <= config.max_prefill_sequences
-        assert sum(chunk.stop - chunk.start for chunk in step.chunks) <= config.prefill_tokens
+        assert len(step.decode) + sum(stop - start for _, start, stop in step.chunks) <= config.prefill_tokens
         for sequence, start, _ in step.chunks:
             self.check_start(sequence, start)
-            self.check_keys(sequence, start)  # written by earlier steps
         for sequence, start, stop in step.chunks:
             assert start < stop <= len(sequence.token_ids), "the host feeds tokens that it has read"
             self.write(sequence, start, stop)
@@ -615,7 +661,8 @@ class FakeEngine:
         return [(s, self.sample(s, stop)) for s, _, stop in step.chunks if stop == len(s.token_ids)]
 
     def decode(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
-        assert list(step.decode) == self.scheduler.running
+        assert list(step.decode) == self.scheduler.running[: len(step.decode)]
+        assert set(self.scheduler.running[len(step.decode) :]) <= {chunk.sequence for chunk in step.chunks}
         assert len(step.decode) <= self.scheduler.config.max_rows
         self.check_tables(step.decode)
         for sequence in step.decode:
@@ -647,7 +694,6 @@ class FakeEngine:
         for sequence in decode:
             table = self.tables.get(sequence)
             assert table is None or len(table) != len(sequence.blocks) or table == sequence.blocks
-        self.tables = {sequence: list(sequence.blocks) for sequence in decode}
 
     def write(self, sequence: Sequence, start: int, stop: int) -> None:
         tokens, block_size, owners = self.sampled[sequence], self.scheduler.allocator.block_size, self.owners()
@@ -772,7 +818,9 @@ def traffic(draw: st.DrawFn) -> list[Arrival]:
     block_size=st.integers(1, 4),
     spare_blocks=st.integers(0, 6) | st.sampled_from([12, 200]),
     lag=st.integers(0, 2),
-    config=st.builds(SchedulerConfig, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4)),
+    config=st.builds(
+        SchedulerConfig, st.integers(1, 5), st.integers(1, 16), st.integers(1, 4), st.integers(1, 4), st.booleans()
+    ),
     drains=st.sets(st.integers(0, 60)),
     resets=st.sets(st.integers(0, 60), max_size=2),
 )
@@ -790,10 +838,12 @@ def test_random_traffic_reads_only_written_keys_and_gets_exactly_its_tokens(
     check_end(engine, run(engine, arrivals, drains, resets, lag), arrivals)
 
 
-def test_all_requests_finish_despite_many_preemptions() -> None:
+@pytest.mark.parametrize("mixed_steps", [False, True])
+def test_all_requests_finish_despite_many_preemptions(mixed_steps: bool) -> None:
     """Twenty requests, each of which needs every block of the cache by its end."""
     arrivals = [Arrival(0, [i % 2, i, 7, i, 8, 9], SamplingParams(max_new_tokens=34), None) for i in range(20)]
-    engine = FakeEngine(Scheduler(SchedulerConfig(20, 64, 20), BlockAllocator(1 + 10, BLOCK)))
+    config = SchedulerConfig(20, 64, 20, mixed_steps=mixed_steps)
+    engine = FakeEngine(Scheduler(config, BlockAllocator(1 + 10, BLOCK)))
     check_end(engine, run(engine, arrivals), arrivals)
     assert engine.scheduler.preemptions >= 20, "the test needs many preemptions"
     assert max(sequence.preemptions for sequence in engine.sampled) >= 2

@@ -19,6 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from tcdeploy import pipeline
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
 from tcdeploy.attention.metadata import AttentionMetadata
+from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.regions import find_layers
 from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
@@ -107,7 +108,7 @@ def off_by_one_position(target: Target) -> None:
     """In decode, relative to the keys in the cache."""
 
     def change(step: Any, kwargs: dict[str, Any]) -> None:
-        if step.attention_metadata.decode is not None:
+        if step.attention_metadata.prefill is None:
             kwargs["position_ids"] = kwargs["position_ids"] + 1
 
     change_arguments(target, change)
@@ -215,7 +216,7 @@ def stale_kv_block(target: Target) -> None:
 
     def change(step: Any, kwargs: dict[str, Any]) -> None:
         decode = step.attention_metadata.decode
-        if decode is not None:
+        if step.attention_metadata.prefill is None:
             block = decode.block_table[0, :1].long()
             for spec in target.architecture.attention_layers:
                 binding: Any = target.model.get_submodule(spec.path).tcdeploy
@@ -230,7 +231,7 @@ def change_block_table(target: Target, min_rows: int, change: Callable[[Tensor],
 
     def change_decode(metadata: AttentionMetadata) -> AttentionMetadata:
         decode = metadata.decode
-        if decode is None or decode.block_table.shape[0] < min_rows:
+        if decode is None or metadata.prefill is not None or decode.block_table.shape[0] < min_rows:
             return metadata
         table = decode.block_table.clone()
         change(table)
@@ -268,7 +269,7 @@ def blocks_of_another_sequence(target: Target) -> None:
 
 def last_token_not_attended(target: Target) -> None:
     def change(metadata: AttentionMetadata) -> AttentionMetadata:
-        if metadata.decode is None:
+        if metadata.decode is None or metadata.prefill is not None:
             return metadata
         lengths = (metadata.decode.seq_lens - 1).clamp(min=0)
         return metadata._replace(decode=metadata.decode._replace(seq_lens=lengths))
@@ -373,6 +374,48 @@ def wrong_row_sampled(target: Target) -> None:
     change_arguments(target, change)
 
 
+def _rows_of_mixed_step(metadata: AttentionMetadata) -> int:
+    """The number of decode rows in a prefill step; 0 in other steps."""
+    prefill = metadata.prefill
+    return 0 if prefill is None else int(prefill.host_scalars[HOST_SCALARS.index("rows")])
+
+
+def rows_swapped_in_mixed_steps(target: Target) -> None:
+    """The first two decode rows beside a prompt read each other's blocks."""
+
+    def change(metadata: AttentionMetadata) -> AttentionMetadata:
+        decode = metadata.decode
+        if decode is None or not _rows_of_mixed_step(metadata):
+            return metadata
+        table = decode.block_table.clone()
+        table[:2] = decode.block_table[:2].flip(0)
+        return metadata._replace(decode=decode._replace(block_table=table))
+
+    change_metadata(target, change)
+
+
+def row_positions_off_by_one_in_mixed_steps(target: Target) -> None:
+    def change(step: Any, kwargs: dict[str, Any]) -> None:
+        if rows := _rows_of_mixed_step(step.attention_metadata):
+            positions = kwargs["position_ids"].clone()
+            positions[:, :rows] += 1
+            kwargs["position_ids"] = positions
+
+    change_arguments(target, change)
+
+
+def row_tokens_swapped_in_mixed_steps(target: Target) -> None:
+    """The first two decode rows beside a prompt get each other's tokens."""
+
+    def change(step: Any, kwargs: dict[str, Any]) -> None:
+        if _rows_of_mixed_step(step.attention_metadata):
+            tokens = kwargs["input_ids"].clone()
+            tokens[:, :2] = kwargs["input_ids"][:, :2].flip(1)
+            kwargs["input_ids"] = tokens
+
+    change_arguments(target, change)
+
+
 FAULTS: dict[str, Plant] = {
     plant.__name__.replace("_", " "): plant
     for plant in (
@@ -381,7 +424,8 @@ FAULTS: dict[str, Plant] = {
         window_off_by_one, wrong_rope_base, stale_kv_block, block_of_another_sequence, later_block_of_another_sequence,
         blocks_of_another_sequence, last_token_not_attended,
         kv_in_the_wrong_slot, wrong_norm_epsilon, norm_weight_dropped, embedding_scale_dropped, bias_dropped,
-        experts_swapped, gate_and_up_swapped, wrong_activation, wrong_row_sampled,
+        experts_swapped, gate_and_up_swapped, wrong_activation, wrong_row_sampled, rows_swapped_in_mixed_steps,
+        row_positions_off_by_one_in_mixed_steps, row_tokens_swapped_in_mixed_steps,
     )
 }  # fmt: skip
 

@@ -16,12 +16,12 @@ from tests.parity.planted_faults import FAULTS
 
 # Faults that each family cannot have are left out by `planted_faults.NotApplicable`.
 FAMILIES = [
-    ("llama", "bfloat16", 18),
-    ("qwen2", "float32", 19),
-    ("gemma2", "bfloat16", 22),
-    ("gpt_oss", "bfloat16", 20),
-    ("gpt2", "bfloat16", 15),
-    ("mixtral", "bfloat16", 18),
+    ("llama", "bfloat16", 21),
+    ("qwen2", "float32", 22),
+    ("gemma2", "bfloat16", 25),
+    ("gpt_oss", "bfloat16", 23),
+    ("gpt2", "bfloat16", 18),
+    ("mixtral", "bfloat16", 21),
 ]
 
 

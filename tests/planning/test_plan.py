@@ -59,10 +59,22 @@ def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> No
     on_gpu = ["workspace"] if environment.gpus else []
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
-         "prefill buckets", "block size", "KV blocks", "region", "mode", "cache folder", *on_gpu]
+         "prefill buckets", "block size", "KV blocks", "region", "mode", "mixed steps", "cache folder", *on_gpu]
     )  # fmt: skip
     assert all(decision.value and decision.reason for decision in plan.decisions)
     assert not any(decision.is_fallback for decision in plan.decisions)
+
+
+def test_steps_are_mixed_by_default_on_a_cpu_and_on_request_on_a_gpu() -> None:
+    assert plan_for(LAPTOP).mixed_steps and not plan_for(LAPTOP, mixed_steps="off").mixed_steps
+    assert plan_for(mixed_steps="on").mixed_steps and not plan_for().mixed_steps
+    assert plan_for(mixed_steps="on").key != plan_for().key, "mixed steps have programs of their own"
+
+
+def test_steps_are_not_mixed_with_one_graph_per_region() -> None:
+    assert not plan_for(graphs="region").mixed_steps
+    with pytest.raises(UsageError, match="graph for each number of rows"):
+        plan_for(graphs="region", mixed_steps="on")
 
 
 def test_the_plan_of_an_h100() -> None:
