@@ -1,4 +1,4 @@
-"""Medians and percentiles. Does not import torch.
+"""Means, medians and percentiles. Does not import torch.
 
 A percentile is the value at rank q/100 * (n - 1) of the sorted sample, counted from 0 and linearly interpolated
 (numpy's default). `Summary` includes the sample size, because the p99 of 20 values says little more than their
@@ -7,6 +7,7 @@ maximum. Never take a percentile of percentiles: pool the values.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -15,13 +16,14 @@ from tcdeploy.errors import TcdeployError
 
 @dataclass(frozen=True)
 class Summary:
-    """Percentiles of `count` values, in the unit of the values."""
+    """Percentiles and mean of `count` values, in the unit of the values."""
 
     count: int
     p10: float
     p50: float
     p90: float
     p99: float
+    mean: float
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -41,7 +43,8 @@ def median(values: Iterable[float]) -> float:
 
 def summarize(values: Iterable[float]) -> Summary:
     values = list(values)
-    return Summary(len(values), *(percentile(values, q) for q in (10, 50, 90, 99)))
+    p10, p50, p90, p99 = (percentile(values, q) for q in (10, 50, 90, 99))
+    return Summary(len(values), p10, p50, p90, p99, math.fsum(values) / len(values))
 
 
 def summarize_ms(seconds: Iterable[float]) -> Summary:
