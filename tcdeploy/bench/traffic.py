@@ -7,6 +7,7 @@ all pairs of all requests, which shows streams that stall. The three populations
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Iterable
@@ -34,6 +35,11 @@ class RequestTiming:
             return None
         return (self.token_times[-1] - self.token_times[0]) / (len(self.token_times) - 1)
 
+    @property
+    def e2e_seconds(self) -> float:
+        """From the arrival to the last token."""
+        return self.token_times[-1] - self.arrival
+
 
 @dataclass(frozen=True)
 class Latencies:
@@ -44,15 +50,17 @@ class Latencies:
     token_gap_ms: Summary | None  # ITL, over all pairs of consecutive tokens
 
 
-def arrival_times(requests: int, rate: float, seed: int) -> list[float]:
-    """Seconds since the start: all 0 for an infinite rate, otherwise a Poisson process (exponential intervals)."""
+def arrival_times(requests: int, rate: float, seed: int, burstiness: float = 1.0) -> list[float]:
+    """Seconds since the start: all 0 for an infinite rate, otherwise random intervals with mean 1 / `rate`.
+
+    The intervals follow a gamma distribution with shape `burstiness`, as in `vllm bench serve`. Their coefficient of
+    variation is 1 / sqrt(burstiness): 1 is a Poisson process, less is burstier, more is steadier.
+    """
     if math.isinf(rate):
         return [0.0] * requests
-    rng, now, arrivals = random.Random(seed), 0.0, []
-    for _ in range(requests):
-        now += rng.expovariate(rate)
-        arrivals.append(now)
-    return arrivals
+    rng = random.Random(seed)
+    gaps = (rng.gammavariate(burstiness, 1 / (rate * burstiness)) for _ in range(requests))
+    return list(itertools.accumulate(gaps))
 
 
 def latencies(request_timings: Iterable[RequestTiming]) -> Latencies:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 
@@ -45,3 +46,12 @@ def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
 
 def test_arrivals_are_reproducible_from_the_seed() -> None:
     assert arrival_times(5, 1.0, seed=7) == arrival_times(5, 1.0, seed=7) != arrival_times(5, 1.0, seed=8)
+
+
+@pytest.mark.parametrize("burstiness", [0.25, 1.0, 4.0])
+def test_burstiness_changes_the_variation_of_intervals_and_not_the_rate(burstiness: float) -> None:
+    times = arrival_times(40_000, rate=4.0, seed=2, burstiness=burstiness)
+    intervals = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
+    assert statistics.fmean(intervals) == pytest.approx(0.25, rel=0.03)
+    variation = statistics.pstdev(intervals) / statistics.fmean(intervals)
+    assert variation == pytest.approx(1 / math.sqrt(burstiness), rel=0.03)
