@@ -45,6 +45,8 @@ TORCH_FREE = (
     "server.validation", "server.admission",
     "remote.transfer", "cache.signed_header", "cache.bundle_header", "cache.signing", "cache.provenance",
     "cache.integrity", "temporary_files", "bundle.container", "bundle.pack", "bundle.unpack",
+    "bench.client", "bench.goodput", "bench.lengths", "bench.loads", "bench.plot", "bench.serve_settings",
+    "bench.serving", "bench.settings", "bench.stats", "bench.sweep", "bench.trace", "bench.traffic", "cli.bench_serve",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")

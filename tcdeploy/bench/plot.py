@@ -2,16 +2,19 @@
 
 decode: throughput by batch size, beside the floor. prefill: time to first token by prompt length, which shows where
 prompts become compute-bound. throughput: the wait of each request, and the number of running requests over time.
-startup: seconds per stage.
+startup: seconds per stage. serve: latencies over the request rate, one line per server.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 from tcdeploy.bench.report import TCDEPLOY, FailedRow, Report
+from tcdeploy.bench.sweep import RatePoint
 
+LIMIT_STYLE = {"linestyle": ":", "color": "gray", "label": "limit"}
 FLOOR_STYLE = {"linestyle": "--", "color": "gray", "label": "floor"}
 
 
@@ -25,6 +28,31 @@ def draw(report: Report, path: str) -> None:
     _PLOTTERS[report.command](report, axes)
     model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # the last part of a hub id or path
     figure.suptitle(f"{model} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
+    figure.savefig(path, dpi=150)
+
+
+def draw_rates(points: Sequence[RatePoint], limits: tuple[float, float], path: str) -> None:
+    """Latencies over the request rate, one line per server. `limits`: of the first token and per token, in ms."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(14, 4.2), layout="constrained")
+    axes = figure.subplots(1, 3)
+    panels = (
+        ("ttft_p99", "ms to the first token, p99", limits[0]),
+        ("tpot_mean", "ms per token, mean", limits[1]),
+        ("itl_p99", "ms between tokens, p99", None),
+    )
+    for axis, (name, label, limit) in zip(axes, panels, strict=True):
+        for subject in dict.fromkeys(point.subject for point in points):
+            line = sorted((point.request_rate, getattr(point, name)) for point in points if point.subject == subject)
+            drawn = [(rate, latency) for rate, latency in line if latency is not None]
+            axis.plot([rate for rate, _ in drawn], [latency for _, latency in drawn], "o-", label=subject)
+        if limit is not None:
+            axis.axhline(limit, **LIMIT_STYLE)
+        axis.set_yscale("log")
+        _set_plain_ticks(axis.yaxis)
+        axis.set_xlim(left=0)
+        _label_axis(axis, "requests per second", label)
     figure.savefig(path, dpi=150)
 
 
@@ -83,15 +111,22 @@ def _by_subject(report: Report) -> dict[str, list[Any]]:
 
 def _set_log_scale(axis: Any, values: list[int]) -> None:
     """Logarithmic axes with plain numbers, and ticks at the measured values."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     axis.set_xscale("log", base=2)
     axis.set_xticks(values, [f"{value:,}" for value in values])
     axis.xaxis.set_minor_locator(NullLocator())
     axis.set_yscale("log")
-    axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-    axis.yaxis.set_minor_formatter(NullFormatter())
+    _set_plain_ticks(axis.yaxis)
+
+
+def _set_plain_ticks(log_axis: Any) -> None:
+    """Ticks at 1, 2 and 5 times the powers of ten, as plain numbers."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    log_axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    log_axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    log_axis.set_minor_formatter(NullFormatter())
 
 
 def _label_axis(axis: Any, x: str, y: str) -> None:

@@ -1,10 +1,11 @@
 """`bench serve`: load on any OpenAI-compatible server, measured by its clients. Does not import torch.
 
-Open loop (`request_rate`): arrival times do not depend on the server, and waiting for a slow server is part of the
-latency. Closed loop (`concurrency`): each client sends its next request when the previous response is complete; a
-single client busy-waits, because its wake-up time would count as server time. Prompts are random token ids, which
-need no tokenization, and responses run to their full length (`ignore_eos`). For latencies, each event of the stream
-counts as one token; the number of output tokens comes from the server's `usage`.
+Open loop (`request_rate`, `trace`): arrival times do not depend on the server, and waiting for a slow server is part of
+the latency. Closed loop (`concurrency`): each client starts its next session when the previous one is complete; a
+single client busy-waits, because its wake-up time would count as server time. In both, a later request of a session
+arrives `think_time` after the response to the previous one. loads.py and trace.py define what is sent; responses run to
+their full length (`ignore_eos`). For latencies, each event of the stream counts as one token; numbers of tokens come
+from the server's `usage`.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
-import random
+import math
 import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple, TypeAlias
 
 try:
     import uvloop
@@ -25,26 +26,32 @@ except ImportError:  # not available on every platform
     uvloop = None  # type: ignore[assignment]
 
 from tcdeploy.bench.client import Client
+from tcdeploy.bench.goodput import Goodput, measure_goodput
+from tcdeploy.bench.loads import LoadRequest, make_load
 from tcdeploy.bench.report import Report, Row
-from tcdeploy.bench.settings import ServeSettings
-from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
+from tcdeploy.bench.serve_settings import ServeSettings
+from tcdeploy.bench.trace import read_trace
+from tcdeploy.bench.traffic import Latencies, RequestTiming, latencies
 from tcdeploy.errors import NetworkError
 
 LOOP_FACTORY = uvloop.new_event_loop if uvloop else None
-MIN_TOKEN_ID, MAX_TOKEN_ID = 10, 900  # in every vocabulary, and mostly text
 
 
 @dataclass
 class RequestResult(RequestTiming):
-    """A request's token times, the number of output tokens that the server reports, and its failure, if any."""
+    """A request's token times, the numbers of tokens that the server reports, and its failure, if any."""
 
+    kind: str = ""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0
     output_tokens: int = 0
     failure: str = ""
 
 
 @dataclass(frozen=True)
 class ServeRow(Row):
-    """Rates are over `seconds`: from the start to the end of the last response."""
+    """All requests of a run, or those of one `kind`. Rates are over `seconds`: from the start to the end of the last
+    response of the run."""
 
     requests: int
     failures: dict[str, int]
@@ -53,28 +60,46 @@ class ServeRow(Row):
     output_tokens_per_second: float
     requests_per_second: float
     latencies: Latencies | None  # None if no request succeeded
+    request_rate: float | None = None  # offered load, None if it was not a finite rate
+    kind: str = ""
+    prompt_tokens: int = 0
+    cached_prompt_tokens: int = 0  # served by the prefix cache; 0 if the server does not report it
+    goodput: Goodput | None = None  # None without limits
 
 
 def run(settings: ServeSettings) -> Report:
     with asyncio.Runner(loop_factory=LOOP_FACTORY) as runner:
-        row = runner.run(run_load(settings))
+        return make_report(settings, runner.run(run_load(settings)))
+
+
+def make_report(settings: ServeSettings, rows: list[ServeRow], extra: dict[str, Any] | None = None) -> Report:
     public_settings = {name: value for name, value in dataclasses.asdict(settings).items() if name != "api_key"}
-    return Report("serve", {}, {}, public_settings, [row])
+    return Report("serve", {}, {}, public_settings, rows, extra or {})
 
 
-async def run_load(settings: ServeSettings) -> ServeRow:
-    """Raises NetworkError if the server cannot be reached."""
+async def run_load(settings: ServeSettings) -> list[ServeRow]:
+    """A row of all requests, and one of each kind, if the trace has kinds. Raises NetworkError if the server cannot be
+    reached."""
+    sessions = make_load(settings) if settings.trace is None else read_trace(settings.trace, settings.seed)
     client = Client(settings.url, settings.headers)
     model = settings.served_model or await _first_model(client, settings.url)
-    requests = [_encode_request(client, settings, model, index) for index in range(settings.requests)]
-    clock = _Clock()
-    results = await (_closed_loop if settings.concurrency else _open_loop)(client, settings, requests, clock)
-    seconds = clock.now()
+    encoded = [[_encode_request(client, model, request) for request in session] for session in sessions]
+    load = _Load(client, settings.think_time)
+    await (load.run_closed(encoded, settings.concurrency) if settings.concurrency else load.run_open(encoded))
+    seconds = load.clock.now()
     client.close()
+    kinds = sorted({result.kind for result in load.results} - {""})
+    return [
+        _make_row(settings, model, kind, [result for result in load.results if kind in ("", result.kind)], seconds)
+        for kind in ("", *kinds)
+    ]
+
+
+def _make_row(settings: ServeSettings, model: str, kind: str, results: list[RequestResult], seconds: float) -> ServeRow:
     succeeded = [result for result in results if not result.failure]
     output_tokens = sum(result.output_tokens for result in succeeded)
     return ServeRow(
-        subject=model,
+        subject=settings.label or model,
         requests=len(results),
         failures=dict(Counter(result.failure for result in results if result.failure)),
         seconds=seconds,
@@ -82,7 +107,38 @@ async def run_load(settings: ServeSettings) -> ServeRow:
         output_tokens_per_second=output_tokens / seconds,
         requests_per_second=len(succeeded) / seconds,
         latencies=latencies(succeeded) if succeeded else None,
+        request_rate=None if math.isinf(settings.request_rate) else settings.request_rate,
+        kind=kind,
+        prompt_tokens=sum(result.prompt_tokens for result in succeeded),
+        cached_prompt_tokens=sum(result.cached_prompt_tokens for result in succeeded),
+        goodput=measure_goodput(succeeded, settings.slo, len(results), seconds) if settings.slo else None,
     )
+
+
+class EncodedRequest(NamedTuple):
+    """All requests are encoded before the clock starts, so that encoding is not part of the latency."""
+
+    data: bytes
+    earliest: float
+    kind: str
+
+
+EncodedSession: TypeAlias = list[EncodedRequest]
+
+
+def _encode_request(client: Client, model: str, request: LoadRequest) -> EncodedRequest:
+    body = {
+        "model": model,
+        "prompt": request.prompt,
+        "max_tokens": request.output_length,
+        "temperature": 0,
+        "repetition_penalty": 1,  # otherwise the default of the model
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    data = client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
+    return EncodedRequest(data, request.earliest, request.kind)
 
 
 class _Clock:
@@ -93,48 +149,37 @@ class _Clock:
         return time.perf_counter() - self._start
 
 
-async def _open_loop(
-    client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
-) -> list[RequestResult]:
-    async def send_at(request: bytes, arrival: float) -> RequestResult:
-        await asyncio.sleep(max(0.0, arrival - clock.now()))
-        return await _send_request(client, request, RequestResult(arrival), clock)
+class _Load:
+    """One run of a load, with its results. The clock starts on construction."""
 
-    arrivals = arrival_times(settings.requests, settings.request_rate, settings.seed)
-    return list(await asyncio.gather(*map(send_at, requests, arrivals)))
+    def __init__(self, client: Client, think_time: float) -> None:
+        self._client, self._think_time = client, think_time
+        self.results: list[RequestResult] = []
+        self.clock = _Clock()
 
+    async def run_open(self, sessions: list[EncodedSession]) -> None:
+        await asyncio.gather(*(self._run_session(session, 0.0) for session in sessions))
 
-async def _closed_loop(
-    client: Client, settings: ServeSettings, requests: list[bytes], clock: _Clock
-) -> list[RequestResult]:
-    queue: Iterator[bytes] = iter(requests)  # shared: each client takes the next request
-    results: list[RequestResult] = []
+    async def run_closed(self, sessions: list[EncodedSession], concurrency: int) -> None:
+        queue: Iterator[EncodedSession] = iter(sessions)  # shared: each client takes the next session
 
-    async def run_client() -> None:
-        for request in queue:
-            results.append(await _send_request(client, request, RequestResult(clock.now()), clock))
+        async def run_client() -> None:
+            for session in queue:
+                await self._run_session(session, self.clock.now())
 
-    clients = asyncio.gather(*(run_client() for _ in range(settings.concurrency)))
-    while settings.concurrency == 1 and not clients.done():
-        await asyncio.sleep(0)  # busy-wait, see the module docstring
-    await clients
-    return results
+        clients = asyncio.gather(*(run_client() for _ in range(concurrency)))
+        while concurrency == 1 and not clients.done():
+            await asyncio.sleep(0)  # busy-wait, see the module docstring
+        await clients
 
-
-def _encode_request(client: Client, settings: ServeSettings, model: str, index: int) -> bytes:
-    """The bytes of request `index`. All requests are encoded before the clock starts."""
-    rng = random.Random(settings.seed * 1_000_003 + index)
-    body = {
-        "model": model,
-        "prompt": [rng.randrange(MIN_TOKEN_ID, MAX_TOKEN_ID) for _ in range(settings.input_length)],
-        "max_tokens": settings.output_length,
-        "temperature": 0,
-        "repetition_penalty": 1,  # otherwise the default of the model
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
-    return client.encode_request("POST", "/v1/completions", json.dumps(body).encode())
+    async def _run_session(self, session: EncodedSession, start: float) -> None:
+        """`start`: seconds on the clock. A failed request does not end its session."""
+        for request in session:
+            arrival = max(start, request.earliest)
+            await asyncio.sleep(max(0.0, arrival - self.clock.now()))
+            result = RequestResult(arrival, kind=request.kind)
+            self.results.append(await _send_request(self._client, request.data, result, self.clock))
+            start = self.clock.now() + self._think_time
 
 
 async def _send_request(client: Client, request: bytes, result: RequestResult, clock: _Clock) -> RequestResult:
@@ -170,7 +215,10 @@ class _EventStream:
             self._result.failure = str(event["error"].get("code") or "error")
             return
         if event.get("usage"):
-            self._result.output_tokens = event["usage"]["completion_tokens"]
+            usage = event["usage"]
+            self._result.prompt_tokens = usage.get("prompt_tokens", 0)
+            self._result.cached_prompt_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+            self._result.output_tokens = usage["completion_tokens"]
         if event["choices"]:
             self._result.token_times.append(now)
 

@@ -38,7 +38,7 @@ class CommonSettings:
         if self.output is not None:
             check_writable(self.output, "--output")
         if self.plot is not None:
-            _check_plot(self.plot)
+            check_plot(self.plot)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,33 +63,6 @@ class DecodeSettings(CommonSettings):
             check_length("context length", self.context_length, plan)
         if self.breakdown and plan.device != "cuda":
             raise UsageError("--breakdown needs a GPU: it profiles CUDA kernels", "remove --breakdown")
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServeSettings:
-    """Requests of one shape to a server, at `request_rate` per second, or by `concurrency` clients if it is not 0.
-
-    With `concurrency` 1 the client busy-waits, and needs a core that the server does not use.
-    """
-
-    url: str
-    served_model: str | None = None
-    api_key: str | None = None
-    requests: int = 100
-    input_length: int = 512
-    output_length: int = 128
-    request_rate: float = math.inf
-    concurrency: int = 0
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("requests", "input_length", "output_length"):
-            check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 128")
-        _check_arrivals(self.request_rate, self.concurrency)
-
-    @property
-    def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +100,7 @@ class ThroughputSettings(CommonSettings):
         check_positive("number of requests", self.requests, "--requests 64")
         check_positive("input length", self.input_length, "--input-length 512")
         check_positive("output length", self.output_length, "--output-length 128")
-        _check_arrivals(self.request_rate, self.concurrency)
+        check_arrivals(self.request_rate, self.concurrency)
 
     def check_against_plan(self, plan: Plan) -> None:
         total = self.input_length + self.output_length
@@ -156,7 +129,7 @@ def check_positive(name: str, value: float, hint: str) -> None:
         raise UsageError(f"{name} is {value}, and must be above 0", hint)
 
 
-def _check_arrivals(request_rate: float, concurrency: int) -> None:
+def check_arrivals(request_rate: float, concurrency: int) -> None:
     check_positive("request rate", request_rate, "--request-rate 4 (per second), or --request-rate inf")
     if concurrency < 0:
         raise UsageError(
@@ -185,7 +158,7 @@ def check_writable(path: str, option: str) -> None:
         raise UsageError(f"{path} {fact}", f"name another file: {option} FILE")
 
 
-def _check_plot(path: str) -> None:
+def check_plot(path: str) -> None:
     if Path(path).suffix not in PLOT_SUFFIXES:
         raise UsageError(f"{path} is not a supported plot format", f"use one of {', '.join(PLOT_SUFFIXES)}")
     check_writable(path, "--plot")

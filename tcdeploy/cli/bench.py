@@ -7,55 +7,35 @@ options before torch is imported.
 from __future__ import annotations
 
 import json
-import math
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from tcdeploy.bench.settings import (
-    BASELINES,
-    DecodeSettings,
-    PrefillSettings,
-    ServeSettings,
-    StartupSettings,
-    ThroughputSettings,
+from tcdeploy.bench.settings import DecodeSettings, PrefillSettings, StartupSettings, ThroughputSettings
+from tcdeploy.cli.bench_options import (
+    Baseline,
+    Concurrency,
+    InputLength,
+    Output,
+    OutputLength,
+    Plot,
+    Price,
+    RequestRate,
+    Requests,
+    Seed,
+    parse_ints,
+    parse_rate,
+    publish,
 )
+from tcdeploy.cli.bench_serve import serve
 from tcdeploy.cli.options import recipe_command
-from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
-
-if TYPE_CHECKING:
-    from tcdeploy.bench.report import Report
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
 )
-
-Baseline = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="|".join(BASELINES),
-        help="Also measure transformers (eager, generate) or region graphs; may be repeated",
-    ),
-]
-Plot = Annotated[str | None, typer.Option(help="Write a plot to this .png, .svg or .pdf file", metavar="FILE")]
-Output = Annotated[str | None, typer.Option(help="Also write the JSON document to this file", metavar="FILE")]
-Price = Annotated[
-    float | None, typer.Option(help="Price of the machine per hour; adds the cost of a million output tokens")
-]
-Seed = Annotated[int, typer.Option(help="Seed of the random prompts and arrival times")]
-InputLength = Annotated[int, typer.Option(help="Tokens per prompt")]
-OutputLength = Annotated[int, typer.Option(help="Output tokens per request")]
-Requests = Annotated[int, typer.Option(help="Number of requests")]
-RequestRate = Annotated[
-    str, typer.Option(help="Requests per second, with Poisson arrivals; inf: all at once", metavar="FLOAT")
-]
-Concurrency = Annotated[
-    int,
-    typer.Option(help="Clients that each send the next request after a response; 0: use --request-rate"),
-]
 
 
 @app.command("decode")
@@ -99,7 +79,7 @@ def decode(
         from tcdeploy.bench import decode
 
         report = decode.run(recipe, settings, progress)
-    _publish(report, plot, output)
+    publish(report, plot, output)
 
 
 @app.command("prefill")
@@ -123,7 +103,7 @@ def prefill(
 ) -> None:
     """Measure the time to first token of single prompts by their length."""
     settings = PrefillSettings(
-        lengths=None if lengths is None else _parse_ints("--lengths", lengths),
+        lengths=None if lengths is None else parse_ints("--lengths", lengths),
         repeats=repeats,
         baselines=tuple(baseline or ()),
         plot=plot,
@@ -136,7 +116,7 @@ def prefill(
         from tcdeploy.bench import prefill
 
         report = prefill.run(recipe, settings, progress)
-    _publish(report, plot, output)
+    publish(report, plot, output)
 
 
 @app.command("throughput")
@@ -159,7 +139,7 @@ def throughput(
         requests=requests,
         input_length=input_length,
         output_length=output_length,
-        request_rate=_parse_rate(request_rate),
+        request_rate=parse_rate(request_rate),
         concurrency=concurrency,
         baselines=tuple(baseline or ()),
         plot=plot,
@@ -173,7 +153,7 @@ def throughput(
         from tcdeploy.bench import throughput
 
         report = throughput.run(recipe, settings, progress)
-    _publish(report, plot, output)
+    publish(report, plot, output)
 
 
 @app.command("startup")
@@ -198,72 +178,7 @@ def startup(
         print(json.dumps(child_report))
         return
     report = startup.run(recipe, settings, display.PlainProgress())
-    _publish(report, plot, output)
+    publish(report, plot, output)
 
 
-@app.command("serve")
-def serve(
-    url: Annotated[str, typer.Option(help="Base URL of the server, without /v1")] = "http://127.0.0.1:8000",
-    served_model: Annotated[
-        str | None,
-        typer.Option(
-            help="Model name in the requests [default: the first that the server lists]",
-            metavar="NAME",
-            show_default=False,
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="API key, sent as a bearer token", envvar="TCDEPLOY_API_KEY")
-    ] = None,
-    requests: Requests = ServeSettings.requests,
-    input_length: InputLength = ServeSettings.input_length,
-    output_length: OutputLength = ServeSettings.output_length,
-    request_rate: RequestRate = f"{ServeSettings.request_rate}",
-    concurrency: Concurrency = ServeSettings.concurrency,
-    output: Output = None,
-    seed: Seed = ServeSettings.seed,
-) -> None:
-    """Measure throughput and latencies of any OpenAI-compatible server."""
-    settings = ServeSettings(
-        url=url.rstrip("/"), served_model=served_model, api_key=api_key, requests=requests, input_length=input_length,
-        output_length=output_length, request_rate=_parse_rate(request_rate), concurrency=concurrency, seed=seed,
-    )  # fmt: skip
-    from tcdeploy.bench import serving
-
-    _publish(serving.run(settings), None, output)
-
-
-def _publish(report: Report, plot: str | None, output: str | None) -> None:
-    """Print and write the report, then plot it: an error while plotting must not lose the measurements."""
-    from tcdeploy.cli import bench_display, display
-
-    document = display.json_document(f"bench {report.command}", **report.document())
-    display.show_bench(bench_display.tables(report), bench_display.remarks(report), document)
-    if output is not None:
-        _write(output, document)
-    if plot is not None:
-        from tcdeploy.bench.plot import draw
-
-        draw(report, plot)
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
-    except OSError as error:
-        raise UsageError(f"{path} cannot be written: {error.strerror}", "the document is on stdout") from error
-
-
-def _parse_ints(option: str, text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(word) for word in text.split(","))
-    except ValueError:
-        raise UsageError(f"{option} is {text!r}, expected a list of integers", f"{option} 128,512") from None
-
-
-def _parse_rate(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise UsageError(f"--request-rate is {text!r}, expected a number", f"--request-rate 4, or {math.inf}") from None
+app.command("serve")(serve)

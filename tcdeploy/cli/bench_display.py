@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from tcdeploy.bench.report import FailedRow, Report
 
 NO_VALUE = "-"
+Column: TypeAlias = tuple[str, Callable[[Any], str]]  # header, and the cell of a row
 
 
 class BenchTable(NamedTuple):
@@ -18,6 +20,8 @@ class BenchTable(NamedTuple):
 def tables(report: Report) -> list[BenchTable]:
     """One table of results, without the subjects that failed, and the tables of a kernel breakdown."""
     rows: list[Any] = [row for row in report.rows if not isinstance(row, FailedRow)]
+    if report.command == "serve":
+        return [_serve_table(rows)]
     headers, cells = _TABLES[report.command]
     if any(getattr(row, "price_per_million_tokens", None) is not None for row in rows):
         priced = BenchTable((*headers, "per 1M tok"), [(*cells(row), _price(row)) for row in rows])
@@ -26,8 +30,13 @@ def tables(report: Report) -> list[BenchTable]:
 
 
 def remarks(report: Report) -> list[str]:
-    """Lines below the tables: failed subjects with their reasons, notes, and the measured rates of the machine."""
+    """Lines below the tables: failures with their reasons, notes, and the measured rates of the machine."""
     lines = [f"{row.subject}: not measured: {row.reason}" for row in report.rows if isinstance(row, FailedRow)]
+    failures: Counter[str] = Counter()
+    for row in report.rows:
+        if not getattr(row, "kind", ""):  # rows of a kind repeat requests of the row before
+            failures.update(getattr(row, "failures", {}))
+    lines += [f"failed requests: {count} x {failure}" for failure, count in failures.items()]
     lines += report.extra.get("notes", [])
     machine = report.extra.get("machine")
     if machine:
@@ -80,19 +89,20 @@ def _throughput_cells(row: Any) -> tuple[str, ...]:
     )
 
 
-def _serve_cells(row: Any) -> tuple[str, ...]:
-    latencies = row.latencies
-    summaries = (
-        (latencies.first_token_ms, latencies.request_gap_ms, latencies.token_gap_ms) if latencies else (None,) * 3
-    )
-    return (
-        row.subject,
-        str(row.requests),
-        str(sum(row.failures.values())),
-        _number(row.output_tokens_per_second),
-        _number(row.requests_per_second),
-        *map(_percentiles, summaries),
-    )
+def _serve_table(rows: list[Any]) -> BenchTable:
+    """The table of `bench serve`, with columns for what only some loads have."""
+    columns: list[Column] = [("", lambda row: row.subject)]
+    if any(row.request_rate for row in rows):
+        columns.append(("rate", lambda row: NO_VALUE if row.request_rate is None else f"{row.request_rate:g}"))
+    if any(row.kind for row in rows):
+        columns.append(("kind", lambda row: row.kind or "all"))
+    columns += _SERVE_COLUMNS
+    if any(row.cached_prompt_tokens for row in rows):
+        columns.append(("cached", lambda row: _percent(row.cached_prompt_tokens / max(row.prompt_tokens, 1))))
+    if any(row.goodput for row in rows):
+        columns.append(("good req/s", lambda row: _number(row.goodput.requests_per_second)))
+        columns.append(("good", lambda row: _percent(row.goodput.share)))
+    return BenchTable(tuple(header for header, _ in columns), [[cell(row) for _, cell in columns] for row in rows])
 
 
 def _startup_cells(row: Any) -> tuple[str, ...]:
@@ -114,12 +124,23 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
          "peak running", "preemptions", "host us", "compiles/captures"),
         _throughput_cells,
     ),
-    "serve": (
-        ("", "requests", "failed", "out tok/s", "req/s", "TTFT ms 50/90/99", "TPOT ms 50/90/99", "ITL ms 50/90/99"),
-        _serve_cells,
-    ),
     "startup": (("start", "first token s", "process s", "stages"), _startup_cells),
 }  # fmt: skip
+
+
+_SERVE_COLUMNS: list[Column] = [
+    ("requests", lambda row: str(row.requests)),
+    ("failed", lambda row: str(sum(row.failures.values()))),
+    ("out tok/s", lambda row: _number(row.output_tokens_per_second)),
+    ("req/s", lambda row: _number(row.requests_per_second)),
+    ("TTFT ms 50/90/99", lambda row: _latency(row, "first_token_ms", "p50", "p90", "p99")),
+    ("TPOT ms mean/99", lambda row: _latency(row, "request_gap_ms", "mean", "p99")),
+    ("ITL ms 50/99", lambda row: _latency(row, "token_gap_ms", "p50", "p99")),
+]
+
+
+def _latency(row: Any, population: str, *names: str) -> str:
+    return NO_VALUE if row.latencies is None else _values(getattr(row.latencies, population), *names)
 
 
 def _breakdown_tables(rows: list[Any]) -> list[BenchTable]:
@@ -153,7 +174,11 @@ def _percent(share: float | None) -> str:
 
 
 def _percentiles(summary: Any) -> str:
-    return NO_VALUE if summary is None else "/".join(map(_number, (summary.p50, summary.p90, summary.p99)))
+    return _values(summary, "p50", "p90", "p99")
+
+
+def _values(summary: Any, *names: str) -> str:
+    return NO_VALUE if summary is None else "/".join(_number(getattr(summary, name)) for name in names)
 
 
 def _price(row: Any) -> str:

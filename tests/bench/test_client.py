@@ -10,7 +10,7 @@ import pytest
 
 from tcdeploy.bench import serving
 from tcdeploy.bench.client import Client
-from tcdeploy.bench.settings import ServeSettings
+from tcdeploy.bench.serve_settings import ServeSettings
 from tcdeploy.errors import NetworkError
 
 Answer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -63,7 +63,7 @@ def run_load(canned: CannedServer, **settings: object) -> serving.ServeRow:
         server = await asyncio.start_server(canned, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         defaults = ServeSettings(url=url, requests=4, input_length=3, output_length=2, concurrency=1)
-        row = await serving.run_load(dataclasses.replace(defaults, **settings))  # type: ignore[arg-type]
+        [row] = await serving.run_load(dataclasses.replace(defaults, **settings))  # type: ignore[arg-type]
         server.close()
         return row
 

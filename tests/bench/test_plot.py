@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from tcdeploy.bench.decode import DecodeRow
-from tcdeploy.bench.plot import draw
+from tcdeploy.bench.plot import draw, draw_rates
 from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import FailedRow, Report, Row
 from tcdeploy.bench.startup import StartupRow
 from tcdeploy.bench.stats import Summary
+from tcdeploy.bench.sweep import RatePoint
 from tcdeploy.bench.throughput import ThroughputRow
 from tcdeploy.bench.traffic import RequestTiming, latencies
 
@@ -47,3 +48,12 @@ def test_every_report_can_be_plotted(command: str, suffix: str, tmp_path: Path) 
     begins = path.read_bytes()[:60]
     assert begins.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert path.stat().st_size > 5000
+
+
+def test_latencies_of_two_servers_can_be_plotted_over_the_rate(tmp_path: Path) -> None:
+    """One point has no time per token: its responses were single tokens."""
+    points = [RatePoint("ours", 8.0, 120.0, 11.0, 30.0), RatePoint("ours", 4.0, 60.0, 9.0, 12.0)]
+    points += [RatePoint("other", 4.0, 70.0, None, None), RatePoint("other", 8.0, 600.0, 12.0, 45.0)]
+    path = tmp_path / "rates.svg"
+    draw_rates(points, (500.0, 20.0), str(path))
+    assert path.read_bytes().startswith(b"<?xml") and path.stat().st_size > 5000

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.bench.fake_server import FakeServer, run_in_thread
 from tests.conftest import ROOT, RunCLI
 
 SMALL = ("--buckets", "32", "--batch-sizes", "2", "--context", "128")
@@ -46,6 +47,42 @@ def test_bad_input_is_refused_before_torch(
     assert (completed.returncode, completed.stdout) == (2, "")
     assert [line.partition(" ")[0] for line in lines] == ["error:", "hint:"]
     assert word in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (("--sweep", "4,often"), "expected a list of numbers"),
+        (("--slo", "ttft"), "expected METRIC=MILLISECONDS"),
+        (("--lengths", "zipf"), "unknown lengths 'zipf'"),
+        (("--trace", "/no/such.jsonl"), "/no/such.jsonl cannot be read"),
+        (("--trace", "t.jsonl", "--turns", "2"), "--turns has no effect with --trace"),
+        (("--sweep", "4", "--output", "/no/such/folder/x.json"), "does not exist"),
+    ],
+)
+def test_a_load_that_cannot_be_run_is_refused(run_cli: RunCLI, arguments: tuple[str, ...], word: str) -> None:
+    completed = run_cli("bench", "serve", *arguments)
+    assert (completed.returncode, completed.stdout) == (2, "")
+    assert word in completed.stderr.splitlines()[0]
+
+
+def test_a_sweep_prints_a_row_per_rate_and_where_the_limits_are_exceeded(run_cli: RunCLI, tmp_path: Path) -> None:
+    output = tmp_path / "sweep.json"
+    small = ("--duration", "0.5", "--input-length", "4", "--output-length", "3", "--slo", "ttft=60000")
+    with run_in_thread(FakeServer()) as url:
+        completed = run_cli(
+            "bench", "serve", "--url", url, "--sweep", "8,20", *small, "--tpot-limit", "0.001", "--output", str(output)
+        )
+    document = parse_document(completed)
+    assert json.loads(output.read_text()) == document
+    assert [(row["request_rate"], row["requests"]) for row in document["rows"]] == [(8.0, 4), (20.0, 10)]
+    assert document["sweep"]["tpot_limit_rate"] == document["sweep"]["limit_rate"] == 8.0
+    assert document["rows"][0]["goodput"]["share"] == 1.0
+    assert document["rows"][0]["latencies"]["request_gap_ms"]["mean"] > 0
+    lines = completed.stderr.splitlines()
+    assert lines[:2] == ["8 requests/s ...", "20 requests/s ..."]
+    assert [line.split()[:2] for line in lines[3:5]] == [["fake", "8"], ["fake", "20"]]
+    assert lines[-1] == "time per token, mean, above 0.001 ms: first at 8 requests/s"
 
 
 def test_lengths_beyond_the_context_are_refused_before_weights_are_loaded(run_cli: RunCLI) -> None:
