@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import re
+import subprocess
+import sys
+from argparse import Namespace
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -13,7 +17,9 @@ from types import ModuleType
 import pytest
 from typer.testing import CliRunner
 
+from tcdeploy.errors import NetworkError
 from tcdeploy.planning.environment import installed_flash_packages
+from tests.bench.fake_server import FakeServer, run_in_thread
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -53,6 +59,47 @@ def test_the_flags_of_a_gpu_benchmark_make_a_plan(script: str, parts: tuple[str,
     arguments = ["compile", str(tmp_path), "--load-format", "dummy", *flags, "--dry-run"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
+
+
+def test_traffic_of_another_server_is_measured_and_earlier_results_are_kept(tmp_path: Path) -> None:
+    """The second call measures nothing: its table has the results that are in the folder."""
+    out = tmp_path / "results"
+    trial = ["--only", "one-client", "sweep", "--divide-lengths", "128", "--sweep", "8,20", "--duration", "0.3"]
+    with run_in_thread(FakeServer()) as url:
+        tables = [
+            run_script("bench-traffic", "--out", str(out), *arguments)
+            for arguments in (["--other", f"fake={url}", *trial], [])
+        ]
+    assert tables[0] == tables[1]
+    lines = tables[0].splitlines()
+    subjects = [line.split()[:3] for line in lines]
+    assert subjects[1:3] == [["sweep", "fake", "8/s"], ["sweep", "fake", "20/s"]]
+    assert lines[0].startswith("one-client   fake") and "first token, p99, above 500 ms" in lines[3]
+    assert {path.name for path in out.iterdir()} >= {"one-client.fake.json", "sweep.fake.json"}
+
+
+def test_the_loads_of_bench_traffic_are_valid(tmp_path: Path) -> None:
+    """Each reaches the server, which is absent: exit code 8, not 2."""
+    from tcdeploy.cli.app import app
+
+    script = load_script("bench-traffic")
+    chats = [*script.chat_lines(divisor=1)]
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
+    options = Namespace(out=tmp_path, divide_lengths=1, sweep=script.SWEEP_RATES, duration=30)
+    for load, flags in script.load_flags(options).items():
+        result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9", *flags])
+        assert isinstance(result.exception, NetworkError), load
+    assert len(chats) == 16 * 12 + 6 and max(line["input_length"] for line in chats) == 32768
+
+
+def test_results_of_bench_traffic_that_failed_have_a_row() -> None:
+    script = load_script("bench-traffic")
+    assert list(script.format_rows("chats", "ours", {"failed": "exit code 8"})) == [
+        "chats        ours       failed: exit code 8"
+    ]
+    row = {"kind": "chat", "request_rate": None, "failures": {"HTTP 400": 2}, "requests": 2, "latencies": None}
+    [line] = script.format_rows("chats", "ours", {"rows": [{**row, "kind": ""}, row]})
+    assert line.split() == ["chats", "ours", "chat", "2", "of", "2", "failed"]
 
 
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
@@ -101,7 +148,15 @@ def test_only_the_known_source_distribution_of_flash_attn_is_built(tmp_path: Pat
         script.unpack(tmp_path / script.SDIST, tmp_path)
 
 
+def run_script(script: str, *arguments: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, str(ROOT / "scripts" / script), *arguments]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True).stdout
+
+
 def load_script(script: str) -> ModuleType:
+    if str(ROOT / "scripts") not in sys.path:
+        sys.path.append(str(ROOT / "scripts"))  # where a script finds local_server.py
     loader = SourceFileLoader(script.replace("-", "_"), str(ROOT / "scripts" / script))
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
