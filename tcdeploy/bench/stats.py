@@ -16,7 +16,7 @@ from tcdeploy.errors import TcdeployError
 
 @dataclass(frozen=True)
 class Summary:
-    """Percentiles and mean of `count` values, in the unit of the values."""
+    """Percentiles, mean and largest of `count` values, in the unit of the values."""
 
     count: int
     p10: float
@@ -24,6 +24,7 @@ class Summary:
     p90: float
     p99: float
     mean: float
+    max: float
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -44,7 +45,7 @@ def median(values: Iterable[float]) -> float:
 def summarize(values: Iterable[float]) -> Summary:
     values = list(values)
     p10, p50, p90, p99 = (percentile(values, q) for q in (10, 50, 90, 99))
-    return Summary(len(values), p10, p50, p90, p99, math.fsum(values) / len(values))
+    return Summary(len(values), p10, p50, p90, p99, math.fsum(values) / len(values), max(values))
 
 
 def summarize_ms(seconds: Iterable[float]) -> Summary:

@@ -17,7 +17,7 @@ from tcdeploy.bench.throughput import ThroughputRow
 from tcdeploy.bench.traffic import RequestTiming, latencies
 
 pytest.importorskip("matplotlib", reason="the plot extra is not installed")
-MS = Summary(3, 1.0, 2.0, 3.0, 3.0, 2.0)
+MS = Summary(3, 1.0, 2.0, 3.0, 3.0, 2.0, 3.0)
 SERVED = [RequestTiming(0.0, [1.0, 2.0]), RequestTiming(0.5, [1.5, 2.5])]
 ROWS: dict[str, list[Row]] = {
     "decode": [
