@@ -5,9 +5,9 @@ request. Prompts are random token ids, which need no tokenization. They depend o
 that no rate of a sweep is served from the prefix cache of an earlier one; lengths and relative arrival times depend on
 the seed only.
 
-Chats (`turns` > 1): a prompt is the session's previous prompt, random ids in place of the answer and as many as it has
-tokens, and new tokens. The answer's own ids are not used, because servers return text. So a prefix cache can serve the
-previous prompt but not the previous answer, and saves a little less than with real chats.
+Chats (`turns` > 1): a prompt consists of the session's previous prompt, as many random ids as the answer had tokens,
+and `input_length` new ones. The answer's own ids are not used, because servers return text. A prefix cache can
+therefore serve the previous prompt but not the previous answer, and saves less than it does for real chats.
 """
 
 from __future__ import annotations

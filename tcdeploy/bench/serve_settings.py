@@ -1,7 +1,6 @@
 """Settings of `bench serve`: the load, its limits and its output files. Does not import torch.
 
-A setting that has no effect is an error, so a load is never other than what its options say. With a trace, the file
-decides what is sent and when.
+A setting that has no effect on the chosen load is an error. With a trace, the file decides what is sent and when.
 """
 
 from __future__ import annotations

@@ -176,7 +176,8 @@ class _Load:
         """`start`: seconds on the clock. A failed request does not end its session."""
         for request in session:
             arrival = max(start, request.earliest)
-            await asyncio.sleep(max(0.0, arrival - self.clock.now()))
+            if (wait := arrival - self.clock.now()) > 0:
+                await asyncio.sleep(wait)
             result = RequestResult(arrival, kind=request.kind)
             self.results.append(await _send_request(self._client, request.data, result, self.clock))
             start = self.clock.now() + self._think_time

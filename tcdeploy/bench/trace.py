@@ -3,10 +3,10 @@
     {"timestamp": 0.8, "input_length": 900, "output_length": 120, "session": "a", "kind": "chat"}
 
 `timestamp` is the arrival in seconds; times count from the earliest of the file. `output_length` is in tokens.
-`input_length` is the length of the prompt in tokens, which is random unless `prompt` is text or a list of token ids;
-it is optional beside `prompt`. Requests of one `session` are sent in the order of their timestamps, each after the
-response to the previous one, and their random prompts continue each other: a longer one begins with the shorter.
-Latencies are also reported for each `kind`.
+`input_length` is the length of the prompt in tokens, which is random unless `prompt` is text or a list of token ids.
+Beside `prompt` it is optional, and beside text it is not used. Requests of one `session` are sent in the order of their
+timestamps, each after the response to the previous one, and their random prompts continue each other: a longer one
+begins with the shorter. Latencies are also reported for each `kind`.
 
 A line with `hash_ids` is in the format of Mooncake's traces, which always have this key: `timestamp` is in
 milliseconds, and each id stands for 512 tokens of the prompt, so equal ids are equal tokens.

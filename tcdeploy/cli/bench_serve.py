@@ -73,7 +73,10 @@ def serve(
         ServeSettings.prefix_groups
     ),
     turns: Annotated[
-        int, typer.Option(help="Requests of a session, each of which continues the previous prompt")
+        int,
+        typer.Option(
+            help="Requests of a session, each of which continues the previous prompt; the request rate counts sessions"
+        ),
     ] = ServeSettings.turns,
     think_time: Annotated[
         float, typer.Option(help="Seconds between a response and the next request of its session")
