@@ -99,7 +99,7 @@ def test_results_of_bench_traffic_that_failed_have_a_row() -> None:
     ]
     row = {"kind": "chat", "request_rate": None, "failures": {"HTTP 400": 2}, "requests": 2, "latencies": None}
     [line] = script.format_rows("chats", "ours", {"rows": [{**row, "kind": ""}, row]})
-    assert line.split() == ["chats", "ours", "chat", "2", "of", "2", "failed"]
+    assert line.split() == ["chats", "ours", "chat", "2", "of", "2", "failed:", "HTTP", "400"]
 
 
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:

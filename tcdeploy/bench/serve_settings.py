@@ -64,11 +64,13 @@ class ServeSettings:
         for name in ("ttft_limit", "tpot_limit"):
             check_positive(name.replace("_", " "), getattr(self, name), f"--{name.replace('_', '-')} 100 (ms)")
         for name in ("shared_prefix", "think_time"):
-            if not 0 <= getattr(self, name) < math.inf:
+            if getattr(self, name) < 0:
                 raise UsageError(
-                    f"{name.replace('_', ' ')} is {getattr(self, name)}, and must be finite and not negative",
+                    f"{name.replace('_', ' ')} is {getattr(self, name)}, and must not be negative",
                     f"--{name.replace('_', '-')} 0",
                 )
+        for name in ("burstiness", "ttft_limit", "tpot_limit", "think_time", "duration"):
+            _check_finite(name.replace("_", " "), getattr(self, name) or 0.0)
         check_arrivals(self.request_rate, self.concurrency)
         self._check_lengths()
         self._check_sweep()
@@ -99,12 +101,12 @@ class ServeSettings:
     def _check_sweep(self) -> None:
         for rate in self.sweep:
             check_arrivals(rate, 0)
-            if math.isinf(rate):
-                raise UsageError("a rate of --sweep is infinite", "--sweep 4,8,12")
+            _check_finite("a rate of --sweep", rate)
         for name, limit in self.slo.items():
             if name not in SLO_METRICS:
                 raise UsageError(f"unknown metric {name!r} in --slo", f"use {', '.join(SLO_METRICS)}")
             check_positive(f"the limit of {name}", limit, f"--slo {name}=200 (ms)")
+            _check_finite(f"the limit of {name}", limit)
 
     def _check_unused(self) -> None:
         if self.trace is not None:
@@ -144,6 +146,12 @@ class ServeSettings:
             check_writable(self.output, "--output")
         if self.plot is not None:
             check_plot(self.plot)
+
+
+def _check_finite(name: str, value: float) -> None:
+    """Raises UsageError, for NaN too."""
+    if not math.isfinite(value):
+        raise UsageError(f"{name} is {value}, and must be finite", "use a number, such as 10")
 
 
 _DEFAULTS: dict[str, Any] = {item.name: item.default for item in dataclasses.fields(ServeSettings)}
