@@ -42,7 +42,8 @@ def insert_reshape(graph: Graph, node: Node, shape: Sequence[Any]) -> Node:
 
 def without_symbols(shape: Sequence[Any]) -> list[int]:
     """`shape` as the argument of a reshape, with -1 in place of its symbolic size, of which there is at most one."""
-    assert count_symbolic(shape) <= 1, shape
+    num_symbolic = count_symbolic(shape)
+    assert num_symbolic <= 1, shape
     return [size if isinstance(size, int) else -1 for size in shape]
 
 
