@@ -29,6 +29,7 @@ from torch import Tensor
 from tcdeploy.attention.kv_cache import PADDING_SLOT
 from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata, PrefillMetadata
 from tcdeploy.attention.ops import HOST_SCALARS
+from tcdeploy.engine.graphs import StepKey
 from tcdeploy.engine.sampling import SamplingRows, make_sampling_rows
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
@@ -87,6 +88,10 @@ class StepBuffers:
     # [tokens] int64: the decode row of each token, or max batch + 1 plus its index in input_ids; None: all in input_ids
     token_sources: Tensor | None = None
 
+    @property
+    def key(self) -> StepKey:
+        return StepKey(self.bucket, self.input_ids.shape[1], self.row_slots)
+
 
 def decode_buffers(bucket: Bucket, decode_rows: DecodeRows, split_counters: Tensor) -> StepBuffers:
     """Views of the first decode rows, which all decode buckets share."""
@@ -106,7 +111,7 @@ class PrefillBuffers:
         self, plan: Plan, bucket: Bucket, tokens: int, decode_rows: DecodeRows, split_counters: Tensor
     ) -> None:
         self.plan, self.decode_rows = plan, decode_rows
-        self._bucket, self._tokens = bucket, tokens
+        self.tokens, self._bucket = tokens, bucket
         # In a mixed step the first sequence holds the tokens of the decode rows.
         self._first_sequence = int(plan.mixed_steps)
         sequences, width = plan.max_prefill_sequences + self._first_sequence, _block_table_width(plan)
@@ -207,7 +212,7 @@ class PrefillBuffers:
         count, first_output = len(decoding), self.plan.max_prefill_sequences
         lengths = numpy.array([sequence.num_computed_tokens for sequence in decoding], dtype=numpy.int64)
         row_numbers, outputs = numpy.arange(count), slice(first_output, first_output + count)
-        int64_views["sources"][:] = numpy.arange(self._tokens) + self.decode_rows.padding_row + 1
+        int64_views["sources"][:] = numpy.arange(self.tokens) + self.decode_rows.padding_row + 1
         int64_views["sources"][:count] = row_numbers
         int64_views["positions"][:count] = lengths - 1
         int64_views["logits_indices"][outputs] = row_numbers
@@ -239,8 +244,15 @@ def _block_coordinates(
 def _host_scalars(chunks: ListLike[Chunk], tokens: int) -> list[int]:
     """The values that attention/ops.py lists in HOST_SCALARS; the runner sets the number of rows."""
     lengths = [stop for _, _, stop in chunks]
-    max_seqlen_q = max(stop - start for _, start, stop in chunks)
-    return [tokens, sum(lengths), max_seqlen_q, max(lengths), int(any(start > 0 for _, start, _ in chunks)), 0]
+    max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
+    return [
+        tokens,
+        sum(lengths),
+        max_seqlen_q,
+        max(lengths, default=0),
+        int(any(start > 0 for _, start, _ in chunks)),
+        0,
+    ]
 
 
 class _PackedLayout:

@@ -37,6 +37,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
+        self.runner.graphs.start_counting()
         self.plan = plan = runner.plan
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
@@ -90,6 +91,15 @@ class Engine:
         self._launch_and_collect()
         tokens, self._buffered_tokens = self._buffered_tokens, []
         return tokens
+
+    def capture_next_graph(self) -> bool:
+        """Capture one more CUDA graph while no request is open. False if none is left. See engine/step_graphs.py.
+
+        Raises RecompileError if the capture would compile.
+        """
+        assert not self.has_work, "the step of the graph runs before its capture"
+        with fail_on_recompile(), self.runner.uncounted_steps():
+            return self.runner.graphs.capture_next()
 
     def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
         """Yield the tokens of all prompts as they arrive. `request_id` is the index of the prompt.

@@ -1,7 +1,7 @@
 """Captures a whole step as one CUDA graph and replays it: one launch instead of hundreds.
 
 Graphs are captured from the largest bucket to the smallest into one memory pool, so that smaller graphs reuse the
-memory of the largest. They cannot be saved: each start captures them again, which takes 0.02 to 0.1 s per bucket on an
+memory of the largest. They cannot be saved: each start captures them again, which takes 0.02 to 0.1 s per graph on an
 H100. Lazy work (loading Triton kernels, autotuning) is illegal during capture, so the step must have run before.
 """
 
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from tcdeploy.planning.plan import Bucket
 
 
 class StepOutput(NamedTuple):
@@ -38,3 +40,11 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
     with torch.cuda.graph(graph, pool=pool.id):
         output = step()
     return StepGraph(graph, output)
+
+
+class StepKey(NamedTuple):
+    """What identifies a graph. `tokens`: rows in decode. `row_slots`: decode rows of a mixed step, else 0."""
+
+    bucket: Bucket
+    tokens: int
+    row_slots: int

@@ -12,7 +12,6 @@ import inspect
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,9 +24,10 @@ from tcdeploy.attention.ops import HOST_SCALARS, choose_decode_splits
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
-from tcdeploy.engine.graphs import StepGraph, StepOutput, capture_graph
+from tcdeploy.engine.graphs import StepKey, StepOutput
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
+from tcdeploy.engine.step_graphs import StepGraphs
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
@@ -56,16 +56,16 @@ class ModelRunner:
         self._decode_buffers = {
             bucket: decode_buffers(bucket, self.decode_rows, split_counters) for bucket in plan.decode_buckets
         }
-        self._prefill_buffers: dict[Bucket, PrefillBuffers] = {}
+        self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
-        self._graphs: dict[tuple[Bucket, int], StepGraph] = {}  # by bucket and row slots
-        self._pool: Any | None = None
+        self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
+        self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
-        self.padding_tokens: Counter[Bucket] = Counter()  # padding tokens or rows computed by these steps
+        self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
+        self.padding_tokens: Counter[Bucket] = Counter()  # those of them that were padding
         self._counts_steps = True
-        self.uncaptured_runs = 0  # passes of buckets that have a graph, for the logprobs of prompts
         self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
@@ -90,32 +90,33 @@ class ModelRunner:
             self.row_assignment.upload_block_table()
         prefill = self._prefill_for(bucket, tokens)
         prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
-        self._count_step(bucket, tokens)
+        self._count_step(bucket, tokens, prefill.tokens)
         row_slots = smallest_bucket(self.plan.decode_buckets, num_decoding).size if num_decoding else 0
-        return self._run(prefill.buffers(row_slots))
+        return self.graphs.run(prefill.buffers(row_slots))
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
         """One token for each sequence; output i belongs to sequence i."""
         self.row_assignment.assign(running)
         self.row_assignment.upload_block_table()
         bucket = smallest_bucket(self.plan.decode_buckets, len(running))
-        self._count_step(bucket, len(running))
-        return self._run(self._decode_buffers[bucket])
+        self._count_step(bucket, len(running), bucket.size)
+        return self.graphs.run(self._decode_buffers[bucket])
 
     @contextlib.contextmanager
     def uncounted_steps(self) -> Iterator[None]:
-        """Exclude steps from `step_counts` and `padding_tokens`, which describe requests only."""
+        """Exclude steps from the counters of steps and tokens, which describe requests only."""
         self._counts_steps = False
         try:
             yield
         finally:
             self._counts_steps = True
 
-    def _count_step(self, bucket: Bucket, used: int) -> None:
+    def _count_step(self, bucket: Bucket, used: int, size: int) -> None:
         if not self._counts_steps:
             return
         self.step_counts[bucket] += 1
-        self.padding_tokens[bucket] += bucket.size - used if not bucket.min_size else 0
+        self.computed_tokens[bucket] += size
+        self.padding_tokens[bucket] += size - used
 
     @torch.no_grad()
     def sample(self, output: StepOutput, features: sampling.Features, masks: Tensor | None = None) -> StepOutput:
@@ -149,70 +150,74 @@ class ModelRunner:
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
                 logits = self._logits_at(prefill.buffers(), rows)
                 pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
-        self.uncaptured_runs += self.is_captured(prefill.buffers().bucket)
+        self.graphs.uncaptured_runs += self.graphs.is_captured(prefill.buffers().bucket)
         return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
         """Run the bucket with this variant from now on. The graphs of another variant are dropped."""
-        self._graphs = {key: graph for key, graph in self._graphs.items() if key[0] != bucket}
+        self.graphs.drop(bucket)
         self._variants[bucket] = variant
 
-    def capture(self, bucket: Bucket) -> None:
-        """Capture the bucket's step, which must have run before. Its buffers keep their contents.
-
-        A prefill bucket has a graph for each number of row slots.
-        """
-        self._pool = self._pool or torch.cuda.MemPool()
-        for row_slots in self._row_slots(bucket):
-            buffers = self._buffers(bucket, row_slots)
-            if row_slots:  # loads the decode kernel for this number of rows
-                self._forward(buffers)
-            self._graphs[bucket, row_slots] = capture_graph(partial(self._forward, buffers), self._pool)
-
-    def is_captured(self, bucket: Bucket) -> bool:
-        return (bucket, 0) in self._graphs
-
-    def _row_slots(self, bucket: Bucket) -> list[int]:
-        """The numbers of decode rows that steps of the bucket have outputs for, in the order of capture."""
-        if not bucket.is_prefill or not self.plan.mixed_steps:
-            return [0]
-        return [*(decode_bucket.size for decode_bucket in reversed(self.plan.decode_buckets)), 0]
+    @property
+    def uncaptured_runs(self) -> int:
+        """Passes of captured buckets without a graph: for the logprobs of prompts, and at new sizes."""
+        return self.graphs.uncaptured_runs
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
-        return self._run(self._buffers(bucket))
+        return self.graphs.run(self._buffers(bucket, bucket.size))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
-        return self._forward(self._buffers(bucket))
+        return self._forward(self._buffers(bucket, bucket.size))
 
-    def _buffers(self, bucket: Bucket, row_slots: int = 0) -> StepBuffers:
-        return self._prefill_buffers[bucket].buffers(row_slots) if bucket.is_prefill else self._decode_buffers[bucket]
+    def _buffers(self, bucket: Bucket, tokens: int, row_slots: int = 0) -> StepBuffers:
+        if not bucket.is_prefill:
+            return self._decode_buffers[bucket]
+        return self._prefill_for(bucket, tokens).buffers(row_slots)
+
+    def _buffers_of(self, key: StepKey, clear: bool) -> StepBuffers:
+        """The buffers of a step. `clear`: with padding only, so that the step writes to no KV block."""
+        if clear:
+            self._prefill_for(key.bucket, key.tokens).fill([], [])
+        return self._buffers(*key)
 
     def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
-        if bucket.min_size:  # a dynamic bucket has no static buffers
+        """The buffers for `tokens` tokens, padded to the next size of the bucket."""
+        size = next((size for size in self.plan.step_sizes(bucket) if size >= tokens), None)
+        if size is None:  # without graphs the steps of a dynamic bucket are not padded, and have no static buffers
             return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
-        if bucket not in self._prefill_buffers:
-            self._prefill_buffers[bucket] = self._make_prefill_buffers(bucket, bucket.size)
-        return self._prefill_buffers[bucket]
+        if (bucket, size) not in self._prefill_buffers:
+            self._prefill_buffers[bucket, size] = self._make_prefill_buffers(bucket, size)
+        return self._prefill_buffers[bucket, size]
 
     def _make_prefill_buffers(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
         return PrefillBuffers(self.plan, bucket, tokens, self.decode_rows, self.split_counters)
-
-    def _run(self, buffers: StepBuffers) -> StepOutput:
-        graph = self._graphs.get((buffers.bucket, buffers.row_slots))
-        return graph.replay() if graph else self._forward(buffers)
 
     @torch.no_grad()
     def _forward(self, buffers: StepBuffers) -> StepOutput:
         selects_early = self._variants[buffers.bucket].last_token_rows
         last_token_rows = buffers.logits_indices if selects_early else None
         logits = self._logits(buffers, last_token_rows, None if selects_early else buffers.logits_indices)
+        if buffers.bucket.is_prefill and self.plan.uses_cuda_graph(buffers.bucket):
+            logits = self._share_logits(logits)
         decode_rows = self.decode_rows
         tokens = advance(
             logits, buffers.rows, buffers.lengths, decode_rows.token_ids, decode_rows.positions, decode_rows.seq_lens,
             self._advance_backend,
         )  # fmt: skip
         return StepOutput(logits, tokens, buffers.rows)
+
+    def _share_logits(self, logits: Tensor) -> Tensor:
+        """Copy the logits of a prefill step to a tensor that all graphs of prefill steps share.
+
+        Otherwise each of some hundred graphs would keep its own: 68 MB for 264 outputs and a vocabulary of 128,256.
+        Steps run in stream order, so a step's tokens are sampled before the next step overwrites the logits.
+        """
+        outputs, vocab_size = logits.shape
+        if self._prefill_logits is None:
+            most = self.plan.max_prefill_sequences + self.plan.row_slots(self.plan.prefill_buckets[-1])[-1]
+            self._prefill_logits = logits.new_empty(most, vocab_size)
+        return self._prefill_logits[:outputs].copy_(logits)
 
     @torch.no_grad()
     def _logits_at(self, buffers: StepBuffers, rows: Tensor) -> Tensor:

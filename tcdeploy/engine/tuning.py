@@ -143,7 +143,7 @@ def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
     free_before = _free_bytes()
     start = time.perf_counter()
     if plan.uses_cuda_graph(bucket, variant):
-        runner.capture(bucket)
+        runner.graphs.capture(bucket)
         synchronize()
     seconds = time.perf_counter() - start
     graph_memory_bytes = None if free_before is None else free_before - (_free_bytes() or 0)

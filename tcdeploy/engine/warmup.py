@@ -102,7 +102,7 @@ def _warm_bucket(
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
     step_times = measure_step_times(runner, bucket) if measure else None
-    is_captured = runner.is_captured(bucket)
+    is_captured = runner.graphs.is_captured(bucket)
     record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times)
     return _WarmedBucket(record, tuning.seconds)
 

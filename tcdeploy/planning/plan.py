@@ -36,6 +36,7 @@ from tcdeploy.planning.sizes import (
     decide_context,
     decide_memory,
     decide_prefill_lengths,
+    graph_sizes,
     max_prefill_sequences,
 )
 from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
@@ -132,14 +133,23 @@ class Plan:
         return tuple(variant for variant in bucket_variants if allows_last_token_rows or not variant.last_token_rows)
 
     def uses_cuda_graph(self, bucket: Bucket, variant: Variant = DEFAULT) -> bool:
-        """Whether the bucket's step becomes a CUDA graph.
-
-        Never if the bucket is dynamic, or if its attention backend reads tensors on the host.
-        """
-        if self.graphs != "step" or bucket.min_size:
+        """Whether the bucket's step becomes a CUDA graph. Not if its attention backend reads tensors on the host."""
+        if self.graphs != "step":
             return False
         attention = (variant.attention or self.prefill_attention) if bucket.is_prefill else self.decode_attention
         return BACKENDS[attention].is_capturable
+
+    def step_sizes(self, bucket: Bucket) -> tuple[int, ...]:
+        """The token or row counts that steps of the bucket are padded to, ascending; () if they are not padded."""
+        if not bucket.min_size:
+            return (bucket.size,)
+        return graph_sizes(bucket.size) if self.uses_cuda_graph(bucket) else ()
+
+    def row_slots(self, bucket: Bucket) -> tuple[int, ...]:
+        """The numbers of decode rows that steps of the bucket have outputs for, ascending; 0 if none decode in it."""
+        if not bucket.is_prefill or not self.mixed_steps:
+            return (0,)
+        return (0, *(decode_bucket.size for decode_bucket in self.decode_buckets))
 
     @property
     def blocks_per_sequence(self) -> int:

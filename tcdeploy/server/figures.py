@@ -17,8 +17,11 @@ class ModelFigures:
 
     kv_cache_usage: float  # share of the KV blocks in use, 0 to 1
     step_counts: Mapping[str, int]  # steps by bucket name
+    computed_tokens: Mapping[str, int]  # tokens or rows by bucket name, padding included
     padding_tokens: Mapping[str, int]  # padding by bucket name: tokens of prefill, rows of decode
     uncaptured_runs: int  # forward passes without the CUDA graph of their bucket
+    late_captures: int  # CUDA graphs captured since the model was loaded
+    longest_late_capture_seconds: float  # the longest pause that one of these captures caused
     missed_shapes: Mapping[str, int]  # requests beyond the largest bucket, by the bucket that would hold them
     recompiles: int  # compilations since the model was loaded
     stage_seconds: Mapping[str, float]  # start-up time by stage

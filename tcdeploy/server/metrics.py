@@ -122,9 +122,17 @@ class _FiguresCollector:
 def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _gauge("kv_cache_usage_perc", "Share of the KV blocks in use", model.kv_cache_usage)
     yield _counter("bucket_hits", "Steps by bucket", _labelled(model.step_counts), ("bucket",))
+    yield _counter(
+        "bucket_tokens", "Tokens or rows computed by bucket, padding included", _labelled(model.computed_tokens),
+        ("bucket",),
+    )  # fmt: skip
     yield _counter("bucket_padding_tokens", "Padding tokens by bucket", _labelled(model.padding_tokens), ("bucket",))
     yield _counter(
         "eager_fallbacks", "Forward passes without the CUDA graph of their bucket", {(): model.uncaptured_runs}
+    )
+    yield _counter("graph_captures", "CUDA graphs captured since the model was loaded", {(): model.late_captures})
+    yield _gauge(
+        "longest_graph_capture_seconds", "The longest pause for such a capture", model.longest_late_capture_seconds
     )
     yield _counter("missed_shapes", "Requests beyond the largest bucket", _labelled(model.missed_shapes), ("bucket",))
     yield _counter("recompiles", "Compilations since the model was loaded", {(): model.recompiles})

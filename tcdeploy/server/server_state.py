@@ -72,8 +72,11 @@ def _model_figures(service: Service) -> ModelFigures:
         kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
         # list(): the engine thread may add a bucket meanwhile
         step_counts={bucket.name: count for bucket, count in list(runner.step_counts.items())},
+        computed_tokens={bucket.name: count for bucket, count in list(runner.computed_tokens.items())},
         padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
         uncaptured_runs=runner.uncaptured_runs,
+        late_captures=runner.graphs.late_captures,
+        longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,
         missed_shapes=dict(service.missed_shapes.counts),
         recompiles=service.recompiles(),
         stage_seconds=dict(deployment.stage_seconds),

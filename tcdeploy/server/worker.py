@@ -1,9 +1,10 @@
 """Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue; the
-tokens of a step leave in one callback of the event loop. While no request is open, the thread runs the canary
-(canary.py) and checks the queue after each of its steps. An exception in a step is fatal, because the state of the
-device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
+tokens of a step leave in one callback of the event loop. While no request is open, the thread captures the CUDA graphs
+that are left (engine/step_graphs.py) and runs the canary (canary.py), and checks the queue after each graph or step. An
+exception in a step is fatal, because the state of the device is unknown afterwards: every open request fails with
+EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
+CAPTURE_AFTER_IDLE_S = 0.5  # a capture may delay the next request by some 0.1 s
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
@@ -88,6 +90,7 @@ class Worker(Generic[LoadedT]):
         self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
         self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
         self._new_requests: list[PendingRequest] = []  # thread: submitted since the last step
+        self._captures_when_idle = True  # thread: whether graphs are left
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -132,6 +135,8 @@ class Worker(Generic[LoadedT]):
         canary = self.canary
         while self._process_inbox(engine, wait=not engine.has_work):
             if not engine.has_work:
+                if self._captures_when_idle:
+                    self._captures_when_idle = engine.capture_next_graph()
                 if canary is not None:
                     canary.run_step_if_due()
                 continue
@@ -155,6 +160,8 @@ class Worker(Generic[LoadedT]):
         `wait`: wait for a message if there is none, until the canary is due.
         """
         timeout = min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S) if wait and self.canary else None
+        if wait and self._captures_when_idle:
+            timeout = min(CAPTURE_AFTER_IDLE_S, MAX_IDLE_WAIT_S if timeout is None else timeout)
         while True:
             try:
                 message = self._inbox.get(block=wait, timeout=timeout)

@@ -186,7 +186,7 @@ def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: 
     """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
     runner = tiny_deployment.engine.runner
     [bucket, *_] = tiny_deployment.plan.prefill_buckets
-    runner.step_holder.step = runner._make_step(runner._buffers(bucket), None)
+    runner.step_holder.step = runner._make_step(runner._buffers(bucket, bucket.size), None)
     with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
     runner.step_holder.step = None

@@ -63,8 +63,8 @@ def test_every_bucket_and_a_chunked_prompt_have_a_case(canary: Canary, engine: E
 
 def test_each_case_runs_its_bucket(canary: Canary, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    run = engine.runner._run
-    monkeypatch.setattr(engine.runner, "_run", lambda buffers: ran.append(buffers.bucket.name) or run(buffers))
+    run = engine.runner.graphs.run
+    monkeypatch.setattr(engine.runner.graphs, "run", lambda buffers: ran.append(buffers.bucket.name) or run(buffers))
     for number, case in enumerate(canary.cases):
         ran.clear()
         assert run_case(canary, number) is None

@@ -78,11 +78,11 @@ def test_block_tables_are_uploaded_after_the_prefill_is_launched(
 ) -> None:
     """Prefill reads a table of its own, and each earlier launch would delay the first token."""
     engine, calls = tiny_deployment.engine, []
-    for owner, name in ((engine.runner, "_run"), (engine.runner.row_assignment, "_upload_blocks")):
+    for owner, name in ((engine.runner.graphs, "run"), (engine.runner.row_assignment, "_upload_blocks")):
         call = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda value, name=name, call=call: (calls.append(name), call(value))[1])
     engine.generate([list(range(10, 30))], SamplingParams(max_new_tokens=2))
-    assert calls == ["_run", "_upload_blocks", "_run"]
+    assert calls == ["run", "_upload_blocks", "run"]
     assert_idle(engine)
 
 
@@ -114,7 +114,10 @@ def test_requests_that_arrive_at_any_time_get_the_tokens_they_would_get_alone(
 
 
 def test_random_traffic_with_mixed_steps_changes_no_token(cache_dir: str) -> None:
-    check_random_traffic(prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine, num_requests=80)
+    engine = prepare_tiny(cache_dir, kv_blocks=SCARCE_BLOCKS).engine
+    preemptions = engine.scheduler.preemptions
+    check_random_traffic(engine, num_requests=80)
+    assert engine.scheduler.preemptions > preemptions
 
 
 def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> None:
@@ -129,7 +132,7 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
     engine.allocator.reset_prefix_cache()
     alone = [engine.generate([prompt], params)[0] for prompt, params in requests]
     engine.allocator.reset_prefix_cache()
-    preemptions, mixed_steps, schedule = engine.scheduler.preemptions, [], engine.scheduler.schedule
+    mixed_steps, schedule = [], engine.scheduler.schedule
 
     def noted_schedule() -> Any:
         step = schedule()
@@ -159,7 +162,7 @@ def check_random_traffic(engine: Engine, num_requests: int, seed: int = 21) -> N
         wanted = expected[request_id]
         assert tokens == (wanted[: len(tokens)] if request_id in aborted else wanted)
     assert serving.counts.compiles == 0
-    assert len(mixed_steps) > num_requests // 4 and engine.scheduler.preemptions > preemptions
+    assert len(mixed_steps) > num_requests // 4
     assert_idle(engine)
 
 

@@ -28,6 +28,7 @@ from tcdeploy.planning.variants import (
 )
 from tests.conftest import reset_programs
 from tests.engine.constraints import SumConstraint
+from tests.engine.test_continuous_batching import check_random_traffic
 from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
 
 pytestmark = pytest.mark.gpu
@@ -159,7 +160,7 @@ def test_every_variant_gives_the_same_logits_within_rounding(cache_dir: str, tmp
             for _ in range(3):
                 runner.row_assignment.assign_prefilled(sequences)
                 logits[variant.name] = runner.rerun(bucket).logits.float().clone()
-            runner.capture(bucket)
+            runner.graphs.capture(bucket)
             runner.row_assignment.assign_prefilled(sequences)
             torch.testing.assert_close(runner.rerun(bucket).logits.float(), logits[variant.name])
         for name, variant_logits in logits.items():
@@ -177,7 +178,7 @@ def test_a_prefill_bucket_may_use_another_attention_backend_and_last_token_rows(
         for _ in range(2):
             logits[variant.name] = runner.prefill(chunks, bucket=bucket).logits[:3].float().clone()
         if deployment.plan.uses_cuda_graph(bucket, variant):
-            runner.capture(bucket)
+            runner.graphs.capture(bucket)
             torch.testing.assert_close(runner.prefill(chunks, bucket=bucket).logits[:3].float(), logits[variant.name])
     for name, variant_logits in logits.items():
         assert (variant_logits - logits["default"]).norm() / logits["default"].norm() < 0.02, name
@@ -209,6 +210,26 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     with measure_compiles() as serving, fail_on_recompile():
         deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
     assert serving.counts.compiles == 0
+
+
+@pytest.mark.parametrize("attention", ["triton", "torch-flash"])
+@pytest.mark.parametrize("shapes", ["bucket", "dynamic"])
+def test_mixed_steps_change_no_token_on_the_gpu(shapes: str, attention: str, cache_dir: str) -> None:
+    """In float32, as requests arrive and are preempted, with graphs that are captured early, late and when idle."""
+    if attention == "torch-flash":
+        flags: dict[str, Any] = {"attention": attention, "dtype": "bfloat16"}  # has no float32
+        deployment = deploy("builtin:tiny", cache_dir, shapes=shapes, mixed_steps="on", **flags)
+        assert all(record.parity.passed for record in deployment.records)
+        deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=20))
+        return
+    flags = {"shapes": shapes, "mixed_steps": "on", "dtype": "float32", "context": 512, "kv_blocks": 60}
+    engine = deploy("builtin:tiny", cache_dir, **flags).engine
+    check_random_traffic(engine, num_requests=60)
+    while engine.capture_next_graph():
+        pass
+    uncaptured = engine.runner.uncaptured_runs
+    check_random_traffic(engine, num_requests=60, seed=22)
+    assert engine.runner.uncaptured_runs == uncaptured
 
 
 @pytest.mark.parametrize("backend", ["torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"])

@@ -17,6 +17,7 @@ from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
+from tcdeploy.planning.sizes import graph_sizes
 from tests.machines import (
     ALL_FLASH,
     DEEPSEEK_LITE,
@@ -63,6 +64,29 @@ def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> No
     )  # fmt: skip
     assert all(decision.value and decision.reason for decision in plan.decisions)
     assert not any(decision.is_fallback for decision in plan.decisions)
+
+
+def test_a_dynamic_bucket_is_captured_at_many_sizes_and_padded_little() -> None:
+    plan = plan_for(shapes="dynamic", buckets=(2048,))
+    [bucket] = plan.prefill_buckets
+    assert plan.uses_cuda_graph(bucket)
+    sizes = plan.step_sizes(bucket)
+    assert sizes[:3] == (16, 32, 48) and sizes[-2:] == (1984, 2048) and len(sizes) == 44
+    for tokens in range(1, 2049):
+        padding = next(size for size in sizes if size >= tokens) - tokens
+        assert padding < 16 or padding / tokens < 0.25
+    mean = sum(next(size for size in sizes if size >= tokens) - tokens for tokens in range(512, 1537)) / 1025
+    assert mean / 1024 < 0.05
+    laptop = plan_for(LAPTOP, shapes="dynamic", buckets=(2048,))
+    assert laptop.step_sizes(laptop.prefill_buckets[0]) == (), "without CUDA graphs no size is fixed"
+    [static] = plan_for(buckets=(512,)).prefill_buckets
+    assert plan_for(buckets=(512,)).step_sizes(static) == (512,)
+
+
+def test_graph_sizes_end_at_the_largest_bucket() -> None:
+    assert graph_sizes(100) == (16, 32, 48, 64, 80, 96, 100)
+    assert graph_sizes(16) == (16,) and graph_sizes(3) == (3,)
+    assert graph_sizes(10_000)[-3:] == (8192, 9216, 10_000)
 
 
 def test_steps_are_mixed_by_default_on_a_cpu_and_on_request_on_a_gpu() -> None:
@@ -360,7 +384,7 @@ def test_prefill_is_captured_if_its_attention_reads_nothing_on_the_host() -> Non
 
     assert captured() == [True, True]
     assert captured(attention="torch-flash") == [False, True]
-    assert captured(shapes="dynamic") == [False, True]
+    assert captured(shapes="dynamic") == [True, True]
     assert captured(graphs="region") == captured(graphs="none") == [False, False]
 
 

@@ -20,7 +20,8 @@ FIGURES = ServerFigures(
     scheduler=SchedulerStats(waiting=5, prefilling=1, running=2, used_blocks=8, preemptions=7),
     rejections={"queue_full": 2, "loading": 1},
     model=ModelFigures(
-        kv_cache_usage=0.5, step_counts={"decode:4": 11}, padding_tokens={"decode:4": 13}, uncaptured_runs=1,
+        kv_cache_usage=0.5, step_counts={"decode:4": 11}, computed_tokens={"decode:4": 44},
+        padding_tokens={"decode:4": 13}, uncaptured_runs=1, late_captures=3, longest_late_capture_seconds=0.25,
         missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, generation_defaults={"top_k": 20},
         records=(RECORD,),
     ),
@@ -46,6 +47,8 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert values["kv_cache_usage_perc",] == status["kv_cache_usage"] == 0.5
     assert values["bucket_hits_total", "decode:4"] == bucket["steps"] == 11
     assert values["bucket_padding_tokens_total", "decode:4"] == bucket["padding_tokens"] == 13
+    assert values["bucket_tokens_total", "decode:4"] == 44
+    assert (values["graph_captures_total",], values["longest_graph_capture_seconds",]) == (3, 0.25)
     assert values["recompiles_total",] == status["recompiles"] == 0
     assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
     assert status["generation_defaults"] == {"top_k": 20}

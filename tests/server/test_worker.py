@@ -27,11 +27,17 @@ class FakeEngine:
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(stats=None)
         self.steps = threading.Semaphore(100)  # steps that may run
+        self.graphs_left = 0
         self._num_steps: dict[int, int] = {}  # by request id
 
     @property
     def has_work(self) -> bool:
         return bool(self._num_steps)
+
+    def capture_next_graph(self) -> bool:
+        assert not self.has_work
+        self.graphs_left -= 1
+        return self.graphs_left > 0
 
     def submit(self, prompt: list[int], params: SamplingParams, group: int | None) -> int:
         self._num_steps[len(self._num_steps)] = -1
@@ -142,3 +148,18 @@ def test_start_gives_up_after_the_longest_wait_and_a_late_launch_wakes_no_reader
             return await reading
 
     assert asyncio.run(run()) == [1, 2, 3]
+
+
+def test_graphs_are_captured_while_no_request_is_open() -> None:
+    async def run() -> int:
+        engine = FakeEngine()
+        engine.graphs_left = 3
+        async with request_group(engine):
+            for _ in range(600):
+                if engine.graphs_left == 0:
+                    break
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.1)
+        return engine.graphs_left
+
+    assert asyncio.run(run()) == 0, "it stops when none is left"
