@@ -18,7 +18,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tcdeploy import pipeline
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
-from tcdeploy.attention.metadata import AttentionMetadata
+from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata
 from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.regions import find_layers
 from tcdeploy.engine.parity_check import ParityChecker
@@ -211,13 +211,19 @@ def wrong_rope_base(target: Target) -> None:
         table.copy_(table.sqrt())
 
 
+def last_full_block(target: Target, decode: DecodeMetadata) -> int:
+    """A block of the first sequence that it attends to even with a sliding window: the last one before the newest."""
+    return max((int(decode.seq_lens[0]) - 1) // target.runner.plan.block_size - 1, 0)
+
+
 def stale_kv_block(target: Target) -> None:
-    """The first block of the first sequence of a decode batch has keys and values of an earlier sequence."""
+    """A block of the first sequence of a decode batch has keys and values of an earlier sequence."""
 
     def change(step: Any, kwargs: dict[str, Any]) -> None:
         decode = step.attention_metadata.decode
         if step.attention_metadata.prefill is None:
-            block = decode.block_table[0, :1].long()
+            number = last_full_block(target, decode)
+            block = decode.block_table[0, number : number + 1].long()
             for spec in target.architecture.attention_layers:
                 binding: Any = target.model.get_submodule(spec.path).tcdeploy
                 for cache in (binding.k_cache, binding.v_cache):
@@ -226,7 +232,7 @@ def stale_kv_block(target: Target) -> None:
     change_arguments(target, change)
 
 
-def change_block_table(target: Target, min_rows: int, change: Callable[[Tensor], None]) -> None:
+def change_block_table(target: Target, min_rows: int, change: Callable[[Tensor, DecodeMetadata], None]) -> None:
     """Let `change` modify the block table [rows, blocks] of decode batches of at least `min_rows` rows."""
 
     def change_decode(metadata: AttentionMetadata) -> AttentionMetadata:
@@ -234,17 +240,17 @@ def change_block_table(target: Target, min_rows: int, change: Callable[[Tensor],
         if decode is None or metadata.prefill is not None or decode.block_table.shape[0] < min_rows:
             return metadata
         table = decode.block_table.clone()
-        change(table)
+        change(table, decode)
         return metadata._replace(decode=decode._replace(block_table=table))
 
     change_metadata(target, change_decode)
 
 
 def block_of_another_sequence(target: Target) -> None:
-    """The first sequence of a decode batch reads the first block of the second."""
+    """The first sequence of a decode batch reads the first block of the second in place of one of its own."""
 
-    def change(table: Tensor) -> None:
-        table[0, 0] = table[1, 0]
+    def change(table: Tensor, decode: DecodeMetadata) -> None:
+        table[0, last_full_block(target, decode)] = table[1, 0]
 
     change_block_table(target, 2, change)
 
@@ -252,7 +258,7 @@ def block_of_another_sequence(target: Target) -> None:
 def later_block_of_another_sequence(target: Target) -> None:
     """All sequences of a decode batch but the first read the first block of the first instead of their second."""
 
-    def change(table: Tensor) -> None:
+    def change(table: Tensor, decode: DecodeMetadata) -> None:
         table[1:, 1] = table[0, 0]
 
     change_block_table(target, 2, change)
@@ -261,7 +267,7 @@ def later_block_of_another_sequence(target: Target) -> None:
 def blocks_of_another_sequence(target: Target) -> None:
     """The second sequence of a decode batch reads all blocks of the fifth."""
 
-    def change(table: Tensor) -> None:
+    def change(table: Tensor, decode: DecodeMetadata) -> None:
         table[1] = table[4]
 
     change_block_table(target, 5, change)
