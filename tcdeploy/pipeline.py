@@ -169,8 +169,9 @@ def prepare(
             require_bundled(plan.key, files, staging.bundle)
     workspace_bytes = _workspace_bytes(plan)
     environment, origin = planned.environment, origin_of(planned)
+    longest_tuning = max(plan.tune_seconds, previous.tune_seconds)  # whose trials a start without tuning time keeps
     manifest = make_manifest(
-        plan,
+        dataclasses.replace(plan, tune_seconds=longest_tuning),
         environment,
         origin,
         stages.seconds,

@@ -62,6 +62,14 @@ def changed_environment(environment: Environment, **changes: Any) -> Environment
     return replace(environment, **changes)
 
 
+A10G = changed_environment(
+    H100, gpu="NVIDIA A10G", gpu_capability=(8, 6), gpu_memory_bytes=24 * GIB, gpu_multiprocessors=80
+)
+RTX_4080 = changed_environment(
+    H100, gpu="NVIDIA GeForce RTX 4080", gpu_capability=(8, 9), gpu_memory_bytes=16 * GIB, gpu_multiprocessors=76
+)
+
+
 def attention_layers(layers: int, **fields: Any) -> tuple[AttentionSpec, ...]:
     """`layers` equal attention blocks; by default those of Llama 8B: 32 heads of 128 over 8 KV heads."""
     llama = {"heads": 32, "kv_heads": 8, "head_dim": 128, "v_head_dim": 128, "window": 0, "softcap": 0.0}
@@ -72,6 +80,14 @@ def attention_layers(layers: int, **fields: Any) -> tuple[AttentionSpec, ...]:
 
 
 LLAMA_8B = Architecture("llama", "LlamaForCausalLM", 8_030_261_248, 131072, 128256, "bfloat16", attention_layers(32))
+LLAMA_1B = Architecture(
+    "llama", "LlamaForCausalLM", 1_235_814_400, 131072, 128256, "bfloat16",
+    attention_layers(16, head_dim=64, v_head_dim=64), peak_activation_elements=20480,
+)  # fmt: skip
+QWEN3_32B = Architecture(
+    "qwen3", "Qwen3ForCausalLM", 32_762_123_264, 40960, 151936, "bfloat16",
+    attention_layers(64, heads=64), peak_activation_elements=61440,
+)  # fmt: skip
 GEMMA_2_9B = Architecture(  # soft-capped scores
     "gemma2", "Gemma2ForCausalLM", 9_241_705_984, 8192, 256000, "bfloat16",
     attention_layers(42, heads=16, head_dim=256, v_head_dim=256, softcap=50.0),

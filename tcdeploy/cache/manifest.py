@@ -96,7 +96,7 @@ class BucketRecord:
     greedy_tokens: GreedyTokens  # of the compiled, captured bucket
     peak_memory_bytes: int
     variant: str  # name of the variant in use
-    trials: tuple[Trial, ...] = ()  # all variants that were timed; copied from the run that tuned
+    trials: tuple[Trial, ...] = ()  # all variants that were timed or failed; copied from the run that tried them
     graph_memory_bytes: int | None = None  # device memory that capturing took
     cold_seconds: float | None = None  # compile_seconds of the run that missed
     eager_ms: float | None = None

@@ -30,7 +30,7 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.engine.step_graphs import StepGraphs
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket, Plan
-from tcdeploy.planning.variants import Variant
+from tcdeploy.planning.variants import DEFAULT, Variant
 from tcdeploy.torch_compat.body_forward import reuse_body_output
 
 PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
@@ -59,7 +59,7 @@ class ModelRunner:
         self._prefill_buffers: dict[tuple[Bucket, int], PrefillBuffers] = {}  # by bucket and tokens
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
-        self._variants = {bucket: plan.variants(bucket)[0] for bucket in plan.buckets}
+        self._variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
         self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start

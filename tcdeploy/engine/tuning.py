@@ -1,8 +1,9 @@
-"""Choose the variant of a bucket: compile and time several, select the fastest that passes the parity check.
+"""Choose the variant of a bucket: the first that compiles and passes the parity check, or the fastest of several.
 
-Trials come from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads
-the selected variant only, and repeats no timing. `--tune-seconds` bounds the time spent on variants beyond the first,
-which has to be compiled in any case.
+Without `--tune-seconds` the first one is compiled and none is timed; the next ones are tried only if it fails.
+`--tune-seconds` bounds the time spent on variants beyond the first, which has to be compiled in any case. Trials come
+from the manifest of an earlier run, if any, and from this run. A variant is timed once: a warm start loads the selected
+variant only, and repeats no timing.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import logging
 import math
 import resource
 import time
@@ -19,17 +21,18 @@ from typing import NamedTuple
 
 import torch
 
-from tcdeploy.cache.manifest import Parity, Trial
+from tcdeploy.cache.manifest import Trial
 from tcdeploy.compiler.compile_stats import CompileStats, measure_compiles
 from tcdeploy.engine.parity_check import ParityCheck, ParityChecker, describe_parity
 from tcdeploy.engine.timing import measure_step_ms, synchronize
 from tcdeploy.engine.warmup_inputs import WarmupBatch
 from tcdeploy.planning.plan import Plan
-from tcdeploy.planning.variants import Variant
+from tcdeploy.planning.variants import Variant, untimed_variants
 from tcdeploy.torch_compat.compile_threads import without_compile_workers
 
 RUNS_BEFORE_CAPTURE = 2
 MAX_ERROR_CHARS = 200
+log = logging.getLogger("tcdeploy.engine")
 
 
 class CompiledVariant(NamedTuple):
@@ -43,8 +46,8 @@ class CompiledVariant(NamedTuple):
 class TuningRun(NamedTuple):
     """Trials of a bucket. `compiled` and `seconds` cover this run only."""
 
-    trials: tuple[Trial, ...] = ()  # of this and earlier runs; empty if the bucket has one variant
-    compiled: Mapping[Variant, CompiledVariant] = MappingProxyType({})  # in the order of compilation
+    trials: tuple[Trial, ...] = ()  # of this and earlier runs; empty if no variant was timed, and none failed
+    compiled: Mapping[Variant, CompiledVariant] = MappingProxyType({})  # in the order of compilation, failures included
     seconds: float = 0.0  # spent beyond the first variant that could be timed
 
 
@@ -60,21 +63,23 @@ class SelectedVariant(NamedTuple):
 
 
 class _Attempt(NamedTuple):
+    """`compiled` of a variant that failed holds what had been compiled until then."""
+
     trial: Trial
-    compiled: CompiledVariant | None
+    compiled: CompiledVariant
     error: Exception | None
 
 
 def tune(batch: WarmupBatch, known_trials: Iterable[Trial], has_more_time: bool, seconds: float) -> TuningRun:
     """Time the bucket's variants for at most `seconds`, except those that the `known_trials` of an earlier run cover.
 
-    Variants that the earlier run did not reach are tried only if `has_more_time`: the time allowed has grown since.
+    Nothing is timed unless `has_more_time`: this is the first run, or the time allowed has grown since the earlier one.
     """
     variants = _variants_by_name(batch)
     if len(variants) == 1:
         return TuningRun()
     trials = tuple(trial for trial in known_trials if trial.variant in variants)
-    if any_timed(trials) and not has_more_time:
+    if not has_more_time or seconds <= 0:
         return TuningRun(trials)
     tried = {trial.variant for trial in trials}
     untried = [variant for name, variant in variants.items() if name not in tried]
@@ -96,10 +101,9 @@ def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, m
         is_required = must_succeed and not any_timed(trials)
         if not is_required and spent >= seconds:
             break
-        attempt = _try_variant(batch, variant)
+        attempt = _try_variant(batch, variant, is_timed=True)
         trials.append(attempt.trial)
-        if attempt.compiled:
-            compiled[variant] = attempt.compiled
+        compiled[variant] = attempt.compiled
         error = attempt.error or error
         spent += 0.0 if is_required else attempt.trial.seconds
     if must_succeed and error is not None and not any_timed(trials):
@@ -110,26 +114,50 @@ def time_variants(batch: WarmupBatch, variants: list[Variant], seconds: float, m
 def select_variant(
     batch: WarmupBatch, tuning: TuningRun, checker: ParityChecker, programs_cached: bool
 ) -> SelectedVariant:
-    """Compile and check the fastest variant, or the only one.
+    """Compile and check the preferred variant.
 
-    A variant that fails the parity check is marked in the trials, and the next fastest is taken. The last one left is
-    returned with its failed check.
+    A variant that does not compile or fails the parity check is recorded in the trials, and the next one is taken. If
+    none is left, the last one's error is raised, or it is returned with its failed check.
     """
-    variants, trials = _variants_by_name(batch), tuning.trials
-    while True:
-        name = fastest(trials, variants).variant if trials else next(iter(variants))
-        variant = variants[name]
+    variants, trials, compiled = _variants_by_name(batch), tuning.trials, dict(tuning.compiled)
+    selected: SelectedVariant | None = None
+    error: Exception | None = None
+    while (variant := preferred_variant(trials, variants)) is not None:
         with without_compile_workers() if programs_cached else contextlib.nullcontext():
-            # A variant that was tried is compiled again here, because the runner keeps only the variant set last.
-            compiled = compile_variant(batch, variant)
-        peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
-        check = checker.check(batch.bucket)
-        remaining = trials if check.parity.passed else _mark_failed(trials, name, check.parity)
-        if check.parity.passed or not any_timed(remaining):
-            compiled = compiled._replace(compilation=total_compilation(variant, compiled.compilation, tuning.compiled))
-            check_seconds = time.perf_counter() - start
-            return SelectedVariant(variant, compiled, trials, check, check_seconds, peak_memory_bytes)
-        trials = remaining
+            # A variant that was timed is compiled again here, because the runner keeps only the variant set last.
+            trial, latest, error = _try_variant(batch, variant, is_timed=False)
+        compiled.setdefault(variant, latest)
+        if error is None:
+            latest = latest._replace(compilation=total_compilation(variant, compiled))
+            selected = _check_variant(batch, variant, latest, trials, checker)
+            if selected.check.parity.passed:
+                return selected
+            parity = describe_parity(selected.check.parity)
+            trial = dataclasses.replace(trial, error=f"failed the parity check: {parity}")
+        log.warning("%s: variant %s is not used: %s", batch.bucket.name, variant.name, trial.error)
+        trials = (*(known for known in trials if known.variant != variant.name), trial)
+    if error is not None:
+        raise error
+    assert selected is not None, "a bucket has at least one variant"
+    return selected
+
+
+def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Variant | None:
+    """The fastest variant, or the first one that has not failed if none was timed. None if no variant is left."""
+    trials = tuple(trials)
+    if any_timed(trials):
+        return variants[fastest(trials, variants).variant]
+    failed = {trial.variant for trial in trials}
+    untimed = untimed_variants(tuple(variants.values()))
+    return next((variant for variant in untimed if variant.name not in failed), None)
+
+
+def _check_variant(
+    batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
+) -> SelectedVariant:
+    peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
+    check = checker.check(batch.bucket)
+    return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)
 
 
 def compile_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
@@ -163,33 +191,29 @@ def fastest(trials: Iterable[Trial], variants: Mapping[str, Variant]) -> Trial:
     return min(trials, key=scaled_ms)
 
 
-def total_compilation(
-    selected: Variant, final_compilation: CompileStats, compiled: Mapping[Variant, CompiledVariant]
-) -> CompileStats:
-    """What this run compiled for `selected`: its own trial, and the first earlier trial that shares programs with it.
-
-    `final_compilation`, made after all trials, is used only if `selected` was not tried in this run; otherwise it
-    compiled nothing.
+def total_compilation(selected: Variant, compiled: Mapping[Variant, CompiledVariant]) -> CompileStats:
+    """What this run compiled for `selected`: its first compilation, and that of the first earlier variant that shares
+    programs with it.
     """
     earlier = itertools.takewhile(lambda variant: variant != selected, compiled)
     sharing = (compiled[variant].compilation for variant in earlier if variant.shares_programs_with(selected))
-    return next(sharing, CompileStats()) + (
-        compiled[selected].compilation if selected in compiled else final_compilation
-    )
+    return next(sharing, CompileStats()) + compiled[selected].compilation
 
 
-def _try_variant(batch: WarmupBatch, variant: Variant) -> _Attempt:
+def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attempt:
     start = time.perf_counter()
-    compiled: CompiledVariant | None = None
     step_ms: float | None = None
     error: Exception | None = None
-    try:
-        compiled = compile_variant(batch, variant)
-        step_ms = measure_step_ms(batch.runner, batch.bucket)
-    except OSError:
-        raise  # a full or unwritable cache folder, not a fault of the variant
-    except Exception as exception:  # Triton, Inductor, Dynamo and CUDA errors share no base class
-        error = exception
+    with measure_compiles() as attempted:
+        try:
+            compiled = compile_variant(batch, variant)
+            step_ms = measure_step_ms(batch.runner, batch.bucket) if is_timed else None
+        except OSError:
+            raise  # a full or unwritable cache folder, not a fault of the variant
+        except Exception as exception:  # Triton, Inductor, Dynamo and CUDA errors share no base class
+            error = exception
+    if error is not None:
+        compiled = CompiledVariant(attempted, 0.0, None)
     trial = Trial(variant.name, step_ms, time.perf_counter() - start, _first_line(error) if error else "")
     return _Attempt(trial, compiled, error)
 
@@ -200,13 +224,6 @@ def _first_line(error: Exception) -> str:
 
 def _variants_by_name(batch: WarmupBatch) -> dict[str, Variant]:
     return {variant.name: variant for variant in batch.plan.variants(batch.bucket)}
-
-
-def _mark_failed(trials: tuple[Trial, ...], name: str, parity: Parity) -> tuple[Trial, ...]:
-    error = f"failed the parity check: {describe_parity(parity)}"
-    return tuple(
-        dataclasses.replace(trial, step_ms=None, error=error) if trial.variant == name else trial for trial in trials
-    )
 
 
 def _uses_any_graph(batch: WarmupBatch, variant: Variant) -> bool:

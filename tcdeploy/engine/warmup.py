@@ -38,7 +38,7 @@ class PreviousRun:
     buckets: frozenset[str] = frozenset()
     cold_seconds: dict[str, float] = field(default_factory=dict)
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
-    tune_seconds: float = 0.0  # the time that run was allowed for tuning
+    tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
 
 
 class _WarmedBucket(NamedTuple):

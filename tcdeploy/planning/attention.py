@@ -39,7 +39,10 @@ def decide_decode_attention(inputs: PlanInputs, decisions: list[Decision]) -> At
 
 
 def decide_alternative_attention(inputs: PlanInputs, decisions: list[Decision]) -> tuple[Attention, ...]:
-    """Backends that `--mode auto` times in long prefill buckets; none if a backend was requested."""
+    """Backends that `--mode auto` may time in long prefill buckets; none if a backend was requested.
+
+    They do not depend on the tuning time, so that a later start without it has the same plan key and its timings.
+    """
     if inputs.recipe.mode != "auto" or inputs.recipe.attention:
         return ()
     tuned = tuple(
@@ -48,7 +51,9 @@ def decide_alternative_attention(inputs: PlanInputs, decisions: list[Decision]) 
         if backend.selection == "tuned" and isinstance(check_backend(backend.name, inputs), Supported)
     )
     if tuned:
-        reason = f"installed; timed in prefill buckets of at least {TUNED_ATTENTION_MIN_TOKENS} tokens"
+        buckets = f"prefill buckets of at least {TUNED_ATTENTION_MIN_TOKENS} tokens"
+        is_timed = inputs.recipe.tune_seconds > 0
+        reason = f"installed; timed in {buckets}" if is_timed else f"installed; timed by --tune-seconds in {buckets}"
         decisions.append(Decision("other attention", ",".join(tuned), reason))
     return tuned
 

@@ -74,7 +74,7 @@ class Bucket:
 class Plan:
     """Everything that `prepare` needs to know. Lengths in tokens, batch sizes in sequences, memory in bytes.
 
-    alternative_attention: prefill backends that `--mode auto` times in long buckets.
+    alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
     is_hopper: compute capability 9.0, for which the kernels in linear/ were written.
     mixed_steps: whether running sequences decode in the steps in which prompts are computed.
     max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps
@@ -340,6 +340,9 @@ def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
     decisions.append(Decision("region", recipe.region, region_reasons[recipe.region]))
     mode_reasons: dict[Mode, str] = {
         "max-autotune": "autotuned kernels",
-        "auto": f"the fastest variant per bucket; at most {recipe.tune_seconds:.0f} s for those beyond the first",
+        "auto": "for each bucket the variant known to be fastest; not timed here without --tune-seconds",
     }
+    if recipe.tune_seconds > 0:
+        limit = f"at most {recipe.tune_seconds:g} s for those beyond the first"
+        mode_reasons["auto"] = f"the fastest variant per bucket; {limit}"
     decisions.append(Decision("mode", recipe.mode, mode_reasons.get(recipe.mode, "Inductor's default kernels")))

@@ -71,10 +71,10 @@ class Recipe:
         "layer", "unit of compilation: decoder layer, its attention and MLP blocks, or whole model"
     )
     mode: Mode = _option(
-        "reduce-overhead", "torch.compile mode; auto: time several variants, keep the fastest per bucket"
+        "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
     )
     tune_seconds: float = _option(
-        300.0, "seconds that --mode auto may spend on variants beyond the first of each bucket"
+        0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"
     )
     graphs: Graphs | None = _option(None, "one CUDA graph per step, one per region, or none; default on a GPU: step")
     shapes: Shapes = _option("bucket", "one program per bucket, or one dynamic program for all prefill lengths")

@@ -1,13 +1,17 @@
 """The variants of a bucket's step, and which of them each mode tries. Does not import torch.
 
 A variant is a set of Inductor settings plus the choice of kernels and passes. Every mode except `auto` uses one variant
-for all buckets. `auto` times several per bucket and keeps the fastest (engine/tuning.py). This module lists the
-candidates with the likely winners first, in case the tuning budget (`--tune-seconds`) runs out.
+for all buckets. `auto` has several candidates per bucket. The first is the known winner, and is used without timing.
+With `--tune-seconds`, candidates are timed in order and the fastest is kept (engine/tuning.py). `default` is the
+plainest: without timing, a candidate that does not compile or fails its parity check is replaced by the next, up to
+`default`.
 
 The order comes from timings of Llama 3.1 8B on an H100, in docs/performance.md. A decode step at batch 1 took 5.37 ms
-with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. Rejected there: coordinate descent beyond
-batch 1, where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches,
-which at batch 256 added 93 s to the start and was slower than `pdl`.
+with `skinny+pdl+combo+fused`, and 6.33 ms with `default` in an earlier run. A prefill step of 2,048 tokens took 47.6 to
+48.1 ms with `last-token-rows+inplace`, and 49.1 ms with `default`. Rejected there: coordinate descent beyond batch 1,
+where Inductor leaves GEMMs to cuBLAS and descent has nothing to tune, and max-autotune for large batches, which at
+batch 256 added 93 s to the start and was slower than `pdl`. On other GPUs and on CPUs, which were not measured,
+`default` is the first.
 """
 
 from __future__ import annotations
@@ -75,21 +79,25 @@ MAX_AUTOTUNE = Variant("max-autotune", AUTOTUNE)
 MAX_AUTOTUNE_PDL = Variant("max-autotune+pdl", (*AUTOTUNE, PDL))
 # Up to SKINNY_GEMM_MAX_ROWS rows the kernels in linear/ are tried first; beyond that only cuBLAS.
 DECODE_BATCH_1 = (
-    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, COORDINATE_DESCENT_PDL_COMBO, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
+    SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, DEFAULT, COORDINATE_DESCENT_PDL_COMBO, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_SMALL_BATCH = (
     SKINNY_PDL_COMBO_FUSED, SKINNY_PDL_COMBO, SKINNY_PDL, DEFAULT, PDL_ONLY, MAX_AUTOTUNE_PDL,
 )  # fmt: skip
 DECODE_LARGE_BATCH = (PDL_COMBO, PDL_ONLY, DEFAULT)
-DECODE_NOT_HOPPER = (Variant("coordinate-descent", COORDINATE_DESCENT), DEFAULT, MAX_AUTOTUNE)
+DECODE_NOT_HOPPER = (DEFAULT, Variant("coordinate-descent", COORDINATE_DESCENT), MAX_AUTOTUNE)
 LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows=True)
 LAST_TOKEN_ROWS_INPLACE = Variant(
     "last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True
 )
-# `default` comes first: last-token-rows reuses its programs.
+# last-token-rows adds one program to those of `default`, which costs 0.3 to 2 s in a cold start of an 8B model.
 PREFILL_NOT_HOPPER = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
-PREFILL_SHORT, PREFILL_LONG = (DEFAULT, MAX_AUTOTUNE), (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE)
-SHORT_PREFILL_TOKENS = 256
+PREFILL_BY_MIN_TOKENS = {  # on Hopper, longest first
+    2048: (LAST_TOKEN_ROWS_INPLACE, DEFAULT, LAST_TOKEN_ROWS),
+    512: (LAST_TOKEN_ROWS, DEFAULT, LAST_TOKEN_ROWS_INPLACE),
+    257: (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE),
+    0: (DEFAULT, MAX_AUTOTUNE),
+}
 SKINNY_GEMM_MAX_ROWS = 64  # of linear/skinny_gemm.py
 CPU_PREFILL, CPU_DECODE = (DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE), (DEFAULT, MAX_AUTOTUNE)
 
@@ -103,7 +111,7 @@ def attention_variant(backend: Attention) -> Variant:
 
 
 def candidate_variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: bool, size: int) -> tuple[Variant, ...]:
-    """The variants that `mode` tries for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
+    """The candidates of `mode` for a bucket of `size` tokens or rows, in order; one for every mode but `auto`.
 
     Skinny GEMMs and PDL are tried only on Hopper: other GPUs lack the shared memory or the instruction, or were not
     measured.
@@ -114,8 +122,16 @@ def candidate_variants(mode: Mode, device: Device, is_hopper: bool, is_prefill: 
         return (DEFAULT,)
     if device == "cpu":
         return CPU_PREFILL if is_prefill else CPU_DECODE
-    if is_prefill:
-        return PREFILL_NOT_HOPPER if not is_hopper else PREFILL_SHORT if size <= SHORT_PREFILL_TOKENS else PREFILL_LONG
     if not is_hopper:
-        return DECODE_NOT_HOPPER
+        return PREFILL_NOT_HOPPER if is_prefill else DECODE_NOT_HOPPER
+    if is_prefill:
+        return next(variants for min_tokens, variants in PREFILL_BY_MIN_TOKENS.items() if size >= min_tokens)
     return DECODE_BATCH_1 if size == 1 else DECODE_SMALL_BATCH if size <= SKINNY_GEMM_MAX_ROWS else DECODE_LARGE_BATCH
+
+
+def untimed_variants(variants: tuple[Variant, ...]) -> tuple[Variant, ...]:
+    """The candidates that are tried without timing: those up to `default`, until one compiles and passes its check.
+
+    None of those after it is tried, since torch times kernels while it compiles some, and others import a package.
+    """
+    return variants[: variants.index(DEFAULT) + 1] if DEFAULT in variants else variants[:1]

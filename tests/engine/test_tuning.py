@@ -17,19 +17,23 @@ from tcdeploy.attention import backends
 from tcdeploy.cache.manifest import Parity, Trial, manifest_path, read_manifest, write_manifest
 from tcdeploy.compiler import jit
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, measure_compiles
-from tcdeploy.engine import parity_check, tuning
+from tcdeploy.engine import parity_check, tuning, warmup
+from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.tuning import CompiledVariant, fastest, total_compilation
 from tcdeploy.engine.warmup_inputs import WarmupBatch
-from tcdeploy.errors import SpaceError
+from tcdeploy.errors import CompileError, SpaceError
 from tcdeploy.pipeline import prepare
+from tcdeploy.planning import variants
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, Variant, attention_variant
+from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, MAX_AUTOTUNE, Variant, attention_variant
 from tests.conftest import TINY, reset_programs
+from tests.model_families import save_config
 
 
-def prepare_in(folder: Path, tune_seconds: float = 300.0) -> Any:
-    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "mode": "auto", "tune_seconds": tune_seconds}
+def prepare_in(folder: Path, tune_seconds: float | None = 300.0) -> Any:
+    """`tune_seconds=None`: the default of the recipe."""
+    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "tune_seconds": tune_seconds}
     return prepare(build_recipe({**flags, "cache_dir": str(folder)}, environ={}))
 
 
@@ -85,16 +89,124 @@ def test_each_bucket_serves_with_its_fastest_variant_and_a_warm_start_times_noth
     assert warm_start.counts.programs == sum(expected), "variants that were not selected are not loaded"
 
 
-def test_without_tuning_time_the_first_variant_serves(prepare_auto: Any) -> None:
-    deployment = prepare_auto(tune_seconds=0.0)
-    for record in deployment.records:
-        assert [trial.variant for trial in record.trials] == [record.variant]
-    assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
+def forbid_timing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure_step_ms(*args: Any) -> float:
+        raise AssertionError("a step was timed")
+
+    monkeypatch.setattr(tuning, "measure_step_ms", measure_step_ms)
+
+
+@pytest.fixture
+def compiled_variants(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """(bucket, variant) of each call of `compile_variant`."""
+    compile_variant, calls = tuning.compile_variant, []
+
+    def note_variant(batch: WarmupBatch, variant: Variant) -> CompiledVariant:
+        calls.append((batch.bucket.name, variant.name))
+        return compile_variant(batch, variant)
+
+    monkeypatch.setattr(tuning, "compile_variant", note_variant)
+    return calls
+
+
+def test_without_tuning_time_the_first_variant_serves_and_nothing_is_timed(
+    prepare_auto: Any, compiled_variants: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default, and in a warm start too."""
+    forbid_timing(monkeypatch)
+    for _ in range(2):
+        deployment = prepare_auto(tune_seconds=None)
+        assert deployment.plan.mode == "auto"
+        assert [(record.variant, record.trials) for record in deployment.records] == [("default", ())] * 2
+        assert compiled_variants == [("prefill:32", "default"), ("decode:4", "default")]
+        assert len(deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=3))[0]) == 3
+        compiled_variants.clear()
+        reset_programs()
+
+
+def test_a_start_without_tuning_time_keeps_the_results_of_one_that_had_it(
+    tuned: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The start after it, which has the same time as the first one, times nothing either."""
+    forbid_timing(monkeypatch)
+    folder = Path(shutil.copytree(tuned[1], tmp_path / "cache"))
+    for tune_seconds in (0.0, 300.0):
+        reset_programs()
+        records = prepare_in(folder, tune_seconds).records
+        assert [record.variant for record in records] == [record.variant for record in tuned[0].records]
+        assert [record.trials for record in records] == [record.trials for record in tuned[0].records]
+    reset_programs()
+
+
+def test_without_tuning_time_a_first_variant_that_fails_its_parity_check_is_replaced(
+    prepare_auto: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    forbid_timing(monkeypatch)
+    monkeypatch.setattr(variants, "CPU_PREFILL", (LAST_TOKEN_ROWS, DEFAULT, MAX_AUTOTUNE))
+    check_bucket, checked = ParityChecker.check, []
+
+    def fail_first_variant(self: ParityChecker, bucket: Any) -> Any:
+        check = check_bucket(self, bucket)
+        checked.append(bucket.name)
+        return check._replace(parity=replace(check.parity, passed=len(checked) > 1))
+
+    monkeypatch.setattr(ParityChecker, "check", fail_first_variant)
+    cold, _ = prepare_auto(tune_seconds=0.0).records
+    reset_programs()
+    warm, _ = prepare_auto(tune_seconds=0.0).records
+    assert checked == ["prefill:32", "prefill:32", "decode:4", "prefill:32", "decode:4"]
+    assert (cold.variant, cold.parity.passed) == (warm.variant, warm.parity.passed) == ("default", True)
+    [trial] = cold.trials
+    assert (trial.variant, trial.step_ms) == ("last-token-rows", None)
+    assert trial.error.startswith("failed the parity check: compiled logits differ from float64 by ")
+    assert warm.trials == cold.trials, "a warm start does not try it again"
+    [message] = [record.getMessage() for record in caplog.records if "is not used" in record.getMessage()]
+    assert message == f"prefill:32: variant last-token-rows is not used: {trial.error}"
+
+
+def test_without_tuning_time_no_variant_is_tried_after_the_default_one(
+    prepare_auto: Any, compiled_variants: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare_logits = parity_check.compare_logits
+    monkeypatch.setattr(
+        parity_check, "compare_logits", lambda *args: replace(compare_logits(*args), passed=False, kl=0.5)
+    )
+    with pytest.raises(CompileError, match="prefill:32 failed its parity check"):
+        prepare_auto(tune_seconds=0.0)
+    assert compiled_variants == [("prefill:32", "default")]
+
+
+def test_a_model_that_cannot_select_rows_early_serves_with_the_next_variant(
+    tmp_path: Path, compiled_variants: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gpt2's forward reshapes the last layer's output to the shape of its input."""
+    forbid_timing(monkeypatch)
+    monkeypatch.setattr(variants, "CPU_PREFILL", (LAST_TOKEN_ROWS, DEFAULT))
+    folder = save_config("gpt2", tmp_path / "gpt2", n_layer=2)
+    flags = {"model": folder, "load_format": "dummy", "buckets": (16, 64), "batch_sizes": (32,)}
+    flags |= {"cache_dir": str(tmp_path / "cache")}
+    reset_programs()
+    cold = prepare(build_recipe(flags, environ={}))
+    small, large, decode = cold.records
+    assert [record.variant for record in cold.records] == ["default"] * 3
+    assert [[trial.variant for trial in record.trials] for record in cold.records] == [["last-token-rows"]] * 2 + [[]]
+    assert all("shape" in trial.error and trial.step_ms is None for trial in small.trials + large.trials)
+    assert small.outcome == large.outcome == "miss", "programs of the failed variant are compiled in this start"
+    assert all(record.parity.passed for record in cold.records)
+    assert len(cold.engine.generate([[5, 6, 7], [8] * 100], SamplingParams(max_new_tokens=4))[1]) == 4
+
+    reset_programs()
+    compiled_variants.clear()
+    warm = prepare(build_recipe(flags, environ={}))
+    assert compiled_variants == [("prefill:64", "default"), ("decode:32", "default"), ("prefill:16", "default")]
+    assert [record.trials for record in warm.records] == [record.trials for record in cold.records]
+    assert [record.outcome for record in warm.records] == ["hit"] * 3
+    reset_programs()
 
 
 def test_the_first_variant_does_not_count_as_tuning_time(prepare_auto: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest bucket goes first. Its first variant takes 0.5 s to compile, and its share of 0.2 s is untouched."""
-    compile_variant, time_variants = tuning.compile_variant, tuning.time_variants
+    compile_variant, tune = tuning.compile_variant, tuning.tune
     shares: dict[str, float] = {}
     compiled: dict[str, list[str]] = {}
 
@@ -104,12 +216,12 @@ def test_the_first_variant_does_not_count_as_tuning_time(prepare_auto: Any, monk
         compiled[batch.bucket.name].append(variant.name)
         return compile_variant(batch, variant)
 
-    def note_share(batch: WarmupBatch, variants: Any, seconds: float, must_succeed: bool) -> Any:
+    def note_share(batch: WarmupBatch, known_trials: Any, has_more_time: bool, seconds: float) -> Any:
         shares[batch.bucket.name], compiled[batch.bucket.name] = seconds, []
-        return time_variants(batch, variants, seconds, must_succeed)
+        return tune(batch, known_trials, has_more_time, seconds)
 
     monkeypatch.setattr(tuning, "compile_variant", compile_slowly)
-    monkeypatch.setattr(tuning, "time_variants", note_share)
+    monkeypatch.setattr(warmup, "tune", note_share)
     records = {record.bucket: record for record in prepare_auto(tune_seconds=0.4).records}
     assert shares["prefill:32"] == 0.2, "an equal share for each bucket"
     assert len(records["prefill:32"].trials) > 1
@@ -161,15 +273,11 @@ def test_compilation_of_a_variant_includes_the_programs_it_shares_with_an_earlie
         counts = CompileCounts(programs=programs, cache_misses=programs)
         return CompiledVariant(CompileStats(float(programs), counts), 0.0, None)
 
-    final_compilation = CompileStats(0.1, CompileCounts())
     other = attention_variant("flash-attn-4")
     compiled = {DEFAULT: compiled_variant(1), LAST_TOKEN_ROWS: compiled_variant(2), other: compiled_variant(4)}
-    assert [total_compilation(variant, final_compilation, compiled).counts.programs for variant in compiled] == [
-        1,
-        3,
-        4,
-    ]
-    timed_before = total_compilation(DEFAULT, final_compilation, {LAST_TOKEN_ROWS: compiled_variant(2)})
+    assert [total_compilation(variant, compiled).counts.programs for variant in compiled] == [1, 3, 4]
+    loaded = CompiledVariant(CompileStats(0.1, CompileCounts()), 0.0, None)
+    timed_before = total_compilation(DEFAULT, {LAST_TOKEN_ROWS: compiled_variant(2), DEFAULT: loaded})
     assert timed_before.counts.outcome == "miss", "this run compiled, though the variant was timed in an earlier one"
 
 
@@ -181,7 +289,7 @@ def test_a_variant_that_slows_every_start_must_bring_its_required_speedup() -> N
 
 
 def test_variants_an_earlier_run_had_no_time_for_are_tried_when_the_time_grows(prepare_auto: Any) -> None:
-    assert [len(record.trials) for record in prepare_auto(tune_seconds=0.0).records] == [1, 1]
+    assert [len(record.trials) for record in prepare_auto(tune_seconds=0.0).records] == [0, 0]
     reset_programs()
     assert [len(record.trials) for record in prepare_auto(tune_seconds=300.0).records] == [3, 2]
     reset_programs()
@@ -246,7 +354,7 @@ def test_if_no_variant_compiles_the_last_error_is_raised(prepare_auto: Any, monk
 def test_timing_does_not_disturb_the_parity_check(tmp_path: Path) -> None:
     """With so few KV blocks that the timing batch shares blocks with the check batch."""
     reset_programs()
-    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "mode": "auto", "kv_blocks": 9}
+    flags = {"model": TINY, "buckets": (32,), "batch_sizes": (4,), "tune_seconds": 300.0, "kv_blocks": 9}
     deployment = prepare(build_recipe({**flags, "cache_dir": str(tmp_path)}, environ={}))
     assert all(record.parity.passed for record in deployment.records)
     reset_programs()

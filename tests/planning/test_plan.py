@@ -18,7 +18,9 @@ from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
 from tcdeploy.planning.sizes import graph_sizes
+from tcdeploy.planning.variants import DEFAULT, untimed_variants
 from tests.machines import (
+    A10G,
     ALL_FLASH,
     DEEPSEEK_LITE,
     GEMMA_2_9B,
@@ -26,6 +28,7 @@ from tests.machines import (
     GPT_OSS_20B,
     H100,
     LAPTOP,
+    LLAMA_1B,
     LLAMA_8B,
     changed_environment,
     decision_named,
@@ -108,6 +111,7 @@ def test_the_plan_of_an_h100() -> None:
     assert [bucket.name for bucket in plan.buckets] == [
         "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
     ]  # fmt: skip
+    assert (plan.mode, plan.tune_seconds) == ("auto", 0.0)
     assert (plan.max_prefill_sequences, plan.block_size, plan.blocks_per_sequence) == (8, 16, 1024)
 
 
@@ -359,8 +363,11 @@ def test_requested_graphs_on_a_cpu_are_marked_as_a_fallback(graphs: str | None, 
 
 def test_the_mode_is_explained() -> None:
     assert decision_named(plan_for(mode="max-autotune"), "mode").reason == "autotuned kernels"
-    assert decision_named(plan_for(), "mode").reason == "Inductor's default kernels"
-    assert "120 s" in decision_named(plan_for(mode="auto", tune_seconds=120), "mode").reason
+    assert decision_named(plan_for(mode="reduce-overhead"), "mode").reason == "Inductor's default kernels"
+    assert decision_named(plan_for(), "mode").reason == (
+        "for each bucket the variant known to be fastest; not timed here without --tune-seconds"
+    )
+    assert "120 s" in decision_named(plan_for(tune_seconds=120), "mode").reason
 
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune"])
@@ -375,6 +382,51 @@ def test_mode_auto_tries_several_variants_with_distinct_names(environment: Envir
     for bucket in plan.buckets:
         names = [variant.name for variant in plan.variants(bucket)]
         assert len(set(names)) == len(names) > 1
+
+
+def first_variants(
+    environment: Environment = H100, architecture: Architecture = LLAMA_8B, **options: Any
+) -> dict[str, str]:
+    plan = plan_for(environment, architecture, **{"context": 8192, "batch_sizes": (1, 64, 65), **options})
+    return {bucket.name: plan.variants(bucket)[0].name for bucket in plan.buckets}
+
+
+def test_on_hopper_the_known_winner_of_each_size_comes_first() -> None:
+    assert first_variants(buckets=(128, 256, 511, 512, 2047, 2048, 8192)) == {
+        "prefill:128": "default",
+        "prefill:256": "default",
+        "prefill:511": "default",
+        "prefill:512": "last-token-rows",
+        "prefill:2047": "last-token-rows",
+        "prefill:2048": "last-token-rows+inplace",
+        "prefill:8192": "last-token-rows+inplace",
+        "decode:1": "skinny+pdl+combo+fused",
+        "decode:64": "skinny+pdl+combo+fused",
+        "decode:65": "pdl+combo",
+    }
+    assert set(first_variants(region="blocks", buckets=(128, 512, 2048), batch_sizes=(128,)).values()) == {
+        "default",
+        "pdl+combo",
+    }
+
+
+@pytest.mark.parametrize("environment", [A10G, LAPTOP], ids=["A10G", "laptop"])
+def test_elsewhere_the_default_variant_comes_first(environment: Environment) -> None:
+    assert set(first_variants(environment, architecture=LLAMA_1B).values()) == {"default"}
+
+
+@pytest.mark.parametrize("environment", [H100, A10G, LAPTOP], ids=["H100", "A10G", "laptop"])
+def test_without_timing_no_variant_is_tried_that_tunes_kernels_or_imports_a_package(environment: Environment) -> None:
+    packages = replace(environment, flash_packages=ALL_FLASH)
+    plan = plan_for(packages, LLAMA_1B, buckets=(128, 511, 512, 2048, 4096), batch_sizes=(1, 4, 64, 128))
+    for bucket in plan.buckets:
+        untimed = untimed_variants(plan.variants(bucket))
+        assert untimed[-1] == DEFAULT and untimed == plan.variants(bucket)[: len(untimed)]
+        settings_used = {name for variant in untimed for name, _ in variant.inductor_config}
+        assert not settings_used & {"max_autotune", "coordinate_descent_tuning"}
+        assert not any(variant.attention for variant in untimed)
+    [max_autotune] = plan_for(mode="max-autotune").variants(plan.buckets[0])
+    assert untimed_variants((max_autotune,)) == (max_autotune,)
 
 
 def test_prefill_is_captured_if_its_attention_reads_nothing_on_the_host() -> None:
@@ -695,7 +747,14 @@ def test_installed_packages_are_timed_in_long_buckets_unless_a_backend_is_reques
 
     assert tried() == [[], ["flash-attn-4"]]
     assert tried(H100) == tried(attention="triton") == tried(mode="reduce-overhead") == [[], []]
-    assert "4096 tokens" in decision_named(plan_for(with_package_4, mode="auto"), "other attention").reason
+    timed, untimed = (
+        decision_named(plan_for(with_package_4, tune_seconds=seconds), "other attention").reason for seconds in (9, 0)
+    )
+    assert (timed, untimed) == (
+        "installed; timed in prefill buckets of at least 4096 tokens",
+        "installed; timed by --tune-seconds in prefill buckets of at least 4096 tokens",
+    )
+    assert plan_for(with_package_4, tune_seconds=9).key == plan_for(with_package_4).key, "timings stay valid"
     assert tried(with_packages("flash-attn-2", "flash-attn-3")) == [[], []]
     plan = plan_for(with_package_4, buckets=(4096,), context=8192, mode="auto")
     variants = {variant.name: variant for variant in plan.variants(plan.buckets[0])}

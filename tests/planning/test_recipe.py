@@ -37,7 +37,7 @@ SOURCES = [
     Sources("trust_remote_code", False, True, True, "0", False, True, True),
     Sources("trust_remote_code", False, False, False, "True", True, False, False),
     Sources("dtype", None, "float32", "float32", "bfloat16", "bfloat16", "float16", "float16"),
-    Sources("mode", "reduce-overhead", "default", "default", "max-autotune", "max-autotune", "default", "default"),
+    Sources("mode", "auto", "default", "default", "max-autotune", "max-autotune", "default", "default"),
     Sources("memory_fraction", 0.9, 1, 1.0, "0.5", 0.5, 0.25, 0.25),
     Sources("cache_dir", None, "/a", "/a", "/b", "/b", "/c", "/c"),
     Sources("revision", None, 20240131, "20240131", "main", "main", "v1", "v1"),
@@ -331,10 +331,11 @@ def test_recipes_are_listed_in_alphabetical_order() -> None:
 def test_every_shipped_recipe_is_valid(name: str) -> None:
     recipe = build_recipe({}, name, {})
     assert recipe.model
-    for sizes in (recipe.buckets, recipe.batch_sizes):
-        assert sizes and sizes[0] >= 1
+    assert recipe.mode == "auto"
+    for sizes in filter(None, (recipe.buckets, recipe.batch_sizes)):
+        assert sizes[0] >= 1
         assert list(sizes) == sorted(set(sizes))
-    assert recipe.context is None or recipe.buckets[-1] <= recipe.context
+    assert not (recipe.context and recipe.buckets) or recipe.buckets[-1] <= recipe.context
 
 
 def test_a_renamed_key_is_accepted_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
