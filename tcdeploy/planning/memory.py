@@ -120,16 +120,15 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     Raises SpaceError if the buckets or a requested context do not fit, and UsageError for a `memory_fraction` outside
     of 0 to 1.
     """
-    recipe, architecture, dtypes = inputs.recipe, inputs.architecture, inputs.dtypes
-    weight_bytes = predict_weight_bytes(architecture, dtypes.weight)
-    block_bytes = architecture.kv_elements_per_token * DTYPE_BYTES[dtypes.kv] * demand.block_size
-    budget = _kv_budget(inputs, weight_bytes, sum(workspace))
-    if budget < block_bytes:
+    recipe, dtypes = inputs.recipe, inputs.dtypes
+    weight_bytes = predict_weight_bytes(inputs.architecture, dtypes.weight)
+    block_bytes = _block_bytes(inputs, demand.block_size)
+    affordable_blocks = count_affordable_blocks(inputs, demand, workspace)
+    if affordable_blocks < 1:
         raise SpaceError(
             f"{gib(weight_bytes)} of {dtypes.weight} weights leave no memory for KV: {_describe_memory(inputs)}",
             "use a smaller model, a smaller --dtype, or more memory",
         )
-    affordable_blocks = budget // block_bytes
     blocks, reason = _decide_kv_blocks(recipe.kv_blocks, affordable_blocks, demand)
     min_blocks = max(demand.max_batch, -(-demand.max_prefill_tokens // demand.block_size)) + 1
     if not min_blocks <= blocks <= affordable_blocks:
@@ -149,13 +148,31 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
     return KVSize(blocks, blocks * block_bytes, weight_bytes, min(demand.context, capacity), reason)
 
 
+def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> int:
+    """KV blocks that fit into the memory left by weights and workspace; 0 or less if there is none.
+
+    Raises UsageError for a `memory_fraction` outside of 0 to 1.
+    """
+    weight_bytes = predict_weight_bytes(inputs.architecture, inputs.dtypes.weight)
+    return _kv_budget(inputs, weight_bytes, sum(workspace)) // _block_bytes(inputs, demand.block_size)
+
+
+def _block_bytes(inputs: PlanInputs, block_size: int) -> int:
+    return inputs.architecture.kv_elements_per_token * DTYPE_BYTES[inputs.dtypes.kv] * block_size
+
+
 def _decide_kv_blocks(requested_blocks: int | None, affordable_blocks: int, demand: CacheDemand) -> tuple[int, str]:
     needed_blocks = demand.max_batch * demand.blocks_per_sequence + 1
     if requested_blocks is not None:
         return requested_blocks, "requested"
     if needed_blocks <= affordable_blocks:
         return needed_blocks, f"{demand.max_batch} sequences of {demand.context} tokens, and one block for padding"
-    return affordable_blocks, f"all remaining memory; {demand.max_batch} full sequences would need {needed_blocks}"
+    tokens = (affordable_blocks - 1) * demand.block_size
+    sequences = f"{demand.max_batch} sequences of {demand.context} tokens"
+    return (
+        affordable_blocks,
+        f"all remaining memory, for {tokens} tokens; {sequences} would need {needed_blocks} blocks",
+    )
 
 
 def _kv_budget(inputs: PlanInputs, weight_bytes: int, workspace_bytes: int) -> int:

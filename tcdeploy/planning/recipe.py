@@ -82,7 +82,7 @@ class Recipe:
         None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
     )
     batch_sizes: tuple[int, ...] | None = _option(
-        None, "decode buckets in sequences, ascending: 1,4,16,32; the plan shows the default"
+        None, "decode buckets in sequences, ascending: 1,4,16,32; default on a GPU: up to what the KV cache holds"
     )
     context: int | None = _option(None, "longest sequence to serve, in tokens; default: the model's maximum")
     block_size: int | None = _option(None, "tokens per KV block, a power of two; the plan shows the default")

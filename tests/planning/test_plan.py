@@ -17,7 +17,7 @@ from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
-from tcdeploy.planning.sizes import graph_sizes
+from tcdeploy.planning.sizes import GPU_BATCH_SIZES, graph_sizes
 from tcdeploy.planning.variants import DEFAULT, untimed_variants
 from tests.machines import (
     A10G,
@@ -30,6 +30,8 @@ from tests.machines import (
     LAPTOP,
     LLAMA_1B,
     LLAMA_8B,
+    QWEN3_32B,
+    RTX_4080,
     changed_environment,
     decision_named,
     decisions_named,
@@ -109,7 +111,8 @@ def test_the_plan_of_an_h100() -> None:
     assert (plan.device, plan.compute_dtype, plan.graphs) == ("cuda", "bfloat16", "step")
     assert (plan.prefill_attention, plan.decode_attention) == ("triton", "triton")
     assert [bucket.name for bucket in plan.buckets] == [
-        "prefill:128", "prefill:512", "prefill:2048", "decode:1", "decode:4", "decode:16", "decode:32",
+        "prefill:128", "prefill:512", "prefill:2048",
+        "decode:1", "decode:4", "decode:16", "decode:32", "decode:64", "decode:128", "decode:256",
     ]  # fmt: skip
     assert (plan.mode, plan.tune_seconds) == ("auto", 0.0)
     assert (plan.max_prefill_sequences, plan.block_size, plan.blocks_per_sequence) == (8, 16, 1024)
@@ -457,6 +460,82 @@ def test_the_context_is_the_model_s_maximum_or_as_requested() -> None:
     assert plan_for(context=131072).context == 131072
 
 
+@pytest.mark.parametrize(
+    ("environment", "architecture", "largest_batch", "context"),
+    [
+        (H100, LLAMA_1B, 256, 131072),
+        (H100, LLAMA_8B, 256, 131072),
+        (H100, QWEN3_32B, 32, 36096),
+        (A10G, LLAMA_1B, 256, 131072),
+        (A10G, LLAMA_8B, 32, 44528),
+        (RTX_4080, LLAMA_1B, 256, 131072),
+    ],
+    ids=["H100 1B", "H100 8B", "H100 32B", "A10G 1B", "A10G 8B", "RTX 4080 1B"],
+)
+def test_default_batch_sizes_and_context_follow_from_the_memory(
+    environment: Environment, architecture: Architecture, largest_batch: int, context: int
+) -> None:
+    plan = plan_for(environment, architecture)
+    sizes = tuple(bucket.size for bucket in plan.decode_buckets)
+    assert sizes == GPU_BATCH_SIZES[: GPU_BATCH_SIZES.index(largest_batch) + 1]
+    assert [bucket.size for bucket in plan.prefill_buckets] == [128, 512, 2048]
+    assert (plan.kv_blocks - 1) * plan.block_size >= largest_batch * 1024
+    assert plan.context == context
+    held = (plan.kv_blocks - 1) * plan.block_size // 1024
+    assert f"holds {held} sequences of 1024 tokens" in decision_named(plan, "decode buckets").reason
+    decision = decision_named(plan, "context")
+    is_shortened = context < architecture.context
+    assert decision.is_fallback is is_shortened
+    assert (str(architecture.context) in decision.reason) is is_shortened
+    used = plan.weight_bytes + plan.kv_bytes + plan.workspace_bytes
+    assert used <= 0.9 * environment.gpu_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("environment", "architecture"), [(A10G, QWEN3_32B), (RTX_4080, LLAMA_8B), (RTX_4080, QWEN3_32B)]
+)
+def test_a_model_that_does_not_fit_is_refused_with_its_size(
+    environment: Environment, architecture: Architecture
+) -> None:
+    with pytest.raises(SpaceError, match="weights leave no memory for KV") as caught:
+        plan_for(environment, architecture)
+    assert caught.value.hint == "use a smaller model, a smaller --dtype, or more memory"
+
+
+def test_one_more_sequence_of_kv_memory_brings_the_next_batch_size() -> None:
+    def largest_batch(kv_tokens: int, **options: Any) -> int:
+        return plan_for(kv_blocks=kv_tokens // 16 + 1, **options).decode_buckets[-1].size
+
+    assert largest_batch(64 * 1024) == 64
+    assert largest_batch(64 * 1024 - 16) == 32
+    assert largest_batch(64 * 512, context=512) == 64, "a shorter context is the typical length"
+    assert largest_batch(3 * 1024) == 4
+    assert "holds 3 sequences" in decision_named(plan_for(kv_blocks=3 * 64 + 1), "decode buckets").reason
+
+
+def test_requested_batch_sizes_do_not_depend_on_the_memory() -> None:
+    sizes = (1, 8, 300)
+    plan = plan_for(A10G, batch_sizes=sizes)
+    assert tuple(bucket.size for bucket in plan.decode_buckets) == sizes
+    assert decision_named(plan, "decode buckets").reason == "requested"
+    with pytest.raises(SpaceError, match="the buckets need 5001, memory holds"):
+        plan_for(A10G, batch_sizes=(1, 5000))
+
+
+@settings(deadline=None)
+@given(memory_gib=st.floats(17.0, 200.0), context=st.integers(64, 131072), block_size=st.sampled_from([16, 64, 256]))
+def test_default_batch_sizes_fit_or_are_the_smallest(memory_gib: float, context: int, block_size: int) -> None:
+    environment = changed_environment(H100, gpu_memory_bytes=int(memory_gib * GIB))
+    try:
+        plan = plan_for(environment, context=context, block_size=block_size)
+    except SpaceError:
+        return
+    sizes = tuple(bucket.size for bucket in plan.decode_buckets)
+    assert sizes == GPU_BATCH_SIZES[: len(sizes)] and len(sizes) >= 2
+    blocks_of_batch = sizes[-1] * -(-min(context, 1024) // block_size)
+    assert blocks_of_batch <= plan.kv_blocks - 1 or len(sizes) == 2
+
+
 @pytest.mark.parametrize("context", [131073, 0, -1])
 def test_a_context_above_the_model_s_maximum_is_an_error(context: int) -> None:
     error = usage_error(context=context)
@@ -543,7 +622,7 @@ def test_a_context_limited_by_memory_is_marked_as_a_fallback() -> None:
     assert decision.is_fallback
     assert (decision.value, decision.reason) == (
         str(plan.context),
-        "KV memory holds less than the model's maximum of 131072",
+        "as many tokens as the KV cache holds; the model's maximum is 131072",
     )
 
 
