@@ -51,6 +51,7 @@ from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defa
 from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.step_costs import make_step_costs
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
@@ -186,7 +187,7 @@ def prepare(
         plan,
         architecture,
         planned.generation_defaults,
-        Engine(runner),
+        Engine(runner, make_step_costs(plan, records)),
         tuple(records),
         stages.seconds,
         staging.target,

@@ -11,6 +11,7 @@ device waits only if reading and masks take longer than the forward pass. Steps 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Iterator
 
@@ -29,16 +30,24 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
 from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
 from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence
+from tcdeploy.engine.step_clock import StepClock
+from tcdeploy.engine.step_costs import StepCosts, StepPredictor
 from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
+from tcdeploy.planning.plan import Plan
 
 
 class Engine:
-    """Owns the open requests and the KV blocks. Not thread-safe."""
+    """Owns the open requests and the KV blocks. Not thread-safe.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
+    """
+
+    def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
         self.runner = runner
         self.runner.graphs.start_counting()
         self.plan = plan = runner.plan
+        self.clock = StepClock(StepPredictor(costs)) if costs else None
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -47,8 +56,10 @@ class Engine:
                 max_prefill_sequences=plan.max_prefill_sequences,
                 max_consecutive_prefills=plan.max_consecutive_prefills,
                 mixed_steps=plan.mixed_steps,
+                itl_target_ms=_itl_target_ms(plan, costs),
             ),
             self.allocator,
+            self.clock.predictor if self.clock else None,
         )
         self.failed_steps = 0  # steps whose launch raised
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
@@ -133,11 +144,13 @@ class Engine:
         previous, self._in_flight = self._in_flight, None
         with fail_on_recompile():
             try:
+                start = time.perf_counter()
                 forward_pass = self._launch_forward()
                 if forward_pass and previous and forward_pass.masks_need_unread_tokens:
                     unread, previous = previous, None
+                    forward_pass = forward_pass._replace(estimate=None)
                     self._deliver(self._collect(unread))
-                self._in_flight = self._launch_sampling(forward_pass) if forward_pass else None
+                self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
             except BaseException:
                 self._discard_step(previous)
                 raise
@@ -166,15 +179,17 @@ class Engine:
             output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
         else:
             output = self.runner.decode(running)
-        return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks)
+        estimate = self.clock.predictor.estimate(step.num_tokens, len(step.decode)) if self.clock else None
+        return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks, estimate)
 
-    def _launch_sampling(self, forward_pass: ForwardPass) -> InFlightStep:
+    def _launch_sampling(self, forward_pass: ForwardPass, start: float) -> InFlightStep:
+        """`start`: when the launch of the step began (time.perf_counter)."""
         launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
         logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
         return (
             launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))
             if logprob_chunks
-            else launched
+            else launched._replace(estimate=forward_pass.estimate, launch_seconds=time.perf_counter() - start)
         )
 
     def _prompt_logprobs(self, chunks: tuple[Chunk, ...]) -> tuple[PromptLogprobs, ...]:
@@ -201,10 +216,7 @@ class Engine:
 
     def _collect(self, launched: InFlightStep) -> list[NewToken]:
         """Wait for a launched step; returns its tokens, without those of sequences that have ended."""
-        if launched.copy_done:  # the only place where the host waits for the device
-            start = time.perf_counter()
-            launched.copy_done.synchronize()
-            self.device_wait_seconds += time.perf_counter() - start
+        self._wait_for(launched)
         for prompt_sequence, start, prompt_logprobs in launched.logprob_chunks:
             count, k = len(prompt_logprobs.chosen), prompt_sequence.params.prompt_logprobs
             prompt_sequence.prompt_logprobs[start : start + count] = [
@@ -222,6 +234,19 @@ class Engine:
             token = NewToken(sequence.request_id, token_id, sequence.finish_reason, token_logprobs)
             tokens.append(_with_prompt_info(token, sequence) if sequence.num_output_tokens == 1 else token)
         return tokens
+
+    def _wait_for(self, launched: InFlightStep) -> None:
+        """Wait for a launched step, and measure its time (step_clock.py)."""
+        if launched.copy_done is None:  # on a CPU it has run
+            if self.clock and launched.estimate:
+                self.clock.add(launched.estimate, launched.launch_seconds)
+            return
+        has_waited, start = not launched.copy_done.query(), time.perf_counter()
+        launched.copy_done.synchronize()  # the only place where the host waits for the device
+        end = time.perf_counter()
+        self.device_wait_seconds += end - start
+        if self.clock:
+            self.clock.step_completed(launched.estimate, end, has_waited, self._in_flight is not None)
 
     def _validated_sequence(self, prompt: list[int], params: SamplingParams) -> Sequence:
         if not prompt:
@@ -285,6 +310,13 @@ class Engine:
             return []
         self._stream_tokens[request_id] = []
         return tokens
+
+
+def _itl_target_ms(plan: Plan, costs: StepCosts | None) -> float:
+    """The time that a mixed step may take, in milliseconds: the plan's target or its default."""
+    if costs is None:
+        return math.inf
+    return plan.itl_target or ITL_TARGET_DECODE_STEPS * costs.decode_ms(1)
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:

@@ -10,6 +10,7 @@ from torch import Tensor
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.sampling import Logprobs
 from tcdeploy.engine.sequence import Chunk, Sequence, TokenLogprobs
+from tcdeploy.engine.step_costs import StepEstimate
 
 
 class PromptLogprobs(NamedTuple):
@@ -26,6 +27,7 @@ class ForwardPass(NamedTuple):
     output: StepOutput
     sequences: tuple[Sequence | None, ...]  # of each output; None: a chunk that does not end its prompt
     chunks: tuple[Chunk, ...]
+    estimate: StepEstimate | None = None
 
     @property
     def masks_need_unread_tokens(self) -> bool:
@@ -44,6 +46,8 @@ class InFlightStep(NamedTuple):
     logprobs: Logprobs | None  # in host memory
     copy_done: torch.cuda.Event | None  # None on a CPU
     logprob_chunks: tuple[PromptLogprobs, ...] = ()
+    estimate: StepEstimate | None = None  # None if the step is not measured
+    launch_seconds: float = 0.0  # from its scheduling to the end of its launch
 
 
 def record_event(tensor: Tensor) -> torch.cuda.Event | None:

@@ -18,7 +18,8 @@ prompt are registered in the prefix cache without waiting for their step to end.
 scheduled, because only a later step may read them.
 
 With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
-sequences never wait for the prompts of others, and the weights are read once for both.
+sequences never wait for the prompts of others, and the weights are read once for both. While sequences decode, a mixed
+step has at most as many tokens as are predicted to take `itl_target_ms` (step_costs.py), but at least a small chunk.
 
 Without it, and if the running sequences would take most of a prefill step, prefill and decode are separate steps.
 Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
@@ -28,24 +29,30 @@ their streams.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 from typing import NamedTuple
 
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, Sequence
+from tcdeploy.engine.step_costs import StepPredictor
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
 
 
 class SchedulerConfig(NamedTuple):
-    """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row."""
+    """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row.
+
+    itl_target_ms: the predicted time that a mixed step may take; without step costs it has no effect.
+    """
 
     max_rows: int
     prefill_tokens: int
     max_prefill_sequences: int
     max_consecutive_prefills: int = 4
     mixed_steps: bool = False
+    itl_target_ms: float = math.inf
 
 
 class SchedulerOutput(NamedTuple):
@@ -56,6 +63,10 @@ class SchedulerOutput(NamedTuple):
 
     chunks: tuple[Chunk, ...] = ()
     decode: tuple[Sequence, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode) + sum(stop - start for _, start, stop in self.chunks)
 
 
 class SchedulerStats(NamedTuple):
@@ -69,11 +80,18 @@ class SchedulerStats(NamedTuple):
 
 
 class Scheduler:
-    """Owns the queue, the decode rows and the KV blocks. Not thread-safe."""
+    """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
 
-    def __init__(self, config: SchedulerConfig, allocator: BlockAllocator) -> None:
+    `predictor` limits mixed steps to `config.itl_target_ms`. Without one they have up to `config.prefill_tokens`.
+    """
+
+    def __init__(
+        self, config: SchedulerConfig, allocator: BlockAllocator, predictor: StepPredictor | None = None
+    ) -> None:
+        assert predictor is None or predictor.costs.step_sizes[-1] == config.prefill_tokens
         self.config = config
         self.allocator = allocator
+        self.predictor = predictor
         self.waiting: deque[Sequence] = deque()
         self.prefilling: list[Sequence] = []  # prompts launched in part: at most one, since it fills its step
         self.running: list[Sequence] = []  # index is the decode row
@@ -137,9 +155,15 @@ class Scheduler:
         """One token of each running sequence, and prompts in the rest of the step."""
         self._make_room_for_new_group()
         decode = self._schedule_decode()
-        chunks = self._schedule_prefill(self.config.prefill_tokens - len(decode))
+        chunks = self._schedule_prefill(self._mixed_step_tokens(len(decode)) - len(decode))
         self._consecutive_prefills = 0
         return SchedulerOutput(chunks, decode)
+
+    def _mixed_step_tokens(self, rows: int) -> int:
+        """Tokens of a mixed step, those of `rows` decode rows included. The target applies if there are rows."""
+        if self.predictor is None or not rows:
+            return self.config.prefill_tokens
+        return self.predictor.max_tokens(rows, self.config.itl_target_ms)
 
     def requeue_all(self) -> None:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""

@@ -1,15 +1,18 @@
-"""Chooses the attention backends, and the CUDA graphs that they allow. Does not import torch."""
+"""Chooses the attention backends, the CUDA graphs that they allow, and mixed steps. Does not import torch."""
 
 from __future__ import annotations
+
+import math
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.backends import BACKENDS, Backend, Phase
 from tcdeploy.planning.capability import Supported, Unsupported, check_backend
 from tcdeploy.planning.decision import Decision, PlanInputs
-from tcdeploy.planning.recipe import Attention, Graphs
+from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 
 # Shorter prefill buckets are not tuned over backends: attention is too small a part of their step.
 TUNED_ATTENTION_MIN_TOKENS = 4096
+ITL_TARGET_DECODE_STEPS = 3  # default time of a mixed step, in steps of the smallest decode bucket
 
 
 def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
@@ -119,6 +122,23 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, decisions: list[Decis
         return False
     decisions.append(Decision("mixed steps", "on", "sequences decode while prompts are computed"))
     return True
+
+
+def decide_itl_target(recipe: Recipe, mixed_steps: bool, decisions: list[Decision]) -> float | None:
+    """Milliseconds that a mixed step may take; None: ITL_TARGET_DECODE_STEPS decode steps, which warm-up measures.
+
+    Raises UsageError if the requested target is not a positive, finite number.
+    """
+    target = recipe.itl_target
+    if target is not None and not 0 < target < math.inf:
+        raise UsageError(f"itl_target is {target}; it must be a positive number of milliseconds", "--itl-target 20")
+    if target is not None:
+        reason = "requested" if mixed_steps else "requested, but not used: steps are not mixed"
+        decisions.append(Decision("ITL target", f"{target:g} ms", reason, is_fallback=not mixed_steps))
+    elif mixed_steps:
+        value = f"{ITL_TARGET_DECODE_STEPS} decode steps"
+        decisions.append(Decision("ITL target", value, "default; the smallest decode bucket is timed at start-up"))
+    return target
 
 
 def _first_supported(phase: Phase, inputs: PlanInputs, decisions: list[Decision]) -> Attention:

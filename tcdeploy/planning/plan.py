@@ -20,6 +20,7 @@ from tcdeploy.planning.attention import (
     decide_alternative_attention,
     decide_decode_attention,
     decide_graphs,
+    decide_itl_target,
     decide_mixed_steps,
     decide_prefill_attention,
 )
@@ -48,6 +49,7 @@ from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, cand
 IGNORED_PLAN_FIELDS = {
     "model", "revision", "load_format", "trust_remote_code",
     "context", "kv_blocks", "kv_bytes", "workspace_bytes", "tune_seconds", "max_consecutive_prefills",
+    "itl_target",
     "cache_dir", "decisions", "key",
 }  # fmt: skip
 PARALLEL_FIELDS = {"rank", "world_size"}  # in the key only if there are several ranks
@@ -77,6 +79,7 @@ class Plan:
     alternative_attention: prefill backends that `--mode auto` times in long buckets if it has tuning time.
     is_hopper: compute capability 9.0, for which the kernels in linear/ were written.
     mixed_steps: whether running sequences decode in the steps in which prompts are computed.
+    itl_target: milliseconds that a mixed step may take; None: a multiple of a decode step, measured at start-up.
     max_consecutive_prefills: prefill steps in a row while running sequences wait for their next token; only if steps
         are not mixed.
     workspace_bytes: predicted device memory beyond weights and KV while serving; 0 on a CPU.
@@ -101,6 +104,7 @@ class Plan:
     is_hopper: bool
     tune_seconds: float
     mixed_steps: bool
+    itl_target: float | None
     max_consecutive_prefills: int
     buckets: tuple[Bucket, ...]
     max_prefill_sequences: int
@@ -187,6 +191,7 @@ def make_plan(
     _explain_region_and_mode(recipe, decisions)
     cache_dir = _decide_cache_dir(recipe, environment, decisions)
     alternative_attention = decide_alternative_attention(inputs, decisions)
+    mixed_steps = decide_mixed_steps(inputs, graphs, decisions)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -204,7 +209,8 @@ def make_plan(
         graphs=graphs,
         is_hopper=device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
-        mixed_steps=decide_mixed_steps(inputs, graphs, decisions),
+        mixed_steps=mixed_steps,
+        itl_target=decide_itl_target(recipe, mixed_steps, decisions),
         max_consecutive_prefills=recipe.max_consecutive_prefills,
         buckets=_make_buckets(recipe, lengths, batch_sizes),
         max_prefill_sequences=max_prefill_sequences(demand.max_prefill_tokens),

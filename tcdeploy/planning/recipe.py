@@ -90,6 +90,11 @@ class Recipe:
     mixed_steps: MixedSteps | None = _option(
         None, "on: running sequences decode in the same steps in which prompts are computed; the plan shows the default"
     )
+    itl_target: float | None = _option(
+        None,
+        "predicted milliseconds that a mixed step may take, which limits the time between two tokens of a sequence; "
+        "default: three times the step of the smallest decode bucket, which is timed at start-up",
+    )
     max_consecutive_prefills: int = _option(
         4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"
     )

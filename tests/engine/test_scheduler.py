@@ -7,6 +7,7 @@ a block that is shared wrongly, allocated twice or freed too early shows up as a
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Container
 from dataclasses import dataclass, field
@@ -611,6 +612,7 @@ class FakeEngine:
     unread: deque[list[tuple[Sequence, int]]] = field(default_factory=deque)
     tables: dict[Sequence, list[int]] = field(default_factory=dict)  # uploaded at decode steps, of rows kept since
     prefills_in_a_row: int = 0
+    noise: random.Random | None = None  # of the measured times of steps, with step costs
 
     def submit(self, sequence: Sequence) -> None:
         self.sampled[sequence] = list(sequence.token_ids)
@@ -619,12 +621,15 @@ class FakeEngine:
     def step(self) -> bool:
         """Schedule and launch one step; False if nothing can run."""
         ran_before = {s for s in self.scheduler.running if not s.has_sampled_last_token and not s.finish_reason}
+        waiting_before = list(self.scheduler.waiting)
         step = self.scheduler.schedule()
         self.check_owners()
+        self.check_admissions(waiting_before)
         if step is None:
             return False
         assert step.chunks or step.decode
         self.check_turns(step, ran_before)
+        self.check_time(step)
         for sequence, start, _ in step.chunks:
             self.check_keys(sequence, start)  # written by earlier steps
         sampled = self.decode(step) if step.decode else []
@@ -645,6 +650,25 @@ class FakeEngine:
         elif step.chunks and ran_before:
             assert self.prefills_in_a_row < config.max_consecutive_prefills
         self.prefills_in_a_row = self.prefills_in_a_row + 1 if step.chunks and not step.decode else 0
+
+    def check_admissions(self, waiting_before: list[Sequence]) -> None:
+        """Without groups, sequences are admitted in the order of the queue. At most two prompts are partly computed."""
+        assert len(self.scheduler.prefilling) <= 2
+        if all(sequence.group is None for sequence in self.sampled):
+            admitted = set(self.admitted())
+            newly_admitted = [sequence for sequence in waiting_before if sequence in admitted]
+            assert newly_admitted == waiting_before[: len(newly_admitted)]
+
+    def check_time(self, step: SchedulerOutput) -> None:
+        """A mixed step is predicted to meet the target, unless it has the minimum size. Its measured time follows."""
+        predictor, rows = self.scheduler.predictor, len(step.decode)
+        if predictor is None:
+            return
+        estimate = predictor.estimate(step.num_tokens, rows)
+        if estimate.kind == "mixed" and estimate.predicted_ms > self.scheduler.config.itl_target_ms * (1 + 1e-9):
+            assert step.num_tokens <= predictor.costs.min_tokens(rows)
+        if self.noise is not None:
+            predictor.observe(estimate, estimate.table_ms * self.noise.uniform(0.2, 3.0))
 
     def prefill(self, step: SchedulerOutput) -> list[tuple[Sequence, int]]:
         config = self.scheduler.config

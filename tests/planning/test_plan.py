@@ -62,10 +62,10 @@ def usage_error(environment: Environment = H100, architecture: Architecture = LL
 def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> None:
     plan = plan_for(environment, context=4096)
     names = [decision.name for decision in plan.decisions]
-    on_gpu = ["workspace"] if environment.gpus else []
+    by_device = ["workspace"] if environment.gpus else ["ITL target"]
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
-         "prefill buckets", "block size", "KV blocks", "region", "mode", "mixed steps", "cache folder", *on_gpu]
+         "prefill buckets", "block size", "KV blocks", "region", "mode", "mixed steps", "cache folder", *by_device]
     )  # fmt: skip
     assert all(decision.value and decision.reason for decision in plan.decisions)
     assert not any(decision.is_fallback for decision in plan.decisions)
@@ -98,6 +98,24 @@ def test_steps_are_mixed_by_default_on_a_cpu_and_on_request_on_a_gpu() -> None:
     assert plan_for(LAPTOP).mixed_steps and not plan_for(LAPTOP, mixed_steps="off").mixed_steps
     assert plan_for(mixed_steps="on").mixed_steps and not plan_for().mixed_steps
     assert plan_for(mixed_steps="on").key != plan_for().key, "mixed steps have programs of their own"
+
+
+def test_the_itl_target_is_no_input_of_a_program() -> None:
+    plan = plan_for(LAPTOP, itl_target=20.0)
+    assert plan.itl_target == 20.0 and plan.key == plan_for(LAPTOP).key and plan_for(LAPTOP).itl_target is None
+    assert decision_named(plan, "ITL target").value == "20 ms"
+    assert decision_named(plan_for(LAPTOP), "ITL target").value == "3 decode steps"
+
+
+def test_an_itl_target_without_mixed_steps_is_reported_as_unused() -> None:
+    decision = decision_named(plan_for(itl_target=20.0), "ITL target")
+    assert decision.is_fallback and "not mixed" in decision.reason
+    assert not decisions_named(plan_for(), "ITL target")
+
+
+@pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
+def test_an_itl_target_must_be_positive_and_finite(target: float) -> None:
+    assert "itl_target" in usage_error(itl_target=target).message
 
 
 def test_steps_are_not_mixed_with_one_graph_per_region() -> None:
