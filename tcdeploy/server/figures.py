@@ -8,6 +8,7 @@ from typing import Any
 
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.scheduler import SchedulerStats
+from tcdeploy.engine.step_clock import StepTotals
 from tcdeploy.server.canary import CanaryStats
 
 
@@ -19,6 +20,8 @@ class ModelFigures:
     step_counts: Mapping[str, int]  # steps by bucket name
     computed_tokens: Mapping[str, int]  # tokens or rows by bucket name, padding included
     padding_tokens: Mapping[str, int]  # padding by bucket name: tokens of prefill, rows of decode
+    step_totals: Mapping[str, StepTotals]  # measured and predicted time by kind of step
+    step_corrections: Mapping[str, float]  # factor of the predictions by kind of step
     uncaptured_runs: int  # forward passes without the CUDA graph of their bucket
     late_captures: int  # CUDA graphs captured since the model was loaded
     longest_late_capture_seconds: float  # the longest pause that one of these captures caused

@@ -127,6 +127,7 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
         ("bucket",),
     )  # fmt: skip
     yield _counter("bucket_padding_tokens", "Padding tokens by bucket", _labelled(model.padding_tokens), ("bucket",))
+    yield from _step_metrics(model)
     yield _counter(
         "eager_fallbacks", "Forward passes without the CUDA graph of their bucket", {(): model.uncaptured_runs}
     )
@@ -140,6 +141,18 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     info = InfoMetricFamily(PREFIX + "cache", "Cache outcome of each bucket")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info
+
+
+def _step_metrics(model: ModelFigures) -> Iterator[Metric]:
+    totals = model.step_totals
+    measured = {kind: total.measured_seconds for kind, total in totals.items()}
+    predicted = {kind: total.predicted_seconds for kind, total in totals.items()}
+    steps = {kind: total.steps for kind, total in totals.items()}
+    corrections = _labelled(model.step_corrections)
+    yield _counter("step_seconds", "Time of measured steps by kind", _labelled(measured), ("kind",))
+    yield _counter("step_predicted_seconds", "Predicted time of the same steps", _labelled(predicted), ("kind",))
+    yield _counter("steps_measured", "Steps whose time was measured, by kind", _labelled(steps), ("kind",))
+    yield _gauge("step_correction", "Factor of the predictions by kind of step", corrections, ("kind",))
 
 
 def _labelled(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:

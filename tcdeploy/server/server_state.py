@@ -68,12 +68,15 @@ class ServerState:
 
 def _model_figures(service: Service) -> ModelFigures:
     deployment, runner = service.deployment, service.deployment.engine.runner
+    clock = deployment.engine.clock
     return ModelFigures(
         kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
         # list(): the engine thread may add a bucket meanwhile
         step_counts={bucket.name: count for bucket, count in list(runner.step_counts.items())},
         computed_tokens={bucket.name: count for bucket, count in list(runner.computed_tokens.items())},
         padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
+        step_totals=dict(clock.totals) if clock else {},
+        step_corrections=dict(clock.predictor.corrections) if clock else {},
         uncaptured_runs=runner.uncaptured_runs,
         late_captures=runner.graphs.late_captures,
         longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,

@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from tcdeploy.engine.scheduler import SchedulerStats
+from tcdeploy.engine.step_clock import StepTotals
 from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.recent_stats import RecentStats, percentile
@@ -22,6 +23,7 @@ FIGURES = ServerFigures(
     model=ModelFigures(
         kv_cache_usage=0.5, step_counts={"decode:4": 11}, computed_tokens={"decode:4": 44},
         padding_tokens={"decode:4": 13}, uncaptured_runs=1, late_captures=3, longest_late_capture_seconds=0.25,
+        step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5},
         missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, generation_defaults={"top_k": 20},
         records=(RECORD,),
     ),
@@ -54,6 +56,12 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert status["generation_defaults"] == {"top_k": 20}
     assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
     assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3
+
+
+def test_predicted_and_measured_times_of_steps_stand_side_by_side() -> None:
+    values = samples(FIGURES)
+    assert (values["step_predicted_seconds_total", "mixed"], values["step_seconds_total", "mixed"]) == (0.25, 0.5)
+    assert (values["steps_measured_total", "mixed"], values["step_correction", "mixed"]) == (6, 1.5)
 
 
 def test_while_loading_there_are_no_figures_of_the_model() -> None:
