@@ -21,6 +21,12 @@ With `mixed_steps`, every running sequence decodes one token in each step, and c
 sequences never wait for the prompts of others, and the weights are read once for both. While sequences decode, a mixed
 step has at most as many tokens as are predicted to take `itl_target_ms` (step_costs.py), but at least a small chunk.
 
+Prompts are computed first come, first served, with one exception if steps are mixed: a long prompt shares its steps
+with the prompts behind it. A prompt is long if it needs more than LONG_PROMPT_STEPS steps of the present size. If the
+first prompt is long, it gets half of the tokens of a step, and the following prompts get the other half in their order;
+tokens that they do not need go to the long one. So at most two prompts are computed in part: the first, and the last of
+the others. tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
+
 Without it, and if the running sequences would take most of a prefill step, prefill and decode are separate steps.
 Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
 `max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
@@ -39,6 +45,7 @@ from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.engine.step_costs import StepPredictor
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
+LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them with the prompts behind it
 
 
 class SchedulerConfig(NamedTuple):
@@ -93,7 +100,7 @@ class Scheduler:
         self.allocator = allocator
         self.predictor = predictor
         self.waiting: deque[Sequence] = deque()
-        self.prefilling: list[Sequence] = []  # prompts launched in part: at most one, since it fills its step
+        self.prefilling: list[Sequence] = []  # prompts launched in part: at most two, in order of admission
         self.running: list[Sequence] = []  # index is the decode row
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
@@ -191,23 +198,34 @@ class Scheduler:
                 self._release(sequence)
 
     def _schedule_prefill(self, token_budget: int) -> tuple[Chunk, ...]:
-        """Prompts in order of arrival, of `token_budget` tokens in all. The last one is split if it does not fit."""
+        """Prompts in order of arrival, of `token_budget` tokens in all. The last one is split if it does not fit.
+
+        If the first one is long, it is split so that the others have half of the tokens.
+        """
         self._make_room_for_new_group()
-        chunks: list[Chunk] = []
-        while token_budget and len(chunks) < self.config.max_prefill_sequences:
-            sequence = self.prefilling[0] if self.prefilling else self._admit()
+        chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
+        while token_budget and len(chunk_sizes) < self.config.max_prefill_sequences:
+            sequence = self._prompt(len(chunk_sizes))
             if sequence is None:
                 break
-            chunk = Chunk(
-                sequence,
-                sequence.num_computed_tokens,
-                min(sequence.num_computed_tokens + token_budget, len(sequence.token_ids)),
-            )
+            is_shared = not chunk_sizes and self._is_long(sequence, token_budget)
+            size = token_budget - token_budget // 2 if is_shared else min(token_budget, _uncomputed_tokens(sequence))
+            chunk_sizes.append(size)
+            token_budget -= size
+        if chunk_sizes:
+            chunk_sizes[0] += min(token_budget, _uncomputed_tokens(self.prefilling[0]) - chunk_sizes[0])
+        self._unregistered_chunks = tuple(map(_next_chunk, self.prefilling, chunk_sizes))
+        for chunk in self._unregistered_chunks:
             self._account_for_chunk(chunk)
-            chunks.append(chunk)
-            token_budget -= chunk.stop - chunk.start
-        self._unregistered_chunks = tuple(chunks)
+        assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
         return self._unregistered_chunks
+
+    def _prompt(self, number: int) -> Sequence | None:
+        """The prompt that is computed as the step's `number`th: one that was launched in part, or a new one."""
+        return self.prefilling[number] if number < len(self.prefilling) else self._admit()
+
+    def _is_long(self, sequence: Sequence, token_budget: int) -> bool:
+        return self.config.mixed_steps and _uncomputed_tokens(sequence) > LONG_PROMPT_STEPS * token_budget
 
     def _admit(self) -> Sequence | None:
         """Admit the next sequence and allocate its blocks. None if it has to wait; then no other one is admitted."""
@@ -345,6 +363,15 @@ class Scheduler:
             self.allocator.blocks_for(_max_cached_tokens(sequence)),
         )
         return max(0, target - len(sequence.blocks))
+
+
+def _uncomputed_tokens(sequence: Sequence) -> int:
+    """Tokens of a prompt that no step has computed."""
+    return len(sequence.token_ids) - sequence.num_computed_tokens
+
+
+def _next_chunk(sequence: Sequence, size: int) -> Chunk:
+    return Chunk(sequence, sequence.num_computed_tokens, sequence.num_computed_tokens + size)
 
 
 def _max_cached_tokens(sequence: Sequence) -> int:
