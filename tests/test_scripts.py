@@ -161,5 +161,6 @@ def load_script(script: str) -> ModuleType:
     spec = spec_from_loader(loader.name, loader)
     assert spec is not None
     module = module_from_spec(spec)
+    sys.modules[loader.name] = module  # where dataclasses look up their annotations
     loader.exec_module(module)
     return module

@@ -1,0 +1,49 @@
+"""The real scheduler under simulated traffic: scripts/simulate-traffic, with the step times of an 8B on an H100."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.test_scripts import load_script, run_script
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    return load_script("simulate-traffic")
+
+
+def simulate(script: Any, **options: Any) -> Any:
+    return script.Simulation(script.LLAMA_8B_ON_H100, script.Load(requests=240, seed=4), **options).run()
+
+
+def test_mixed_steps_with_a_target_keep_gaps_short_at_12_requests_per_second(script: Any) -> None:
+    """Coarse limits: the simulated values were 16 ms, 7.9 ms, 200 ms and 7 %."""
+    bounded = simulate(script)
+    assert bounded.gap_p99 <= 25 and bounded.per_token_mean <= 9
+    assert bounded.first_token_p99 <= 400 and bounded.padding <= 0.15
+
+
+def test_the_target_and_mixed_steps_both_shorten_gaps(script: Any) -> None:
+    separate, mixed, bounded = (
+        simulate(script, **options) for options in ({"mixed_steps": False}, {"itl_target_ms": 1e9}, {})
+    )
+    assert separate.gap_p99 > mixed.gap_p99 > bounded.gap_p99
+    assert separate.per_token_mean > mixed.per_token_mean > bounded.per_token_mean
+
+
+def test_the_target_is_met_if_steps_take_half_as_long_again_as_measured(script: Any) -> None:
+    slow = script.Simulation(script.LLAMA_8B_ON_H100, script.Load(seed=4), itl_target_ms=20.0, slowdown=1.5).run()
+    assert slow.gap_p99 <= 22
+
+
+def test_a_simulation_is_deterministic(script: Any) -> None:
+    assert simulate(script, noise=0.2) == simulate(script, noise=0.2)
+
+
+def test_the_script_prints_a_row_for_each_way_to_form_steps() -> None:
+    lines = run_script("simulate-traffic", "--requests", "20", "--target", "20", "40").splitlines()
+    assert [line[:24].strip() for line in lines] == [
+        "", "separate steps", "mixed", "mixed, at most 16.1 ms", "mixed, at most 20 ms", "mixed, at most 40 ms",
+    ]  # fmt: skip
