@@ -8,10 +8,12 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from tcdeploy.engine import rows
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.in_flight import InFlightStep
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
@@ -167,3 +169,65 @@ def test_a_chat_prompt_is_the_models_template(tiny_deployment: Any) -> None:
     ids = chat_prompt(tokenizer, "What is a list?")
     assert tokenizer.decode(ids) == rendered
     assert ids.count(tokenizer.bos_token_id) <= 1
+
+
+# Step times
+
+
+def test_every_bucket_is_timed_at_the_start_and_limits_the_mixed_steps(tiny_deployment: Any) -> None:
+    engine, times = tiny_deployment.engine, {record.bucket: record.step_ms for record in tiny_deployment.records}
+    assert all(step_ms > 0 for step_ms in times.values())
+    assert engine.scheduler.predictor is engine.clock.predictor
+    assert engine.scheduler.config.itl_target_ms == 3 * times["decode:1"]
+
+
+def test_an_itl_target_replaces_the_default(cache_dir: str) -> None:
+    assert prepare_tiny(cache_dir, itl_target=25.0).engine.scheduler.config.itl_target_ms == 25.0
+
+
+def test_steps_on_a_cpu_are_measured_without_those_that_compute_prompt_logprobs(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
+
+    def measured_by(prompts: list[list[int]], params: SamplingParams) -> dict[str, int]:
+        engine.allocator.reset_prefix_cache()
+        before = dict(engine.clock.totals)
+        engine.generate(prompts, params)
+        return {kind: totals.steps - before[kind].steps for kind, totals in engine.clock.totals.items()}
+
+    assert measured_by([[5] * 20], SamplingParams(max_new_tokens=6)) == {"prefill": 1, "decode": 5, "mixed": 0}
+    with_logprobs = SamplingParams(max_new_tokens=6, prompt_logprobs=1)
+    assert measured_by([[5] * 20], with_logprobs) == {"prefill": 0, "decode": 5, "mixed": 0}
+    assert measured_by([[5, 6]] * 5, SamplingParams(max_new_tokens=6))["mixed"] == 0
+    assert all(0.5 <= correction <= 2 for correction in engine.clock.predictor.corrections.values())
+
+
+class FakeEvent:
+    """An event of the device that is complete, or completes when it is waited for."""
+
+    def __init__(self, is_complete: bool) -> None:
+        self.is_complete, self.num_waits = is_complete, 0
+
+    def query(self) -> bool:
+        return self.is_complete
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_on_a_device_each_step_is_waited_for_once_and_measured_if_the_host_was_not_late(tiny_deployment: Any) -> None:
+    engine = Engine(tiny_deployment.engine.runner, tiny_deployment.engine.clock.predictor.costs)
+    assert engine.clock is not None
+    for is_complete, total in ((False, 0), (False, 1), (True, 1), (False, 1), (False, 2)):
+        event: Any = FakeEvent(is_complete)
+        step = InFlightStep((), torch.zeros(0), None, event, estimate=engine.clock.predictor.estimate(1, 1))
+        engine._in_flight = step  # the next one, which is launched
+        engine._wait_for(step)
+        assert (event.num_waits, engine.clock.totals["decode"].steps) == (1, total)
+
+
+def test_an_engine_without_costs_measures_nothing(tiny_deployment: Any) -> None:
+    engine = Engine(tiny_deployment.engine.runner)
+    assert engine.generate([[5, 6]], SamplingParams(max_new_tokens=3)) == tiny_deployment.engine.generate(
+        [[5, 6]], SamplingParams(max_new_tokens=3)
+    )
+    assert engine.clock is None and engine.scheduler.predictor is None

@@ -14,6 +14,8 @@ import time
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.scheduler import LONG_PROMPT_STEPS, Scheduler, SchedulerConfig
@@ -246,6 +248,12 @@ def campaign(traces: int, first_seed: int = 0) -> int:
 
 def test_random_traces_meet_the_target_in_order_and_start_in_bounded_time() -> None:
     assert 50 < campaign(300) < 250
+
+
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(1_000_000))
+def test_traces_of_new_seeds_in_each_run(seed: int) -> None:
+    run_trace(seed)
 
 
 def test_a_long_prompt_delays_a_short_one_by_few_steps() -> None:
