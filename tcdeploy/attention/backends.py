@@ -141,18 +141,17 @@ def _flash_prefill(
 
     Reads host_scalars on the host, so a CUDA graph cannot contain it.
     """
-    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, rows = batch.host_scalars.tolist()
-    if rows:  # of a mixed step: the first sequence holds their tokens and has no keys
-        first = int(batch.cu_seqlens_q[1])
-        without_rows = batch._replace(
+    tokens, keys, max_seqlen_q, max_seqlen_k, has_prefix, decoding, _ = batch.host_scalars.tolist()
+    if decoding:  # a mixed step: the first sequence holds the tokens of the decode rows and has no keys
+        prompts = batch._replace(
             block_table=batch.block_table[1:],
-            cu_seqlens_q=batch.cu_seqlens_q[1:] - first,
+            cu_seqlens_q=batch.cu_seqlens_q[1:] - decoding,
             seq_lens=batch.seq_lens[1:],
-            host_scalars=torch.tensor([tokens - first, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0]),
+            host_scalars=torch.tensor([tokens - decoding, keys, max_seqlen_q, max_seqlen_k, has_prefix, 0, 0]),
         )
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
-        out[:first] = 0
-        out[first:] = _flash_prefill(varlen, q[first:], k[first:], v[first:], without_rows, params)
+        out[:decoding] = 0
+        out[decoding:] = _flash_prefill(varlen, q[decoding:], k[decoding:], v[decoding:], prompts, params)
         return out
     if has_prefix:
         cu_seqlens_k = torch.nn.functional.pad(batch.seq_lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -102,7 +102,10 @@ def _prefill(
 def _write_kv(
     q: Tensor, k: Tensor, v: Tensor, binding: LayerBinding, batch: PrefillMetadata, config: AttentionConfig
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v as the prefill backends need them, with k and v written to the cache. Decode rows have no slots."""
+    """q, k and v as the prefill backends need them. k and v are written to the cache.
+
+    The tokens of decode rows map to the padding slot: the decode kernel writes their K and V.
+    """
     q, k = q.contiguous(), k.contiguous()
     if v.stride(-1) != 1:  # usually a slice of the packed projection, which the rotary embedding has not copied
         v = v.contiguous()

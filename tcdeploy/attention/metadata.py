@@ -34,7 +34,7 @@ class PrefillMetadata(NamedTuple):
     block_table: Tensor  # [sequences, width] int32
     seq_lens: Tensor  # [sequences] int32: cached tokens and new tokens; 0 for padding
     cu_seqlens_q: Tensor  # [sequences + 1] int32
-    host_scalars: Tensor  # [6] int64 on the CPU, see ops.HOST_SCALARS
+    host_scalars: Tensor  # [7] int64 on the CPU, see ops.HOST_SCALARS
 
 
 class DecodeMetadata(NamedTuple):

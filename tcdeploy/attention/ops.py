@@ -22,9 +22,9 @@ from torch import Tensor
 
 from tcdeploy.attention import backends
 
-# The entries of host_scalars. `tokens` includes the tokens of the decode rows. `rows` is the number of rows that a
-# mixed step launches, padding rows included; a CUDA graph of the step contains it as a constant.
-HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix", "rows")
+# The entries of host_scalars. `tokens` includes the `decoding` tokens of the decode rows. `rows` is the number of rows
+# that a mixed step launches, padding rows included; a CUDA graph of the step contains it as a constant.
+HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix", "decoding", "rows")
 
 
 @torch.library.custom_op("tcdeploy::kv_write", mutates_args=("k_cache", "v_cache"))
@@ -64,7 +64,7 @@ def prefill_attention(
 
     k and v [tokens, kv_heads, dim] belong to the same tokens and are already in the cache; v must be contiguous only in
     its last dimension. block_table [sequences, width], cu_seqlens_q [sequences + 1] and seq_lens [sequences] are int32;
-    host_scalars [6] is int64 on the CPU. Padding rows of the result are zero.
+    host_scalars [7] is int64 on the CPU. Padding rows of the result are zero.
     """
     prefill = backends.IMPLEMENTATIONS[backend].prefill
     assert prefill is not None

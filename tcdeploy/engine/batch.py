@@ -203,7 +203,7 @@ class PrefillBuffers:
             if row is not None:
                 int64_views["rows"][number], int32_views["lengths"][number] = row, stop
         self._packed.copy_(staging, non_blocking=True)
-        self._host_scalars_array[:] = _host_scalars(chunks, end)
+        self._host_scalars_array[:] = _host_scalars(chunks, end, len(decoding))
 
     def _fill_rows(
         self, decoding: ListLike[Sequence], int64_views: dict[str, Any], int32_views: dict[str, Any]
@@ -241,18 +241,12 @@ def _block_coordinates(
     return columns
 
 
-def _host_scalars(chunks: ListLike[Chunk], tokens: int) -> list[int]:
+def _host_scalars(chunks: ListLike[Chunk], tokens: int, num_decoding: int) -> list[int]:
     """The values that attention/ops.py lists in HOST_SCALARS; the runner sets the number of rows."""
     lengths = [stop for _, _, stop in chunks]
     max_seqlen_q = max((stop - start for _, start, stop in chunks), default=0)
-    return [
-        tokens,
-        sum(lengths),
-        max_seqlen_q,
-        max(lengths, default=0),
-        int(any(start > 0 for _, start, _ in chunks)),
-        0,
-    ]
+    has_prefix = any(start > 0 for _, start, _ in chunks)
+    return [tokens, sum(lengths), max_seqlen_q, max(lengths, default=0), int(has_prefix), num_decoding, 0]
 
 
 class _PackedLayout:

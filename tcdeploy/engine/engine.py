@@ -45,7 +45,7 @@ class Engine:
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
         self.runner = runner
-        self.runner.graphs.start_counting()
+        self.runner.graphs.warmed()
         self.plan = plan = runner.plan
         self.clock = StepClock(StepPredictor(costs)) if costs else None
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -108,7 +108,7 @@ class Engine:
 
         Raises RecompileError if the capture would compile.
         """
-        assert not self.has_work, "the step of the graph runs before its capture"
+        assert not self.has_work and self.runner.row_assignment.is_empty, "a step on padding runs before the capture"
         with fail_on_recompile(), self.runner.uncounted_steps():
             return self.runner.graphs.capture_next()
 
@@ -176,6 +176,7 @@ class Engine:
             return None
         running = self.scheduler.running
         if step.chunks:
+            assert step.decode == tuple(running[: len(step.decode)]), "rows beyond those that decode are empty"
             output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
         else:
             output = self.runner.decode(running)

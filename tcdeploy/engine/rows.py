@@ -33,6 +33,10 @@ class RowAssignment:
         self._assigned: list[Sequence] = []
         self._uploaded_blocks: list[int] = []  # per row, the number of blocks in the device's table
 
+    @property
+    def is_empty(self) -> bool:
+        return not self._assigned
+
     def assign(self, running: ListLike[Sequence]) -> None:
         """Make row i hold running[i]. Launches kernels only for rows that changed."""
         if len(running) != len(self._assigned) or any(a is not b for a, b in zip(running, self._assigned, strict=True)):

@@ -27,7 +27,8 @@ first prompt is long, it gets half of the tokens of a step, and the following pr
 tokens that they do not need go to the long one. So at most two prompts are computed in part: the first, and the last of
 the others. tests/engine/test_scheduler_costs.py derives how long a prompt may wait for its first chunk.
 
-Without it, and if the running sequences would take most of a prefill step, prefill and decode are separate steps.
+Without mixed steps, or if the running sequences would take more than half of a prefill step, prefill and decode are
+separate steps.
 Prefill has priority: an additional decode row is almost free, and an empty row produces nothing. After
 `max_consecutive_prefills` prefill steps the running sequences get a decode step, so a burst of prompts does not stall
 their streams.
@@ -105,6 +106,7 @@ class Scheduler:
         self.preemptions = 0
         self._admitted: dict[Sequence, None] = {}  # prefilling and running, in order of admission
         self._consecutive_prefills = 0
+        self._just_preempted: set[Sequence] = set()  # by the step that is being scheduled
         self._unregistered_chunks: tuple[Chunk, ...] = ()  # of the last step
 
     @property
@@ -139,12 +141,16 @@ class Scheduler:
 
         None if there is no work, or if nothing can run until tokens in flight are read.
         """
+        self._just_preempted.clear()
         self._register_prefixes()
         self._release_finished()
         if self._mixes:
             return self._schedule_mixed()
         decode_is_due = bool(self.running) and self._consecutive_prefills >= self.config.max_consecutive_prefills
-        chunks = () if decode_is_due else self._schedule_prefill(self.config.prefill_tokens)
+        chunks: tuple[Chunk, ...] = ()
+        if not decode_is_due:
+            self._make_room_for_new_group()
+            chunks = self._schedule_prefill(self.config.prefill_tokens)
         if chunks:
             self._consecutive_prefills += 1
             return SchedulerOutput(chunks=chunks)
@@ -162,7 +168,7 @@ class Scheduler:
         """One token of each running sequence, and prompts in the rest of the step."""
         self._make_room_for_new_group()
         decode = self._schedule_decode()
-        chunks = self._schedule_prefill(self._mixed_step_tokens(len(decode)) - len(decode))
+        chunks = self._schedule_prefill(self._mixed_step_tokens(len(decode)), len(decode))
         self._consecutive_prefills = 0
         return SchedulerOutput(chunks, decode)
 
@@ -197,12 +203,13 @@ class Scheduler:
             if sequence.has_sampled_last_token or sequence.finish_reason:
                 self._release(sequence)
 
-    def _schedule_prefill(self, token_budget: int) -> tuple[Chunk, ...]:
-        """Prompts in order of arrival, of `token_budget` tokens in all. The last one is split if it does not fit.
+    def _schedule_prefill(self, step_tokens: int, rows: int = 0) -> tuple[Chunk, ...]:
+        """Prompts in order of arrival for a step of `step_tokens` tokens, of which `rows` belong to decode rows.
 
-        If the first one is long, it is split so that the others have half of the tokens.
+        The last prompt is split if it does not fit. If the first one is long, it is split so that the others have half
+        of the tokens.
         """
-        self._make_room_for_new_group()
+        token_budget = step_tokens - rows
         chunk_sizes: list[int] = []  # of the prompts in `prefilling`, from the first on
         while token_budget and len(chunk_sizes) < self.config.max_prefill_sequences:
             sequence = self._prompt(len(chunk_sizes))
@@ -214,11 +221,27 @@ class Scheduler:
             token_budget -= size
         if chunk_sizes:
             chunk_sizes[0] += min(token_budget, _uncomputed_tokens(self.prefilling[0]) - chunk_sizes[0])
+            chunk_sizes[-1] -= self._tokens_to_postpone(rows, chunk_sizes)
         self._unregistered_chunks = tuple(map(_next_chunk, self.prefilling, chunk_sizes))
         for chunk in self._unregistered_chunks:
             self._account_for_chunk(chunk)
         assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
         return self._unregistered_chunks
+
+    def _tokens_to_postpone(self, rows: int, chunk_sizes: list[int]) -> int:
+        """Tokens of the last chunk that would make a mixed step so much larger that two steps are faster; 0 if none.
+
+        A prompt of 512 tokens and one decode row would need a bucket of 2,048, if that is the next after 512.
+        """
+        if self.predictor is None or not rows:
+            return 0
+        costs, tokens = self.predictor.costs, rows + sum(chunk_sizes)
+        smaller = costs.size_below(tokens)
+        rest = tokens - smaller
+        if smaller < costs.min_tokens(rows) or rest >= chunk_sizes[-1]:
+            return 0
+        two_steps_ms = costs.predict_ms(smaller, rows) + costs.predict_ms(rest + rows, rows)
+        return rest if two_steps_ms < costs.predict_ms(tokens, rows) else 0
 
     def _prompt(self, number: int) -> Sequence | None:
         """The prompt that is computed as the step's `number`th: one that was launched in part, or a new one."""
@@ -233,6 +256,8 @@ class Scheduler:
             return None
         sequence = self._next_waiting()
         if sequence.in_flight:  # preempted with unread tokens, which the host cannot feed yet
+            return None
+        if sequence in self._just_preempted:  # its decode row has to be emptied first
             return None
         wants_prompt_logprobs = sequence.params.prompt_logprobs is not None  # cached tokens have to be scored too
         shared = [] if wants_prompt_logprobs else self.allocator.match(sequence.token_ids)
@@ -322,6 +347,7 @@ class Scheduler:
         self._release(sequence)
         sequence.num_computed_tokens = 0
         sequence.preemptions += 1
+        self._just_preempted.add(sequence)
         self.preemptions += 1
         self.waiting.appendleft(sequence)
 

@@ -28,7 +28,7 @@ from typing import Literal, NamedTuple
 from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.planning.plan import Plan
 
-DYNAMIC_STEP_TOKENS = 16  # a dynamic program has no sizes; predictions round its steps up to a multiple of this
+DYNAMIC_STEP_TOKENS = 16  # without graphs a dynamic program has no sizes; predictions round up to a multiple of this
 CORRECTION_WEIGHT = 0.05  # of the latest step, in the moving average: it spans about 20 steps
 MIN_CORRECTION, MAX_CORRECTION = 0.5, 2.0
 
@@ -81,6 +81,11 @@ class StepCosts:
         largest = bisect_right(self._size_ms, target_ms - self._rows_ms(rows)) - 1
         return max(self.step_sizes[largest] if largest >= 0 else 0, self.min_tokens(rows))
 
+    def size_below(self, tokens: int) -> int:
+        """The largest size of a step that is smaller than `tokens`; 0 if there is none."""
+        index = bisect_left(self.step_sizes, tokens)
+        return self.step_sizes[index - 1] if index else 0
+
     def min_tokens(self, rows: int) -> int:
         """The smallest size that holds `rows` tokens and a minimum chunk, or the largest size there is."""
         index = bisect_left(self.step_sizes, rows + self.min_chunk_tokens)
@@ -116,7 +121,10 @@ def make_step_costs(plan: Plan, records: Iterable[BucketRecord]) -> StepCosts | 
         return None
     sizes: set[int] = set()
     for bucket in plan.prefill_buckets:
-        sizes |= {bucket.size, *range(DYNAMIC_STEP_TOKENS, bucket.size if bucket.min_size else 0, DYNAMIC_STEP_TOKENS)}
+        sizes |= {
+            bucket.size,
+            *(plan.step_sizes(bucket) or range(DYNAMIC_STEP_TOKENS, bucket.size, DYNAMIC_STEP_TOKENS)),
+        }
     return StepCosts(
         tuple((bucket.size, ms) for bucket, ms in timed if bucket.is_prefill),
         tuple((bucket.size, ms) for bucket, ms in timed if not bucket.is_prefill),

@@ -1,10 +1,10 @@
 """The CUDA graphs of all steps: which are captured when, and whether a step replays one.
 
 A static bucket has one graph. A program with a symbolic number of tokens is captured at many sizes, and a prefill step
-with decode rows also by its number of row slots. All of them would take several seconds, so only a few are captured
-before the server is ready (`capture`). The others follow when the engine is idle (`capture_next`), or when a step needs
-one for the second time (`run`): the first run without a graph has loaded its kernels, which is illegal during capture.
-No capture compiles anything.
+with decode rows also by its number of row slots. Capturing all of them takes several seconds, so a start captures only
+a few (`capture`). The others follow when the engine is idle (`capture_next`), or when a step needs one for the second
+time (`run`). Kernels cannot be loaded during capture; the first run, without a graph, loads them. No capture compiles
+anything. While a start warms its buckets, other sizes run without a graph: such steps may run uncompiled.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class StepGraphs:
         make_buffers: Callable[[StepKey, bool], StepBuffers],
     ) -> None:
         self.uncaptured_runs = 0  # of buckets that are captured: prompt logprobs, and new sizes
-        self.late_captures = 0  # since `start_counting`
+        self.late_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0
         self._plan, self._forward, self._make_buffers = plan, forward, make_buffers
         self._graphs: dict[StepKey, StepGraph] = {}
         self._pool: Any | None = None
-        self._met: dict[StepKey, StepBuffers] = {}  # steps that have run once, without a graph
-        self._counts = False
+        self._ran_uncaptured: dict[StepKey, StepBuffers] = {}  # since warm-up
+        self._is_warm = False
         self._out_of_memory = False  # at the last capture
 
     def __contains__(self, key: StepKey) -> bool:
@@ -61,14 +61,14 @@ class StepGraphs:
         """Replay the step's graph, or run the step without one."""
         key = buffers.key
         graph = self._graphs.get(key)
-        if graph is None and key in self._met:
+        if graph is None and key in self._ran_uncaptured:
             graph = self._capture_late(key, buffers)
         if graph is not None:
             return graph.replay()
-        if self.is_captured(buffers.bucket):
+        if self._is_warm and self.is_captured(buffers.bucket):
             self.uncaptured_runs += 1
             if not self._out_of_memory:
-                self._met[key] = buffers
+                self._ran_uncaptured[key] = buffers
         return self._forward(buffers)
 
     def capture(self, bucket: Bucket) -> None:
@@ -90,25 +90,23 @@ class StepGraphs:
         """
         if self._out_of_memory:
             return False
-        if self._met:
-            key, buffers = next(iter(self._met.items()))
-        else:
-            left = (key for bucket in self._plan.prefill_buckets for key in self._all_keys(bucket))
-            next_key = next((key for key in left if key not in self._graphs), None)
-            if next_key is None:
-                return False
-            key, buffers = next_key, self._make_buffers(next_key, True)
-            self._forward(buffers)
-        return self._capture_late(key, buffers) is not None
+        if self._ran_uncaptured:
+            key, buffers = next(iter(self._ran_uncaptured.items()))
+            return self._capture_late(key, buffers) is not None
+        uncaptured_keys = (key for bucket in self._plan.prefill_buckets for key in self._all_keys(bucket))
+        next_key = next((key for key in uncaptured_keys if key not in self._graphs), None)
+        if next_key is None:
+            return False
+        return self._capture_late(next_key, None) is not None
 
     def drop(self, bucket: Bucket) -> None:
         """Drop the graphs of a bucket, whose variant has changed."""
         self._graphs = {key: graph for key, graph in self._graphs.items() if key.bucket != bucket}
-        self._met = {key: buffers for key, buffers in self._met.items() if key.bucket != bucket}
+        self._ran_uncaptured = {key: buffers for key, buffers in self._ran_uncaptured.items() if key.bucket != bucket}
 
-    def start_counting(self) -> None:
-        """Count captures from now on: warm-up has ended."""
-        self._counts = True
+    def warmed(self) -> None:
+        """Warm-up has ended: capture sizes that are used, and count these captures."""
+        self._is_warm = True
 
     def _all_keys(self, bucket: Bucket) -> list[StepKey]:
         """All graphs of a prefill bucket, those without decode rows first. Empty if it is not captured."""
@@ -117,14 +115,20 @@ class StepGraphs:
         sizes = self._plan.step_sizes(bucket)
         return [StepKey(bucket, size, row_slots) for row_slots in self._plan.row_slots(bucket) for size in sizes]
 
-    def _capture_late(self, key: StepKey, buffers: StepBuffers) -> StepGraph | None:
-        """None if the device has no memory for another graph; then no further one is captured."""
-        self._met.pop(key, None)
+    def _capture_late(self, key: StepKey, buffers: StepBuffers | None) -> StepGraph | None:
+        """Capture a step after warm-up. `buffers`: None if it has not run yet; then it runs first, on padding only.
+
+        None if the device has no memory for another graph; then no further one is captured.
+        """
+        self._ran_uncaptured.pop(key, None)
         try:
+            if buffers is None:
+                buffers = self._make_buffers(key, True)
+                self._forward(buffers)
             return self._capture(key, buffers)
         except torch.OutOfMemoryError:
             self._out_of_memory = True
-            self._met.clear()
+            self._ran_uncaptured.clear()
             log.warning("no memory for another CUDA graph: steps of other sizes run without one, which is slower")
             return None
 
@@ -132,7 +136,7 @@ class StepGraphs:
         start = time.perf_counter()
         self._pool = self._pool or torch.cuda.MemPool()
         graph = self._graphs[key] = capture_graph(partial(self._forward, buffers), self._pool)
-        if self._counts:
+        if self._is_warm:
             self.late_captures += 1
             self.longest_late_capture_seconds = max(self.longest_late_capture_seconds, time.perf_counter() - start)
         return graph

@@ -118,7 +118,7 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, decisions: list[Decis
         decisions.append(Decision("mixed steps", requested, "requested"))
         return requested == "on"
     if inputs.device == "cuda":
-        decisions.append(Decision("mixed steps", "off", "default on a GPU: not measured there yet"))
+        decisions.append(Decision("mixed steps", "off", "default on a GPU, where mixed steps are not measured yet"))
         return False
     decisions.append(Decision("mixed steps", "on", "sequences decode while prompts are computed"))
     return True

@@ -88,7 +88,7 @@ class Recipe:
     block_size: int | None = _option(None, "tokens per KV block, a power of two; the plan shows the default")
     kv_blocks: int | None = _option(None, "KV blocks to allocate; default: as needed, up to the available memory")
     mixed_steps: MixedSteps | None = _option(
-        None, "on: running sequences decode in the same steps in which prompts are computed; the plan shows the default"
+        None, "on: a step computes chunks of prompts and decodes the running sequences; the plan shows the default"
     )
     itl_target: float | None = _option(
         None,

@@ -61,6 +61,11 @@ class CanarySchedule:
         for difference in canary.unrepeatable:
             log.warning("a canary is not used, because its first two runs differ: %s", difference)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a case is running, which holds blocks and rows."""
+        return self._check is not None
+
     def require_cases(self) -> None:
         """Raises CompileError if no case is left."""
         if not self._canary.cases:

@@ -129,11 +129,15 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _counter("bucket_padding_tokens", "Padding tokens by bucket", _labelled(model.padding_tokens), ("bucket",))
     yield from _step_metrics(model)
     yield _counter(
-        "eager_fallbacks", "Forward passes without the CUDA graph of their bucket", {(): model.uncaptured_runs}
+        "eager_fallbacks",
+        "Forward passes of captured buckets that ran without a CUDA graph",
+        {(): model.uncaptured_runs},
     )
     yield _counter("graph_captures", "CUDA graphs captured since the model was loaded", {(): model.late_captures})
     yield _gauge(
-        "longest_graph_capture_seconds", "The longest pause for such a capture", model.longest_late_capture_seconds
+        "longest_graph_capture_seconds",
+        "Longest CUDA graph capture since the model was loaded",
+        model.longest_late_capture_seconds,
     )
     yield _counter("missed_shapes", "Requests beyond the largest bucket", _labelled(model.missed_shapes), ("bucket",))
     yield _counter("recompiles", "Compilations since the model was loaded", {(): model.recompiles})

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
-CAPTURE_AFTER_IDLE_S = 0.5  # a capture may delay the next request by some 0.1 s
+CAPTURE_AFTER_IDLE_S = 0.5  # a first run and a capture delay the next request by up to 0.3 s
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
@@ -91,6 +92,7 @@ class Worker(Generic[LoadedT]):
         self._by_request_id: dict[int, PendingRequest] = {}  # thread: requests in the engine
         self._new_requests: list[PendingRequest] = []  # thread: submitted since the last step
         self._captures_when_idle = True  # thread: whether graphs are left
+        self._busy_at = time.monotonic()  # thread: when the engine last had work
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -135,13 +137,13 @@ class Worker(Generic[LoadedT]):
         canary = self.canary
         while self._process_inbox(engine, wait=not engine.has_work):
             if not engine.has_work:
-                if self._captures_when_idle:
-                    self._captures_when_idle = engine.capture_next_graph()
+                self._capture_if_idle(engine)
                 if canary is not None:
                     canary.run_step_if_due()
                 continue
             if canary is not None:
                 canary.interrupt()
+            self._busy_at = time.monotonic()
             tokens = engine.step()
             self.stats = engine.scheduler.stats
             new_requests, self._new_requests = self._new_requests, []
@@ -154,6 +156,12 @@ class Worker(Generic[LoadedT]):
                 if self.hot_path.first_token_sleep:
                     sleep_after_first_token(tokens)
 
+    def _capture_if_idle(self, engine: Engine) -> None:
+        """Capture one CUDA graph, unless there was a request just now or a case of the canary is running."""
+        is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
+        if self._captures_when_idle and is_idle and not (self.canary and self.canary.is_running):
+            self._captures_when_idle = engine.capture_next_graph()
+
     def _process_inbox(self, engine: Engine, wait: bool) -> bool:
         """Process the messages since the last step. False: stop.
 
@@ -161,7 +169,8 @@ class Worker(Generic[LoadedT]):
         """
         timeout = min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S) if wait and self.canary else None
         if wait and self._captures_when_idle:
-            timeout = min(CAPTURE_AFTER_IDLE_S, MAX_IDLE_WAIT_S if timeout is None else timeout)
+            until_capture = max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic())
+            timeout = until_capture if timeout is None else min(until_capture, timeout)
         while True:
             try:
                 message = self._inbox.get(block=wait, timeout=timeout)

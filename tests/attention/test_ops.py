@@ -39,7 +39,7 @@ class Case:
         self.block_table = torch.tensor([[5, 2, 0, 0], [9, 1, 7, 0], [0] * 4], dtype=torch.int32, device=device)
         self.cu_seqlens_q = torch.tensor([0, 19, 26, 26], dtype=torch.int32, device=device)
         self.seq_lens = torch.tensor([*self.lengths, 0], dtype=torch.int32, device=device)
-        self.host_scalars = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0), 0])
+        self.host_scalars = torch.tensor([26, sum(self.lengths), 19, max(self.lengths), int(prefix > 0), 0, 0])
         spans = [
             (row, length - query, length) for row, (query, length) in enumerate(zip([19, 7], self.lengths, strict=True))
         ]
@@ -69,7 +69,7 @@ class Case:
         table, starts = self.block_table, self.cu_seqlens_q
         host_scalars = self.host_scalars.clone()
         host_scalars[0] += 3
-        host_scalars[5] = 3
+        host_scalars[5:] = 3
         row_table = torch.tensor(
             [[3, 4, 0, 0], [0] * 4, [11, 8, 0, 0], [6, 0, 0, 0]], dtype=torch.int32, device=q.device
         )
@@ -198,7 +198,7 @@ def test_mixed_attention_without_rows_is_prefill() -> None:
     case.write()
     before = case.k_cache.clone()
     arguments = list(case.mixed_arguments("reference"))
-    arguments[8] = torch.tensor([29, *arguments[8].tolist()[1:5], 0])
+    arguments[8] = torch.tensor([29, *arguments[8].tolist()[1:6], 0])
     out = ops.mixed_attention(*arguments)
     assert torch.equal(out[3:], case.prefill("reference")) and not out[:3].any()
     assert torch.equal(case.k_cache, before)
@@ -313,7 +313,7 @@ def test_flash_attn_2_does_not_get_a_max_seqlen_q_of_one() -> None:
     case = Case()
     case.write()
     case.cu_seqlens_q = torch.tensor([0, 1, 2, 2], dtype=torch.int32)
-    case.host_scalars = torch.tensor([2, sum(case.lengths), 1, max(case.lengths), 1, 0])
+    case.host_scalars = torch.tensor([2, sum(case.lengths), 1, max(case.lengths), 1, 0, 0])
     out = case.prefill("flash-attn-2")
     torch.testing.assert_close(out, case.prefill("reference"), atol=2e-6, rtol=1e-4)
 

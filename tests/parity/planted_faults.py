@@ -381,9 +381,9 @@ def wrong_row_sampled(target: Target) -> None:
 
 
 def _rows_of_mixed_step(metadata: AttentionMetadata) -> int:
-    """The number of decode rows in a prefill step; 0 in other steps."""
+    """The number of sequences that decode in a prefill step; 0 in other steps."""
     prefill = metadata.prefill
-    return 0 if prefill is None else int(prefill.host_scalars[HOST_SCALARS.index("rows")])
+    return 0 if prefill is None else int(prefill.host_scalars[HOST_SCALARS.index("decoding")])
 
 
 def rows_swapped_in_mixed_steps(target: Target) -> None:

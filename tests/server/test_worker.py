@@ -13,6 +13,7 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server import hot_path
+from tcdeploy.server import worker as worker_module
 from tcdeploy.server.request_group import RequestGroup
 from tcdeploy.server.settings import HotPath
 from tcdeploy.server.worker import Worker
@@ -150,16 +151,23 @@ def test_start_gives_up_after_the_longest_wait_and_a_late_launch_wakes_no_reader
     assert asyncio.run(run()) == [1, 2, 3]
 
 
-def test_graphs_are_captured_while_no_request_is_open() -> None:
-    async def run() -> int:
+def test_graphs_are_captured_while_no_request_is_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.02)
+
+    async def run() -> tuple[int, int]:
         engine = FakeEngine()
         engine.graphs_left = 3
-        async with request_group(engine):
-            for _ in range(600):
-                if engine.graphs_left == 0:
-                    break
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
-        return engine.graphs_left
+        async with request_group(engine) as group:
+            engine.steps = threading.Semaphore(0)  # the request stays open
+            started = asyncio.create_task(group.start())
+            await asyncio.sleep(0.3)
+            while_open = engine.graphs_left
+            engine.steps.release(100)
+            async with asyncio.timeout(30):
+                await started
+                await collect_tokens(group)
+            await asyncio.sleep(0.5)
+        return while_open, engine.graphs_left
 
-    assert asyncio.run(run()) == 0, "it stops when none is left"
+    while_open, at_end = asyncio.run(run())
+    assert while_open > 0 and at_end == 0, "none while a request is open, and it stops when none is left"
