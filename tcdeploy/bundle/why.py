@@ -29,7 +29,7 @@ from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 NON_BUCKET_FIELDS = IGNORED_PLAN_FIELDS | {
     "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "alternative_attention",
 }  # fmt: skip
-PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences"}
+PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences", "mixed_steps"}
 DECODE_FIELDS = {"decode_attention"}
 # Config keys that are in no layer's program, and those that only the programs before and after the layers contain.
 NON_LAYER_CONFIG_KEYS = {
