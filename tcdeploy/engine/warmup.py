@@ -102,15 +102,20 @@ def _warm_bucket(
     kernels_compiled = (read_counts() - before).kernels_compiled  # trials and checks included
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
-    step_times = measure_step_times(runner, bucket) if measure else None
+    step_times = measure_step_times(runner, bucket) if measure and selected.check.parity.passed else None
     step_ms = step_times.compiled_ms if step_times else _step_ms(runner, bucket, selected)
     is_captured = runner.graphs.is_captured(bucket)
     record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times, step_ms)
     return _WarmedBucket(record, tuning.seconds)
 
 
-def _step_ms(runner: ModelRunner, bucket: Bucket, selected: SelectedVariant) -> float:
-    """Milliseconds of the bucket's step: those of the trial of the selected variant, else measured now."""
+def _step_ms(runner: ModelRunner, bucket: Bucket, selected: SelectedVariant) -> float | None:
+    """Milliseconds of the bucket's step: those of the trial of the selected variant, else measured now.
+
+    None if the bucket failed its parity check: a wrong step is not run at other lengths, where it might crash.
+    """
+    if not selected.check.parity.passed:
+        return None
     for trial in selected.trials:
         if trial.variant == selected.variant.name and trial.step_ms is not None and 0 < trial.step_ms < math.inf:
             return trial.step_ms
@@ -132,7 +137,7 @@ def _make_record(
     is_captured: bool,
     cold_seconds: float | None,
     step_times: StepTimes | None,
-    step_ms: float,
+    step_ms: float | None,
 ) -> BucketRecord:
     return BucketRecord(
         bucket=bucket.name,
