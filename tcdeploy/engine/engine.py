@@ -108,7 +108,7 @@ class Engine:
 
         Raises RecompileError if the capture would compile.
         """
-        assert not self.has_work and self.runner.row_assignment.is_empty, "a step on padding runs before the capture"
+        assert not self.has_work and self.runner.row_assignment.is_empty, "the step of the graph runs first"
         with fail_on_recompile(), self.runner.uncounted_steps():
             return self.runner.graphs.capture_next()
 
@@ -176,7 +176,7 @@ class Engine:
             return None
         running = self.scheduler.running
         if step.chunks:
-            assert step.decode == tuple(running[: len(step.decode)]), "rows beyond those that decode are empty"
+            assert step.decode == tuple(running[: len(step.decode)]), "the first running sequences decode"
             output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
         else:
             output = self.runner.decode(running)

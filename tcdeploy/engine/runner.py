@@ -215,8 +215,8 @@ class ModelRunner:
         """
         outputs, vocab_size = logits.shape
         if self._prefill_logits is None:
-            most = self.plan.max_prefill_sequences + self.plan.row_slots(self.plan.prefill_buckets[-1])[-1]
-            self._prefill_logits = logits.new_empty(most, vocab_size)
+            max_outputs = self.plan.max_prefill_sequences + self.plan.row_slots(self.plan.prefill_buckets[-1])[-1]
+            self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
         return self._prefill_logits[:outputs].copy_(logits)
 
     @torch.no_grad()

@@ -164,7 +164,7 @@ class Scheduler:
         """Whether the next step is mixed. Running sequences leave at least half of its tokens to prompts."""
         return self.config.mixed_steps and 0 < 2 * len(self.running) <= self.config.prefill_tokens
 
-    def _schedule_mixed(self) -> SchedulerOutput | None:
+    def _schedule_mixed(self) -> SchedulerOutput:
         """One token of each running sequence, and prompts in the rest of the step."""
         self._make_room_for_new_group()
         decode = self._schedule_decode()

@@ -82,7 +82,7 @@ class StepCosts:
         return max(self.step_sizes[largest] if largest >= 0 else 0, self.min_tokens(rows))
 
     def size_below(self, tokens: int) -> int:
-        """The largest size of a step that is smaller than `tokens`; 0 if there is none."""
+        """The step size before the one that holds `tokens` tokens; 0 if the smallest size holds them."""
         index = bisect_left(self.step_sizes, tokens)
         return self.step_sizes[index - 1] if index else 0
 

@@ -149,7 +149,7 @@ def size_kv_cache(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace)
 
 
 def count_affordable_blocks(inputs: PlanInputs, demand: CacheDemand, workspace: Workspace) -> int:
-    """KV blocks that fit into the memory left by weights and workspace; 0 or less if there is none.
+    """KV blocks that fit into the memory beside weights and workspace; 0 or less if these two fill it.
 
     Raises UsageError for a `memory_fraction` outside of 0 to 1.
     """

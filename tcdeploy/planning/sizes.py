@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision, PlanInputs
@@ -34,6 +36,7 @@ GRAPH_SIZE_STEPS = ((128, 16), (512, 32), (2048, 64), (8192, 256))
 LARGEST_GRAPH_SIZE_STEP = 1024
 
 
+@functools.cache  # called in each prefill step
 def graph_sizes(max_tokens: int) -> tuple[int, ...]:
     """The token counts at which a program with a symbolic size is captured, ascending, up to `max_tokens`."""
     sizes: list[int] = []

@@ -90,7 +90,7 @@ LAST_TOKEN_ROWS = Variant("last-token-rows", compile_head=False, last_token_rows
 LAST_TOKEN_ROWS_INPLACE = Variant(
     "last-token-rows+inplace", inplace_residual=True, compile_head=False, last_token_rows=True
 )
-# last-token-rows adds one program to those of `default`, which costs 0.3 to 2 s in a cold start of an 8B model.
+# last-token-rows adds one program to those of `default`.
 PREFILL_NOT_HOPPER = (DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, MAX_AUTOTUNE)
 PREFILL_BY_MIN_TOKENS = {  # on Hopper, longest first
     2048: (LAST_TOKEN_ROWS_INPLACE, DEFAULT, LAST_TOKEN_ROWS),

@@ -75,6 +75,17 @@ def test_a_start_captures_a_few_sizes_with_each_number_of_rows(engine: Engine, c
     assert engine.runner.graphs.late_captures == 0
 
 
+def test_a_start_captures_no_size_that_warm_up_happens_to_use(cache_dir: str, captured: list[FakeGraph]) -> None:
+    """Warm-up fills the KV cache by uncompiled steps of other sizes, some of them twice."""
+    engine = prepare_tiny(cache_dir, shapes="dynamic", buckets=(320,), kv_blocks=101).engine
+    [bucket] = engine.plan.prefill_buckets
+    sizes = [*(size for size in EARLY_SIZES if size < 320), 320]
+    graphs = engine.runner.graphs
+    assert len(captured) == len(graphs) == 3 * len(sizes)
+    assert all(StepKey(bucket, size, rows) in graphs for size in sizes for rows in (0, 1, 4))
+    graphs.drop(bucket)
+
+
 def test_a_new_size_runs_without_a_graph_once_and_is_then_captured(engine: Engine, captured: list[FakeGraph]) -> None:
     before, prompt = len(captured), make_prompts(1)[0][:20]
     uncaptured_before = engine.runner.uncaptured_runs
