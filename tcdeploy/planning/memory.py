@@ -17,9 +17,10 @@ from tcdeploy.planning.recipe import DType
 DTYPE_BYTES: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 # Fitted on an H100: Llama 3.1 8B with eight buckets took 1.41 GiB, and these constants predict 1.40
 # (docs/performance.md).
-CUDA_CONTEXT_BYTES = 1090 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
+CUDA_CONTEXT_BYTES = 1098 << 20  # CUDA context, kernel code of torch, cuBLAS and Triton, and fragmentation
 CUBLAS_BYTES = 3 * (32 << 20)  # one workspace for each stream that runs GEMMs: eager, warm-up and graph capture
-GRAPH_BYTES_PER_LAYER = 64 << 10  # of one captured step, in the driver
+GRAPH_BYTES_PER_LAYER = 44 << 10  # of one captured step, in the driver; 290 graphs of 32 layers took 392 MB on an H100
+PREFILL_INPUT_BYTES_PER_TOKEN = 4 * 8  # id, position, slot and source of a token, all int64 (engine/batch.py)
 MAX_PROMPT_TOKENS = 2048  # of the prompts on which buckets are checked (engine/check_prompts.py)
 MAX_CHECKED_ROWS = 16  # of a decode bucket, whose prompts are computed in one batch
 CHECKED_BLOCKS = 3  # KV blocks of such a row
@@ -31,12 +32,17 @@ HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 
 
 class CacheDemand(NamedTuple):
-    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots."""
+    """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots.
+
+    captured_sizes: token counts of the CUDA graphs of each captured prefill bucket.
+    """
 
     context: int
     batch_sizes: tuple[int, ...]
     max_prefill_tokens: int
-    num_prefill_buckets: int
+    captured_sizes: tuple[tuple[int, ...], ...]
+    captures_decode: bool
+    mixed_steps: bool
     block_size: int
 
     @property
@@ -54,6 +60,7 @@ class Workspace(NamedTuple):
     cuda_context_bytes: int
     activations_bytes: int
     decode_rows_bytes: int
+    prefill_inputs_bytes: int
     logits_bytes: int
     graphs_bytes: int
     parity_check_bytes: int
@@ -70,20 +77,29 @@ def predict_weight_bytes(architecture: Architecture, dtype: DType) -> int:
 
 
 def predict_workspace(
-    architecture: Architecture, compute_dtype: DType, demand: CacheDemand, max_prefill_sequences: int
+    architecture: Architecture,
+    compute_dtype: DType,
+    demand: CacheDemand,
+    max_prefill_sequences: int,
+    num_graphs: int,
 ) -> Workspace:
-    """For a GPU with step graphs. Each bucket has its own logits; all share the activations of the largest step."""
+    """For a GPU. Each decode bucket has its own logits, and all prefill steps share theirs.
+
+    All steps share the activations of the largest one, and each size of a prefill bucket has its own inputs.
+    """
     element_bytes = DTYPE_BYTES[compute_dtype]
     rows = demand.max_batch + 1
     activations_bytes = demand.max_prefill_tokens * architecture.peak_activation_elements * element_bytes
-    output_rows = sum(demand.batch_sizes) + max_prefill_sequences * demand.num_prefill_buckets
-    num_buckets = len(demand.batch_sizes) + demand.num_prefill_buckets
+    output_rows = sum(demand.batch_sizes) + max_prefill_sequences + demand.max_batch * demand.mixed_steps
+    input_sizes = [size for sizes in demand.captured_sizes for size in sizes]
+    block_table_bytes = (max_prefill_sequences + demand.mixed_steps) * demand.blocks_per_sequence * 4
     return Workspace(
         cuda_context_bytes=CUDA_CONTEXT_BYTES + CUBLAS_BYTES,
         activations_bytes=activations_bytes,
         decode_rows_bytes=rows * (architecture.vocab_size * SAMPLING_BYTES_PER_LOGIT + demand.blocks_per_sequence * 4),
+        prefill_inputs_bytes=sum(input_sizes) * PREFILL_INPUT_BYTES_PER_TOKEN + len(input_sizes) * block_table_bytes,
         logits_bytes=output_rows * architecture.vocab_size * element_bytes,
-        graphs_bytes=num_buckets * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
+        graphs_bytes=num_graphs * len(architecture.attention_layers) * GRAPH_BYTES_PER_LAYER,
         parity_check_bytes=int(
             PARITY_CHECK_FACTOR * _reference_tokens(architecture, demand) * architecture.peak_activation_elements
         )

@@ -32,13 +32,15 @@ from tcdeploy.planning.memory import CacheDemand
 from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
+    capture_sizes,
     decide_batch_sizes,
     decide_block_size,
     decide_context,
     decide_memory,
     decide_prefill_lengths,
-    graph_sizes,
+    graph_shapes,
     max_prefill_sequences,
+    mixed_row_slots,
 )
 from tcdeploy.planning.tested_versions import describe_ranges, describe_versions, untested_packages
 from tcdeploy.planning.variants import DEFAULT, Variant, attention_variant, candidate_variants
@@ -145,15 +147,19 @@ class Plan:
 
     def step_sizes(self, bucket: Bucket) -> tuple[int, ...]:
         """The token or row counts that steps of the bucket are padded to, ascending; () if they are not padded."""
-        if not bucket.min_size:
-            return (bucket.size,)
-        return graph_sizes(bucket.size) if self.uses_cuda_graph(bucket) else ()
+        if bucket.min_size and not self.uses_cuda_graph(bucket):
+            return ()
+        return capture_sizes(bucket.size, is_dynamic=bool(bucket.min_size))
 
     def row_slots(self, bucket: Bucket) -> tuple[int, ...]:
         """The numbers of decode rows that steps of the bucket have outputs for, ascending; 0 if none decode in it."""
         if not bucket.is_prefill or not self.mixed_steps:
             return (0,)
-        return (0, *(decode_bucket.size for decode_bucket in self.decode_buckets))
+        return mixed_row_slots(tuple(decode_bucket.size for decode_bucket in self.decode_buckets))
+
+    def graph_shapes(self, bucket: Bucket) -> tuple[tuple[int, int], ...]:
+        """(tokens or rows, row slots) of all graphs of a captured bucket, ascending."""
+        return graph_shapes(self.step_sizes(bucket), self.row_slots(bucket))
 
     @property
     def blocks_per_sequence(self) -> int:
@@ -182,16 +188,25 @@ def make_plan(
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
     graphs = decide_graphs(inputs, decode_attention, decisions)
+    mixed_steps = decide_mixed_steps(inputs, graphs, decisions)
     context = decide_context(recipe, architecture, decisions)
     lengths = decide_prefill_lengths(recipe, context, decisions)
     block_size = decide_block_size(recipe, decisions)
-    batch_sizes = decide_batch_sizes(inputs, context, lengths, block_size, decisions)
-    demand = CacheDemand(context, batch_sizes, lengths[-1], len(lengths), block_size)
+    demand = CacheDemand(
+        context=context,
+        batch_sizes=(),
+        max_prefill_tokens=lengths[-1],
+        captured_sizes=_captured_sizes(recipe, graphs, prefill_attention, lengths),
+        captures_decode=graphs != "none",
+        mixed_steps=mixed_steps,
+        block_size=block_size,
+    )
+    batch_sizes = decide_batch_sizes(inputs, demand, decisions)
+    demand = demand._replace(batch_sizes=batch_sizes)
     workspace_bytes, memory = decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
     cache_dir = _decide_cache_dir(recipe, environment, decisions)
     alternative_attention = decide_alternative_attention(inputs, decisions)
-    mixed_steps = decide_mixed_steps(inputs, graphs, decisions)
     plan = Plan(
         model=recipe.model,
         revision=recipe.revision,
@@ -317,6 +332,15 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) ->
             return half_dtype, "the checkpoint's dtype"
     stored = f"the checkpoint is {architecture.dtype}" if architecture.dtype else "the checkpoint's dtype is unknown"
     return "bfloat16", f"{stored}; bfloat16 halves the bytes read per token"
+
+
+def _captured_sizes(
+    recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
+) -> tuple[tuple[int, ...], ...]:
+    """The token counts that each prefill bucket is captured at."""
+    if graphs == "none" or not BACKENDS[attention].is_capturable:
+        return ()
+    return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)
 
 
 def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[int, ...]) -> tuple[Bucket, ...]:

@@ -6,18 +6,38 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tcdeploy.engine.batch import PrefillBuffers, make_decode_rows
 from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import DTypes, PlanInputs
 from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.memory import CacheDemand, KVSize, Workspace, gib, predict_workspace, size_kv_cache
+from tcdeploy.planning.memory import (
+    GRAPH_BYTES_PER_LAYER,
+    CacheDemand,
+    KVSize,
+    Workspace,
+    gib,
+    predict_workspace,
+    size_kv_cache,
+)
+from tcdeploy.planning.plan import Bucket, make_plan
 from tcdeploy.planning.recipe import Device, DType
-from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_8B, changed_environment, make_recipe
+from tcdeploy.planning.sizes import GPU_BATCH_SIZES, count_graphs, graph_sizes
+from tests.machines import DEEPSEEK_LITE, GIB, H100, LAPTOP, LLAMA_1B, LLAMA_8B, changed_environment, make_recipe
 
-DEMAND = CacheDemand(context=4096, batch_sizes=(1, 32), max_prefill_tokens=2048, num_prefill_buckets=3, block_size=16)
+DEMAND = CacheDemand(
+    context=4096,
+    batch_sizes=(1, 32),
+    max_prefill_tokens=2048,
+    captured_sizes=((128,), (512,), (2048,)),
+    captures_decode=True,
+    mixed_steps=False,
+    block_size=16,
+)
 RESERVE = 4 * GIB
 LLAMA_TOKEN_BYTES = 32 * 8 * (128 + 128) * 2  # layers x kv heads x (key and value) x bfloat16: 128 KiB
 HALF_AND_FULL: tuple[DType, DType] = ("bfloat16", "float32")
@@ -33,7 +53,7 @@ def size(
     kv_dtype: DType | None = None,
     **options: Any,
 ) -> KVSize:
-    workspace = Workspace(RESERVE, 0, 0, 0, 0, 0)
+    workspace = Workspace(RESERVE, 0, 0, 0, 0, 0, 0)
     dtypes = DTypes(dtype, kv_dtype or dtype, dtype)
     inputs = PlanInputs(make_recipe(**options), environment, architecture, device, dtypes)
     return size_kv_cache(inputs, demand, workspace)
@@ -170,25 +190,51 @@ def test_requested_kv_blocks_limit_the_context() -> None:
 
 def test_the_workspace_counts_everything_that_grows() -> None:
     wide = replace(LLAMA_8B, peak_activation_elements=51200)
-    workspace = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8)
+    workspace = predict_workspace(wide, "bfloat16", DEMAND, max_prefill_sequences=8, num_graphs=5)
     assert workspace.activations_bytes == 2048 * 51200 * 2
     assert workspace.decode_rows_bytes == 33 * (128256 * 3 + 256 * 4)
-    assert workspace.logits_bytes == (1 + 32 + 8 * 3) * 128256 * 2
+    assert workspace.logits_bytes == (1 + 32 + 8) * 128256 * 2, "all prefill steps share theirs"
+    assert workspace.graphs_bytes == 5 * 32 * GRAPH_BYTES_PER_LAYER
     assert workspace.parity_check_bytes > workspace.activations_bytes
     assert workspace.serving_bytes == sum(workspace) - workspace.parity_check_bytes
-    assert (
-        2 * workspace.graphs_bytes
-        == predict_workspace(
-            replace(wide, attention_layers=wide.attention_layers * 2), "bfloat16", DEMAND, max_prefill_sequences=8
-        ).graphs_bytes
+    mixed = predict_workspace(
+        wide, "bfloat16", DEMAND._replace(mixed_steps=True), max_prefill_sequences=8, num_graphs=5
     )
+    assert mixed.logits_bytes - workspace.logits_bytes == 32 * 128256 * 2, "the outputs of the decode rows"
+
+
+@pytest.mark.parametrize("mixed_steps", [True, False])
+def test_the_inputs_of_every_captured_size_are_counted_as_they_are_made(mixed_steps: bool) -> None:
+    """The block tables are the largest part: each size has one."""
+    recipe = make_recipe(mixed_steps="on" if mixed_steps else "off", context=131072)
+    plan = make_plan(recipe, LAPTOP, LLAMA_1B)
+    demand = DEMAND._replace(captured_sizes=((128,), (512,)), mixed_steps=mixed_steps, context=plan.context)
+    workspace = predict_workspace(LLAMA_8B, "bfloat16", demand, plan.max_prefill_sequences, num_graphs=0)
+    decode_rows = make_decode_rows(plan, vocab_size=10)
+    made = [
+        PrefillBuffers(plan, Bucket("prefill", tokens), tokens, decode_rows, torch.zeros(1))._packed.nbytes
+        for tokens in (128, 512)
+    ]
+    assert workspace.prefill_inputs_bytes == pytest.approx(sum(made), rel=0.02)
+
+
+def test_a_dynamic_bucket_with_mixed_steps_has_far_more_graphs() -> None:
+    sizes = graph_sizes(2048)
+    demand = DEMAND._replace(captured_sizes=(sizes,), batch_sizes=GPU_BATCH_SIZES)
+    assert count_graphs(demand) == 44 + 7
+    # 32 row slots at all 44 sizes; 128 from 34 tokens on, 256 from 130 on
+    assert count_graphs(demand._replace(mixed_steps=True)) == 44 + 44 + 42 + 36 + 7
+    assert count_graphs(demand._replace(captured_sizes=())) == 7
+    assert count_graphs(demand._replace(captured_sizes=(), captures_decode=False)) == 0
 
 
 def test_weights_kv_and_logits_are_sized_by_their_own_dtypes() -> None:
     mixed = size(dtype="bfloat16", kv_dtype="float32", memory_fraction=1.0)
     assert mixed.weight_bytes == LLAMA_WEIGHT_BYTES
     assert mixed.kv_bytes == mixed.blocks * 16 * LLAMA_TOKEN_BYTES * 2
-    half, full = (predict_workspace(LLAMA_8B, dtype, DEMAND, max_prefill_sequences=8) for dtype in HALF_AND_FULL)
+    half, full = (
+        predict_workspace(LLAMA_8B, dtype, DEMAND, max_prefill_sequences=8, num_graphs=5) for dtype in HALF_AND_FULL
+    )
     assert full.logits_bytes == 2 * half.logits_bytes
 
 
@@ -211,7 +257,9 @@ def test_a_memory_fraction_outside_0_to_1_is_a_usage_error(fraction: float, devi
 def test_weights_cache_and_reserve_never_exceed_the_share(
     memory_gib: float, fraction: float, context: int, batch: int, block_size: int
 ) -> None:
-    demand = CacheDemand(context, (batch,), min(context, 2048), 1, block_size)
+    demand = DEMAND._replace(
+        context=context, batch_sizes=(batch,), max_prefill_tokens=min(context, 2048), block_size=block_size
+    )
     machine = changed_environment(H100, gpu_memory_bytes=int(memory_gib * GIB))
     try:
         kv = size(demand, machine, memory_fraction=fraction)

@@ -13,11 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.errors import SpaceError, UsageError
+from tcdeploy.planning import sizes as sizes_module
 from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.memory import Workspace
 from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
-from tcdeploy.planning.sizes import GPU_BATCH_SIZES, graph_sizes
+from tcdeploy.planning.sizes import GPU_BATCH_SIZES, graph_shapes, graph_sizes, mixed_row_slots
 from tcdeploy.planning.variants import DEFAULT, untimed_variants
 from tests.machines import (
     A10G,
@@ -92,6 +94,63 @@ def test_graph_sizes_end_at_the_largest_bucket() -> None:
     assert graph_sizes(100) == (16, 32, 48, 64, 80, 96, 100)
     assert graph_sizes(16) == (16,) and graph_sizes(3) == (3,)
     assert graph_sizes(10_000)[-3:] == (8192, 9216, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("batch_sizes", "row_slots"),
+    [
+        (GPU_BATCH_SIZES, (0, 32, 128, 256)),
+        ((1, 4), (0, 4)),
+        ((1, 4, 16, 32, 64), (0, 32, 64)),
+        ((1, 2, 200), (0, 200)),
+        ((31, 33, 131, 132, 133), (0, 33, 132, 133)),
+        ((7,), (0, 7)),
+        ((64,), (0, 64)),
+    ],
+)
+def test_mixed_steps_have_few_numbers_of_row_slots(batch_sizes: tuple[int, ...], row_slots: tuple[int, ...]) -> None:
+    plan = plan_for(shapes="dynamic", mixed_steps="on", batch_sizes=batch_sizes, context=4096)
+    assert plan.row_slots(plan.prefill_buckets[0]) == row_slots
+    assert plan.row_slots(plan.decode_buckets[-1]) == (0,)
+    separate = plan_for(shapes="dynamic", batch_sizes=batch_sizes, context=4096)
+    assert separate.row_slots(separate.prefill_buckets[0]) == (0,)
+
+
+@given(
+    batch_sizes=st.sets(st.integers(1, 300), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes))),
+    sizes=st.sets(st.integers(1, 400), min_size=1, max_size=8).map(lambda sizes: tuple(sorted(sizes))),
+)
+def test_graphs_are_planned_for_exactly_the_steps_that_can_occur(
+    batch_sizes: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    row_slots = mixed_row_slots(batch_sizes)
+    used = set()
+    for decoding in range(batch_sizes[-1] + 1):
+        for tokens in range(decoding + 1, sizes[-1] + 1):
+            size = next(size for size in sizes if size >= tokens)
+            used.add((size, next(slots for slots in row_slots if slots >= decoding)))
+    planned = graph_shapes(sizes, row_slots)
+    assert list(planned) == sorted(used)
+
+
+@pytest.mark.parametrize("shapes", ["bucket", "dynamic"])
+@pytest.mark.parametrize("mixed_steps", ["on", "off"])
+@pytest.mark.parametrize("attention", ["triton", "torch-flash"])
+def test_the_workspace_counts_the_graphs_of_the_plan(
+    shapes: str, mixed_steps: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counts: list[int] = []
+    predict = sizes_module.predict_workspace
+
+    def recorded(*args: Any) -> Workspace:
+        counts.append(args[-1])
+        return predict(*args)
+
+    monkeypatch.setattr(sizes_module, "predict_workspace", recorded)
+    plan = plan_for(shapes=shapes, mixed_steps=mixed_steps, attention=attention)
+    planned = sum(len(plan.graph_shapes(bucket)) for bucket in plan.buckets if plan.uses_cuda_graph(bucket))
+    assert counts[-1] == planned > 0
+    assert plan_for(graphs="none").workspace_bytes < plan_for().workspace_bytes
 
 
 def test_steps_are_mixed_by_default_on_a_cpu_and_on_request_on_a_gpu() -> None:
@@ -483,7 +542,7 @@ def test_the_context_is_the_model_s_maximum_or_as_requested() -> None:
     [
         (H100, LLAMA_1B, 256, 131072),
         (H100, LLAMA_8B, 256, 131072),
-        (H100, QWEN3_32B, 32, 36096),
+        (H100, QWEN3_32B, 32, 36112),
         (A10G, LLAMA_1B, 256, 131072),
         (A10G, LLAMA_8B, 32, 44528),
         (RTX_4080, LLAMA_1B, 256, 131072),
