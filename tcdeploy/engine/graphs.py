@@ -2,11 +2,18 @@
 
 Graphs are captured from the largest bucket to the smallest into one memory pool, so that smaller graphs reuse the
 memory of the largest. They cannot be saved: each start captures them again, which takes 0.02 to 0.1 s per graph on an
-H100. Lazy work (loading Triton kernels, autotuning) is illegal during capture, so the step must have run before.
+H100. A capture executes nothing. It may load kernels, since its error mode is "relaxed", so a step can be captured at a
+size at which it has not run. Autotuning is not possible during a capture, because it times kernels: a program must have
+run at one size before.
+
+`torch.cuda.graph` is not used: before each capture it collects garbage, in some versions, and returns cached memory to
+the driver, which the next steps then allocate again. Requests wait meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,11 +42,26 @@ class StepGraph(NamedTuple):
 
 def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
     """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants."""
-    graph = torch.cuda.CUDAGraph()
+    graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
     torch.cuda.synchronize()
-    with torch.cuda.graph(graph, pool=pool.id):
-        output = step()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        graph.capture_begin(pool=pool.id, capture_error_mode="relaxed")
+        try:
+            output = step()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the capture is invalid; the error of the step says why
+                graph.capture_end()
+            raise
+        graph.capture_end()
+    torch.cuda.current_stream().wait_stream(stream)
     return StepGraph(graph, output)
+
+
+@functools.cache
+def _capture_stream() -> torch.cuda.Stream:
+    """The same stream for all captures: a pool's free memory is reused only by captures on the stream that used it."""
+    return torch.cuda.Stream()
 
 
 class StepKey(NamedTuple):

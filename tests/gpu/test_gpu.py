@@ -12,6 +12,7 @@ import torch
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.blocks import BlockAllocator
+from tcdeploy.engine.graphs import StepOutput, capture_graph
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.pipeline import Deployment, prepare
 from tcdeploy.planning.recipe import build_recipe
@@ -230,12 +231,32 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     assert serving.counts.compiles == 0
 
 
+def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:
+    """A step that reads a tensor on the host cannot be captured. A capture runs nothing, and needs no first run."""
+    x = torch.ones(1000, device="cuda")
+
+    def step(reads_on_host: bool) -> StepOutput:
+        y = torch.erfinv(x.mul_(0.5))
+        return StepOutput(y, y if reads_on_host and y[0].item() else x, x)
+
+    with pytest.raises(RuntimeError, match="captur"):
+        capture_graph(lambda: step(True), torch.cuda.MemPool())
+    graph = capture_graph(lambda: step(False), torch.cuda.MemPool())
+    assert x[0] == 1, "nothing ran"
+    for value in (0.5, 0.25):
+        torch.testing.assert_close(graph.replay().logits, torch.full_like(x, value).erfinv())
+
+
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])
 def test_mixed_steps_change_no_token_on_the_gpu(shapes: str, cache_dir: str) -> None:
-    """In float32, as requests arrive and are aborted, with graphs that are captured early, late and when idle."""
+    """In float32, as requests arrive and are aborted, with graphs that are captured early, under load and when idle."""
     flags = {"shapes": shapes, "mixed_steps": "on", "dtype": "float32", "kv_blocks": 60}
     engine = deploy("builtin:tiny", cache_dir, **flags).engine
     check_random_traffic(engine, num_requests=60)
+    if shapes == "dynamic":
+        assert engine.wants_graph
+        engine.capture_wanted_graph()
+        check_random_traffic(engine, num_requests=20, seed=21)
     while engine.capture_next_graph():
         pass
     uncaptured = engine.runner.uncaptured_runs
