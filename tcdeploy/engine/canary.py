@@ -209,7 +209,8 @@ class Canary:
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
             running = [sequence] if is_prefill and chunk.stop == end else []
             bucket = case.bucket if is_prefill else None
-            yield self._step("prefill", partial(runner.prefill, [chunk], running, bucket), 1, bool(running))
+            prefill = partial(runner.prefill, [chunk], running, bucket, early_sizes_only=True)
+            yield self._step("prefill", prefill, 1, bool(running))
 
     def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int, feeds_next: bool) -> Step:
         with fail_on_recompile(), self._runner.uncounted_steps():

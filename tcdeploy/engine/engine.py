@@ -104,13 +104,26 @@ class Engine:
         return tokens
 
     def capture_next_graph(self) -> bool:
-        """Capture one more CUDA graph while no request is open. False if none is left. See engine/step_graphs.py.
+        """Capture one more CUDA graph while no request is open. False if none can be captured.
 
-        Raises RecompileError if the capture would compile.
+        See engine/step_graphs.py. A capture that fails, or that would compile, is logged.
         """
-        assert not self.has_work and self.runner.row_assignment.is_empty, "the step of the graph runs first"
-        with fail_on_recompile(), self.runner.uncounted_steps():
+        assert not self.has_work and self.runner.row_assignment.is_empty, "the step of the graph may run first"
+        with fail_on_recompile():
             return self.runner.graphs.capture_next()
+
+    @property
+    def wants_graph(self) -> bool:
+        """Whether steps are padded for lack of a CUDA graph that `capture_wanted_graph` can capture."""
+        return self.runner.graphs.can_capture_wanted
+
+    def capture_wanted_graph(self) -> None:
+        """Capture the CUDA graph that most steps would use; requests may be open. A failure is logged.
+
+        The host waits for the step in flight first.
+        """
+        with fail_on_recompile():
+            self.runner.graphs.capture_wanted()
 
     def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
         """Yield the tokens of all prompts as they arrive. `request_id` is the index of the prompt.

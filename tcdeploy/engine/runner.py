@@ -61,6 +61,7 @@ class ModelRunner:
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
+        self._row_slots = plan.row_slots(plan.prefill_buckets[-1])  # the same in all prefill buckets
         self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
         self.step_counts: Counter[Bucket] = Counter()  # steps of each bucket since the start
         self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
@@ -74,6 +75,7 @@ class ModelRunner:
         running: ListLike[Sequence] = (),
         bucket: Bucket | None = None,
         num_decoding: int = 0,
+        early_sizes_only: bool = False,
     ) -> StepOutput:
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
@@ -82,16 +84,22 @@ class ModelRunner:
 
         In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
         max_prefill_sequences + i belongs to sequence i.
+
+        With `early_sizes_only` a step of equal length has the same size at any time, so that results can be compared.
+        Otherwise it becomes smaller when a fitting graph is captured.
         """
         tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
         self.row_assignment.assign(running)
         if num_decoding:
             self.row_assignment.upload_block_table()
-        prefill = self._prefill_for(bucket, tokens)
+        row_slots = self._row_slots_for(num_decoding)
+        sizes = self.graphs.early_sizes(bucket) if early_sizes_only else self.graphs.sizes(bucket, row_slots)
+        prefill = self._prefill_for(bucket, tokens, sizes)
         prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
         self._count_step(bucket, tokens, prefill.tokens)
-        row_slots = smallest_bucket(self.plan.decode_buckets, num_decoding).size if num_decoding else 0
+        if self._counts_steps:
+            self.graphs.count_wanted(bucket, tokens, row_slots)
         return self.graphs.run(prefill.buffers(row_slots))
 
     def decode(self, running: ListLike[Sequence]) -> StepOutput:
@@ -102,9 +110,19 @@ class ModelRunner:
         self._count_step(bucket, len(running), bucket.size)
         return self.graphs.run(self._decode_buffers[bucket])
 
+    def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
+        """The token counts that steps with prompts and `num_decoding` decode rows are padded to now, ascending.
+
+        The last one is the size of the largest prefill bucket. Sizes below `num_decoding` may be included.
+        """
+        return self.graphs.step_sizes(self._row_slots_for(num_decoding))
+
+    def _row_slots_for(self, num_decoding: int) -> int:
+        return next(row_slots for row_slots in self._row_slots if row_slots >= num_decoding)
+
     @contextlib.contextmanager
     def uncounted_steps(self) -> Iterator[None]:
-        """Exclude steps from the counters of steps and tokens, which describe requests only."""
+        """Exclude steps from the counters of steps, tokens and wanted graphs, which describe requests only."""
         self._counts_steps = False
         try:
             yield
@@ -140,7 +158,8 @@ class ModelRunner:
         """
         sequence, start, stop = chunk
         end_of_rows = min(stop, sequence.prompt_length - 1)
-        prefill = self._prefill_for(smallest_bucket(self.plan.prefill_buckets, stop - start), stop - start)
+        bucket = smallest_bucket(self.plan.prefill_buckets, stop - start)
+        prefill = self._prefill_for(bucket, stop - start, self.graphs.sizes(bucket, 0))
         prefill.fill([chunk], [None])
         pieces: list[tuple[int, sampling.Logprobs]] = []
         with reuse_body_output(self.model):
@@ -150,7 +169,7 @@ class ModelRunner:
                 next_ids = torch.tensor(sequence.token_ids[begin + 1 : end + 1], device=self.plan.device)
                 logits = self._logits_at(prefill.buffers(), rows)
                 pieces.append((begin, sampling.logprobs(logits, next_ids, num_top)))
-        self.graphs.uncaptured_runs += self.graphs.is_captured(prefill.buffers().bucket)
+        self.graphs.uncaptured_runs += self.graphs.is_captured(bucket)
         return pieces
 
     def set_variant(self, bucket: Bucket, variant: Variant) -> None:
@@ -160,32 +179,33 @@ class ModelRunner:
 
     @property
     def uncaptured_runs(self) -> int:
-        """Passes of captured buckets without a graph: for the logprobs of prompts, and at new sizes."""
+        """Passes of captured buckets without a graph: those for the logprobs of prompts."""
         return self.graphs.uncaptured_runs
 
     def rerun(self, bucket: Bucket) -> StepOutput:
         """Run the bucket's step again on the current contents of its buffers."""
-        return self.graphs.run(self._buffers(bucket, bucket.size))
+        return self.graphs.run(self._buffers_of(StepKey(bucket, bucket.size, 0)))
 
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
-        return self._forward(self._buffers(bucket, bucket.size))
+        return self._forward(self._buffers_of(StepKey(bucket, bucket.size, 0)))
 
-    def _buffers(self, bucket: Bucket, tokens: int, row_slots: int = 0) -> StepBuffers:
-        if not bucket.is_prefill:
-            return self._decode_buffers[bucket]
-        return self._prefill_for(bucket, tokens).buffers(row_slots)
-
-    def _buffers_of(self, key: StepKey, clear: bool) -> StepBuffers:
-        """The buffers of a step. `clear`: with padding only, so that the step writes to no KV block."""
+    def _buffers_of(self, key: StepKey, clear: bool = False) -> StepBuffers:
+        """The buffers of a step. `clear`: prompts are replaced by padding, so that the step writes to no KV block."""
+        if not key.bucket.is_prefill:
+            return self._decode_buffers[key.bucket]
+        prefill = self._prefill_of_size(key.bucket, key.tokens)
         if clear:
-            self._prefill_for(key.bucket, key.tokens).fill([], [])
-        return self._buffers(*key)
+            prefill.fill([], [])
+        return prefill.buffers(key.row_slots)
 
-    def _prefill_for(self, bucket: Bucket, tokens: int) -> PrefillBuffers:
-        """The buffers for `tokens` tokens, padded to the next size of the bucket."""
-        size = next((size for size in self.plan.step_sizes(bucket) if size >= tokens), None)
+    def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:
+        """The buffers for `tokens` tokens, padded to the next of `sizes`."""
+        size = next((size for size in sizes if size >= tokens), None)
         if size is None:  # without graphs the steps of a dynamic bucket are not padded, and have no static buffers
             return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
+        return self._prefill_of_size(bucket, size)
+
+    def _prefill_of_size(self, bucket: Bucket, size: int) -> PrefillBuffers:
         if (bucket, size) not in self._prefill_buffers:
             self._prefill_buffers[bucket, size] = self._make_prefill_buffers(bucket, size)
         return self._prefill_buffers[bucket, size]
@@ -215,7 +235,7 @@ class ModelRunner:
         """
         outputs, vocab_size = logits.shape
         if self._prefill_logits is None:
-            max_outputs = self.plan.max_prefill_sequences + self.plan.row_slots(self.plan.prefill_buckets[-1])[-1]
+            max_outputs = self.plan.max_prefill_sequences + self._row_slots[-1]
             self._prefill_logits = logits.new_empty(max_outputs, vocab_size)
         return self._prefill_logits[:outputs].copy_(logits)
 

@@ -12,6 +12,7 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
+from tcdeploy.engine.graphs import StepKey
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.errors import RecompileError
@@ -152,7 +153,7 @@ def assert_same_logits(deployment: Deployment, variant: Variant, tokens: int, nu
     runner, [bucket] = deployment.engine.runner, deployment.plan.prefill_buckets
     sequence = Sequence(0, [3 + 5 * position % 200 for position in range(tokens)], tokens, SamplingParams())
     sequence.blocks = [1, 2, 3]
-    prefill = runner._prefill_for(bucket, tokens)
+    prefill = runner._prefill_for(bucket, tokens, runner.plan.step_sizes(bucket))
     prefill.fill([Chunk(sequence, 0, tokens)], [None])
     buffers = prefill.buffers()
     assert buffers.logits_indices is not None
@@ -186,7 +187,7 @@ def test_a_shape_outside_the_buckets_is_an_error_after_warm_up(tiny_deployment: 
     """`fail_on_recompile` refuses a call of the model with a shape that no bucket has."""
     runner = tiny_deployment.engine.runner
     [bucket, *_] = tiny_deployment.plan.prefill_buckets
-    runner.step_holder.step = runner._make_step(runner._buffers(bucket, bucket.size), None)
+    runner.step_holder.step = runner._make_step(runner._buffers_of(StepKey(bucket, bucket.size, 0)), None)
     with pytest.raises(RecompileError, match="after warm-up"), fail_on_recompile(), torch.no_grad():
         runner.model(input_ids=torch.zeros(1, 7, dtype=torch.long), position_ids=torch.arange(7)[None], use_cache=False)
     runner.step_holder.step = None

@@ -1,4 +1,7 @@
-"""Which CUDA graphs are captured, and when. On a CPU: a captured step is a function that runs the programs again."""
+"""Which CUDA graphs are captured, when, and what steps are padded to.
+
+On a CPU: a captured step is a function that runs the programs again, and its capture runs nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine import step_graphs
+from tcdeploy.engine.batch import PrefillBuffers, StepBuffers
+from tcdeploy.engine.canary import Canary
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.graphs import StepKey, StepOutput
-from tcdeploy.engine.sequence import SamplingParams
-from tcdeploy.engine.step_graphs import EARLY_SIZES
-from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.step_graphs import EARLY_SIZES, StepGraphs
+from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tests.conftest import prepare_tiny
+from tests.machines import H100, LLAMA_8B, make_recipe
 
 PARAMS = SamplingParams(max_new_tokens=6)
+SHORT = 20  # tokens of a prompt that fits a size of 32, which no start captures
+EARLY = (64, 128, 192, 256, 320)  # of the engine below
 
 
 class FakeGraph:
@@ -59,7 +68,34 @@ def engine(cache_dir: str, captured: list[FakeGraph]) -> Iterator[Engine]:
     yield engine
     engine.runner.set_variant(bucket, engine.runner._variants[bucket])  # drops the fake graphs
     engine.runner._prefill_buffers.clear()
-    engine.runner.graphs._out_of_memory = False
+    engine.runner.graphs._captures_late, engine.runner.graphs._needs_first_run = True, False
+
+
+def fail_captures(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int = 1000) -> list[Any]:
+    """The next captures fail, `times` at most; returns a list of their pools."""
+    capture_graph, pools = step_graphs.capture_graph, []
+
+    def fail(step: Any, pool: Any) -> Any:
+        if len(pools) == times:
+            return capture_graph(step, pool)
+        pools.append(pool)
+        raise error
+
+    monkeypatch.setattr(step_graphs, "capture_graph", fail)
+    return pools
+
+
+def count_forward_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepKey]:
+    """The steps that run from now on, graphs that are captured from now on included."""
+    keys: list[StepKey] = []
+    forward = engine.runner.graphs._forward
+
+    def counted(buffers: StepBuffers) -> StepOutput:
+        keys.append(buffers.key)
+        return forward(buffers)
+
+    monkeypatch.setattr(engine.runner.graphs, "_forward", counted)
+    return keys
 
 
 def make_prompts(count: int, longest: int = 300) -> list[list[int]]:
@@ -67,55 +103,195 @@ def make_prompts(count: int, longest: int = 300) -> list[list[int]]:
     return [[source.randrange(3, 900) for _ in range(source.randint(1, longest))] for _ in range(count)]
 
 
+def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_new_tokens=1)) -> list[list[int]]:  # noqa: B008
+    """Generate from a prompt that fits a size of 32."""
+    engine.allocator.reset_prefix_cache()
+    return engine.generate([list(range(3, 3 + SHORT))], params)
+
+
+def key_of(engine: Engine, tokens: int, row_slots: int = 0) -> StepKey:
+    return StepKey(engine.plan.prefill_buckets[0], tokens, row_slots)
+
+
 def test_a_start_captures_a_few_sizes_with_each_number_of_rows(engine: Engine, captured: list[FakeGraph]) -> None:
-    sizes = [*(size for size in EARLY_SIZES if size < 320), 320]
-    assert len(captured) == len(engine.runner.graphs) == len(sizes) * 3, "for 0, 1 and 4 decode rows"
-    [bucket] = engine.plan.prefill_buckets
-    assert all(StepKey(bucket, size, rows) in engine.runner.graphs for size in sizes for rows in (0, 1, 4))
-    assert engine.runner.graphs.late_captures == 0
+    assert tuple(size for size in EARLY_SIZES if size < 320) == EARLY[:-1]
+    graphs = engine.runner.graphs
+    assert len(captured) == len(graphs) == len(EARLY) * 2, "for 0 and 4 decode rows"
+    assert all(key_of(engine, size, row_slots) in graphs for size in EARLY for row_slots in (0, 4))
+    assert graphs.late_captures == 0
 
 
 def test_a_start_captures_no_size_that_warm_up_happens_to_use(cache_dir: str, captured: list[FakeGraph]) -> None:
     """Warm-up fills the KV cache by uncompiled steps of other sizes, some of them twice."""
     engine = prepare_tiny(cache_dir, shapes="dynamic", buckets=(320,), kv_blocks=101).engine
-    [bucket] = engine.plan.prefill_buckets
-    sizes = [*(size for size in EARLY_SIZES if size < 320), 320]
     graphs = engine.runner.graphs
-    assert len(captured) == len(graphs) == 3 * len(sizes)
-    assert all(StepKey(bucket, size, rows) in graphs for size in sizes for rows in (0, 1, 4))
-    graphs.drop(bucket)
+    assert len(captured) == len(graphs) == 2 * len(EARLY)
+    assert all(key_of(engine, size, row_slots) in graphs for size in EARLY for row_slots in (0, 4))
+    assert not graphs.wanted
+    graphs.drop(engine.plan.prefill_buckets[0])
 
 
-def test_a_new_size_runs_without_a_graph_once_and_is_then_captured(engine: Engine, captured: list[FakeGraph]) -> None:
-    before, prompt = len(captured), make_prompts(1)[0][:20]
-    uncaptured_before = engine.runner.uncaptured_runs
-    for late, uncaptured in ((0, 1), (1, 1), (1, 1)):
-        engine.allocator.reset_prefix_cache()
-        engine.generate([prompt], SamplingParams(max_new_tokens=1))
-        assert len(captured) - before == late
-        assert engine.runner.uncaptured_runs - uncaptured_before == uncaptured
-    assert captured[-1].replays == 2
-    assert engine.runner.graphs.late_captures == 1
+def test_a_capture_runs_nothing(engine: Engine, captured: list[FakeGraph], monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = count_forward_passes(engine, monkeypatch)
+    [bucket] = engine.plan.prefill_buckets
+    engine.runner.graphs.drop(bucket)
+    engine.runner.graphs.capture(bucket)
+    assert engine.capture_next_graph() and not passes
+    assert len(captured) == 4 * len(EARLY) + 1
 
 
-def test_an_idle_engine_captures_the_rest_without_compiling_or_touching_a_key(
+def test_graphs_that_no_step_can_use_are_left_out() -> None:
+    """256 row slots are for more than 128 decode rows, and a step has at least one token of a prompt."""
+    plan = make_plan(make_recipe(shapes="dynamic", buckets=(2048,), mixed_steps="on"), H100, LLAMA_8B)
+    [bucket] = plan.prefill_buckets
+    smallest = {row_slots: size for size, row_slots in reversed(plan.graph_shapes(bucket))}
+    assert smallest == {0: 16, 32: 16, 128: 48, 256: 160}
+
+
+def test_a_start_leaves_them_out_too(captured: list[FakeGraph]) -> None:
+    plan = make_plan(make_recipe(shapes="dynamic", buckets=(2048,), mixed_steps="on"), H100, LLAMA_8B)
+    [bucket] = plan.prefill_buckets
+    graphs = StepGraphs(plan, forward=print, make_buffers=print)  # type: ignore[arg-type]
+    graphs.capture(bucket)
+    assert len(graphs) == len(captured) == 10 + 10 + 10 + 8
+    assert StepKey(bucket, 192, 256) in graphs and StepKey(bucket, 64, 128) in graphs
+    assert StepKey(bucket, 128, 256) not in graphs
+    graphs.warmed()
+    assert graphs.sizes(bucket, 0) == graphs.sizes(bucket, 128) == (*EARLY_SIZES, 2048)
+    assert graphs.sizes(bucket, 256) == (*EARLY_SIZES[2:], 2048)
+
+
+def test_a_step_is_padded_to_a_captured_size_until_its_own_is_captured(
     engine: Engine, captured: list[FakeGraph]
 ) -> None:
+    [bucket] = engine.plan.prefill_buckets
+    before, graphs = len(captured), engine.runner.graphs
+    uncaptured, computed = engine.runner.uncaptured_runs, engine.runner.computed_tokens[bucket]
+    for times in (1, 2, 3):
+        generate_short(engine)
+        assert graphs.wanted == {key_of(engine, 32): times}
+    assert engine.runner.computed_tokens[bucket] - computed == 3 * 64
+    assert len(captured) == before, "no step captures"
+    engine.capture_wanted_graph()
+    assert len(captured) == before + 1 and key_of(engine, 32) in graphs and graphs.late_captures == 1
+    generate_short(engine)
+    assert engine.runner.computed_tokens[bucket] - computed == 3 * 64 + 32
+    assert captured[-1].replays == 1 and not graphs.wanted
+    assert engine.runner.uncaptured_runs == uncaptured
+
+
+def test_a_mixed_step_has_the_fewest_row_slots_that_hold_its_rows(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+    runner, buffers = engine.runner, PrefillBuffers.buffers
+
+    def recorded(prefill: PrefillBuffers, row_slots: int) -> StepBuffers:
+        num_decoding = int(prefill._prefill.host_scalars[HOST_SCALARS.index("decoding")])
+        steps.append((num_decoding, row_slots))
+        return buffers(prefill, row_slots)
+
+    monkeypatch.setattr(PrefillBuffers, "buffers", recorded)
+    monkeypatch.setattr(runner, "_row_slots", (0, 2, 4))
+    for prompt in make_prompts(4, longest=40):
+        engine.submit(prompt, PARAMS)
+        engine.step()
+    while engine.has_work:
+        engine.step()
+    assert set(steps) == {(0, 0), (1, 2), (2, 2), (3, 4)}
+
+
+def test_the_step_sizes_follow_the_captures(engine: Engine) -> None:
+    runner = engine.runner
+    assert runner.step_sizes(0) == runner.step_sizes(1) == runner.step_sizes(4) == EARLY
+    generate_short(engine)
+    engine.capture_wanted_graph()
+    assert runner.step_sizes(0) == (32, *EARLY)
+    assert runner.step_sizes(1) == EARLY, "with decode rows it is another graph"
+    runner.graphs.wanted[key_of(engine, 96, 4)] += 1
+    engine.capture_wanted_graph()
+    assert runner.step_sizes(3) == (64, 96, *EARLY[1:]) and runner.step_sizes(0) == (32, *EARLY)
+    while engine.capture_next_graph():
+        pass
+    assert runner.step_sizes(0) == runner.step_sizes(2) == engine.plan.step_sizes(engine.plan.prefill_buckets[0])
+    runner.graphs.drop(engine.plan.prefill_buckets[0])
+    assert runner.step_sizes(0)[:3] == (16, 32, 48), "without graphs any size runs"
+
+
+def test_the_step_sizes_without_graphs(cache_dir: str) -> None:
+    static = prepare_tiny(cache_dir).engine.runner
+    assert static.step_sizes(0) == static.step_sizes(4) == tuple(b.size for b in static.plan.prefill_buckets)
+    dynamic = prepare_tiny(cache_dir, shapes="dynamic", buckets=(40,)).engine.runner
+    assert dynamic.step_sizes(0) == dynamic.step_sizes(3) == (16, 32, 40)
+
+
+def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
+    engine: Engine, captured: list[FakeGraph]
+) -> None:
+    """Without compiling anything or touching a key."""
+    graphs = engine.runner.graphs
     prompts = make_prompts(6)
     expected = engine.generate(prompts, PARAMS)
-    [bucket] = engine.plan.prefill_buckets
+    graphs.wanted[key_of(engine, 224, 4)] += 100
     with measure_compiles() as captures:
+        assert engine.capture_next_graph()
+        assert key_of(engine, 224, 4) in graphs and key_of(engine, 224, 4) not in graphs.wanted
         while engine.capture_next_graph():
             pass
     assert captures.counts.compiles == 0
-    assert len(engine.runner.graphs) == 3 * len(engine.plan.step_sizes(bucket))
-    assert not engine.capture_next_graph()
+    [bucket] = engine.plan.prefill_buckets
+    assert len(graphs) == len(captured) == 2 * len(engine.plan.step_sizes(bucket))
+    assert not graphs.wanted and not engine.wants_graph and not engine.capture_next_graph()
     computed, uncaptured = engine.runner.computed_tokens[bucket], engine.runner.uncaptured_runs
     assert engine.generate(prompts, PARAMS) == expected, "from the prefix cache, which no capture has overwritten"
     engine.allocator.reset_prefix_cache()
     assert engine.generate(prompts, PARAMS) == expected
     assert engine.runner.uncaptured_runs == uncaptured, "every step has a graph"
     assert engine.runner.computed_tokens[bucket] > computed
+    assert not graphs.wanted
+
+
+def test_a_graph_is_captured_while_requests_run(engine: Engine, captured: list[FakeGraph]) -> None:
+    prompts = make_prompts(8)
+    expected = engine.generate(prompts, PARAMS)
+    engine.allocator.reset_prefix_cache()
+    before, tokens = engine.runner.graphs.late_captures, []
+    ids = [engine.submit(prompt, PARAMS) for prompt in prompts]
+    while engine.has_work:
+        tokens += engine.step()
+        if engine.wants_graph:
+            engine.capture_wanted_graph()
+    assert [[token.token_id for token in tokens if token.request_id == request_id] for request_id in ids] == expected
+    assert engine.runner.graphs.late_captures > before
+    assert sum(graph.replays for graph in captured[2 * len(EARLY) :]) > 0, "a graph is used that was captured meanwhile"
+
+
+def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) -> None:
+    before = engine.runner.uncaptured_runs
+    generate_short(engine, SamplingParams(max_new_tokens=1, prompt_logprobs=0))
+    assert engine.runner.uncaptured_runs == before + 1
+    assert engine.runner.graphs.wanted == {key_of(engine, 32): 1}
+    assert {tokens for _, tokens in engine.runner._prefill_buffers} <= set(EARLY)
+
+
+def test_a_canary_step_has_the_same_size_before_and_after_a_capture(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another size may round differently. Canary steps are not wanted either."""
+    graphs = engine.runner.graphs
+    keys: list[StepKey] = []
+    run = graphs.run
+    monkeypatch.setattr(graphs, "run", lambda buffers: keys.append(buffers.key) or run(buffers))
+    canary = Canary(engine)
+    recorded = [*keys]
+    assert {key.tokens for key in recorded if key.bucket.is_prefill} <= set(EARLY) and not graphs.wanted
+    while engine.capture_next_graph():
+        pass
+    keys.clear()
+    for number in range(len(canary.cases)):
+        for _ in canary.check(number):
+            pass
+    assert set(keys) == set(recorded) and len(keys) == len(recorded) // 2, "each case is recorded twice"
 
 
 def test_padded_sizes_change_no_token(engine: Engine, cache_dir: str) -> None:
@@ -125,32 +301,155 @@ def test_padded_sizes_change_no_token(engine: Engine, cache_dir: str) -> None:
         assert engine.generate(prompts, PARAMS) == static.generate(prompts, PARAMS)
     assert serving.counts.compiles == 0
     [bucket] = engine.plan.prefill_buckets
-    padding, computed = engine.runner.padding_tokens[bucket], engine.runner.computed_tokens[bucket]
-    assert 0 < padding < 0.15 * computed
+    assert engine.runner.padding_tokens[bucket] > 0
 
 
-def test_without_memory_for_another_graph_steps_run_without_one(
-    engine: Engine, captured: list[FakeGraph], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_without_memory_for_another_graph_steps_stay_padded(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(step: Any, pool: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory")
-
-    monkeypatch.setattr(step_graphs, "capture_graph", fail)
-    before, prompt = len(engine.runner.graphs), make_prompts(1)[0][:20]
-    expected = None
-    for _ in range(3):
-        engine.allocator.reset_prefix_cache()
-        tokens = engine.generate([prompt], PARAMS)
-        expected = expected or tokens
-        assert tokens == expected
-    assert not engine.capture_next_graph()
-    assert len(engine.runner.graphs) == before
+    fail_captures(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    before, expected = len(engine.runner.graphs), generate_short(engine, PARAMS)
+    assert engine.wants_graph
+    engine.capture_wanted_graph()
+    assert not engine.wants_graph and not engine.capture_next_graph()
+    assert generate_short(engine, PARAMS) == expected
+    assert not engine.runner.graphs.wanted and not engine.wants_graph
+    assert len(engine.runner.graphs) == before and engine.runner.graphs.late_captures == 0
     assert caplog.text.count("no memory for another CUDA graph") == 1
+
+
+def test_after_a_failure_under_load_graphs_are_captured_when_idle_after_a_first_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes = count_forward_passes(engine, monkeypatch)
+    expected = generate_short(engine, PARAMS)
+    passes.clear()
+    fail_captures(monkeypatch, RuntimeError("operation not permitted when stream is capturing"), times=1)
+    engine.capture_wanted_graph()
+    graphs = engine.runner.graphs
+    assert not passes and key_of(engine, 32) not in graphs
+    assert graphs.wanted and not engine.wants_graph, "it is still wanted"
+    assert engine.capture_next_graph()
+    assert passes == [key_of(engine, 32)] and key_of(engine, 32) in graphs
+    assert engine.capture_next_graph() and len(passes) == 2, "the others run first too"
+    assert generate_short(engine, PARAMS) == expected
+    assert caplog.text.count("could not be captured") == 1 and "not permitted" in caplog.text
+
+
+def test_a_failed_capture_of_an_idle_engine_is_repeated_after_a_first_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    passes, before = count_forward_passes(engine, monkeypatch), len(engine.runner.graphs)
+    fail_captures(monkeypatch, RuntimeError("invalid"), times=1)
+    assert engine.capture_next_graph()
+    assert len(passes) == 1 and passes[0] in engine.runner.graphs
+    assert len(engine.runner.graphs) == before + 1 == before + engine.runner.graphs.late_captures
+    assert caplog.text.count("could not be captured") == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError("invalid"), TypeError("of a Triton kernel")])
+def test_a_capture_that_fails_twice_ends_late_captures(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    before, expected = len(engine.runner.graphs), generate_short(engine, PARAMS)
+    fail_captures(monkeypatch, error)
+    assert not engine.capture_next_graph() and not engine.capture_next_graph()
+    assert generate_short(engine, PARAMS) == expected
+    assert not engine.wants_graph and len(engine.runner.graphs) == before
+    assert caplog.text.count("no further one is captured") == 1
+
+
+def test_a_capture_that_would_compile_does_not_end_the_server(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def compile_something(step: Any, pool: Any) -> Any:
+        return torch.compile(lambda x: x + 1, backend="eager")(torch.ones(3))
+
+    monkeypatch.setattr(step_graphs, "capture_graph", compile_something)
+    generate_short(engine)
+    engine.capture_wanted_graph()
+    assert not engine.wants_graph and not engine.capture_next_graph()
+    assert "fail_on_recompile" in caplog.text
+
+
+def test_at_a_start_a_failed_capture_is_repeated_after_a_first_run(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphs, [bucket] = engine.runner.graphs, engine.plan.prefill_buckets
+    graphs.drop(bucket)
+    passes = count_forward_passes(engine, monkeypatch)
+    fail_captures(monkeypatch, RuntimeError("kernel loading"), times=1)
+    graphs.capture(bucket)
+    assert len(graphs) == 2 * len(EARLY) == len(passes), "all others run first too"
+    assert caplog.text.count("a capture failed") == 1
+    assert not graphs._needs_first_run, "another variant may be selected"
+
+
+def test_at_a_start_a_second_failure_is_raised(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, [bucket] = engine.runner.graphs, engine.plan.prefill_buckets
+    graphs.drop(bucket)
+    failed = fail_captures(monkeypatch, RuntimeError("kernel loading"), times=2)
+    with pytest.raises(RuntimeError, match="kernel loading"):
+        graphs.capture(bucket)
+    assert len(failed) == 2
+
+
+def test_at_a_start_too_little_memory_is_raised_at_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs, [bucket] = engine.runner.graphs, engine.plan.prefill_buckets
+    graphs.drop(bucket)
+    failed = fail_captures(monkeypatch, torch.OutOfMemoryError("CUDA out of memory"))
+    with pytest.raises(torch.OutOfMemoryError):
+        graphs.capture(bucket)
+    assert len(failed) == 1
+
+
+def test_a_failed_capture_leaves_its_pool(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = iter(range(10))
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda: next(pools))
+    monkeypatch.setattr(engine.runner.graphs, "_pools", [])
+    used: list[Any] = []
+    capture_graph = step_graphs.capture_graph
+
+    def capture(step: Any, pool: Any) -> Any:
+        used.append(pool)
+        if len(used) == 2:
+            raise RuntimeError("invalid")
+        return capture_graph(step, pool)
+
+    monkeypatch.setattr(step_graphs, "capture_graph", capture)
+    for _ in range(3):
+        engine.capture_next_graph()
+    assert used == [0, 0, 1, 1]
 
 
 def test_the_graphs_of_another_variant_are_dropped(engine: Engine) -> None:
     [bucket] = engine.plan.prefill_buckets
-    assert engine.runner.graphs.is_captured(bucket)
+    generate_short(engine)
+    assert engine.runner.graphs.is_captured(bucket) and engine.runner.graphs.wanted
     engine.runner.set_variant(bucket, engine.runner._variants[bucket])
     assert not engine.runner.graphs.is_captured(bucket) and len(engine.runner.graphs) == 0
+    assert not engine.runner.graphs.wanted and not engine.capture_next_graph()
     assert not engine.runner.graphs.is_captured(Bucket("decode", 1))
+
+
+def test_a_bucket_without_graphs_runs_and_wants_none(engine: Engine) -> None:
+    """A variant with an attention backend that cannot be captured."""
+    [bucket] = engine.plan.prefill_buckets
+    expected = generate_short(engine, PARAMS)
+    engine.runner.set_variant(bucket, engine.runner._variants[bucket])
+    computed = engine.runner.computed_tokens[bucket]
+    assert generate_short(engine, PARAMS) == expected
+    assert engine.runner.computed_tokens[bucket] - computed == 32, "padded to its own size"
+    assert not engine.runner.graphs.wanted
+
+
+def test_a_step_that_does_not_replay_its_graph_is_counted(engine: Engine) -> None:
+    runner, [bucket] = engine.runner, engine.plan.prefill_buckets
+    sequence = Sequence(0, [5] * SHORT, SHORT, PARAMS)
+    sequence.blocks = engine.allocator.allocate(2)
+    before = runner.uncaptured_runs
+    runner.prefill([Chunk(sequence, 0, SHORT)])
+    assert runner.uncaptured_runs == before
+    runner.graphs.run(runner._buffers_of(StepKey(bucket, 32, 0)))
+    assert runner.uncaptured_runs == before + 1
+    engine.allocator.release(sequence.blocks)
