@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import threading
+import time
 from collections.abc import AsyncIterator
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,8 @@ class FakeEngine:
         self.scheduler = SimpleNamespace(stats=None)
         self.steps = threading.Semaphore(100)  # steps that may run
         self.graphs_left = 0
+        self.wants_graph = False
+        self.captured_at: list[float] = []  # graphs captured under load
         self._num_steps: dict[int, int] = {}  # by request id
 
     @property
@@ -39,6 +43,10 @@ class FakeEngine:
         assert not self.has_work
         self.graphs_left -= 1
         return self.graphs_left > 0
+
+    def capture_wanted_graph(self) -> None:
+        assert self.wants_graph
+        self.captured_at.append(time.monotonic())
 
     def submit(self, prompt: list[int], params: SamplingParams, group: int | None) -> int:
         self._num_steps[len(self._num_steps)] = -1
@@ -171,3 +179,51 @@ def test_graphs_are_captured_while_no_request_is_open(monkeypatch: pytest.Monkey
 
     while_open, at_end = asyncio.run(run())
     assert while_open > 0 and at_end == 0, "none while a request is open, and it stops when none is left"
+
+
+def run_requests(engine: FakeEngine, gaps: tuple[float, ...]) -> list[float]:
+    """Run requests with `gaps` seconds before each; returns when each was sent."""
+    sent_at: list[float] = []
+    engine.steps = threading.Semaphore(4 * len(gaps))
+
+    async def run() -> None:
+        async with request_group(engine) as first:
+            for number, gap in enumerate(gaps):
+                await asyncio.sleep(gap)
+                group = RequestGroup(first._worker, [([7], SamplingParams(max_new_tokens=3))]) if number else first
+                sent_at.append(time.monotonic())
+                async with asyncio.timeout(30):
+                    await group.start()
+                    await collect_tokens(group)
+
+    asyncio.run(run())
+    return sent_at
+
+
+def test_under_load_a_wanted_graph_is_captured_once_per_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 0.2)
+    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 60.0)  # the gaps below are load
+    engine = FakeEngine()
+    engine.wants_graph = True
+    sent_at = run_requests(engine, (0.01,) * 60)
+    intervals = [after - before for before, after in itertools.pairwise(engine.captured_at)]
+    assert min(intervals) >= 0.2
+    assert 2 <= len(engine.captured_at) <= (sent_at[-1] - sent_at[0]) / 0.2 + 1
+
+
+def test_a_graph_that_is_not_wanted_is_not_captured_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 0.0)
+    engine = FakeEngine()
+    run_requests(engine, (0.01,) * 5)
+    assert not engine.captured_at
+
+
+def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_module, "CAPTURE_INTERVAL_S", 1.0)
+    monkeypatch.setattr(worker_module, "CAPTURE_AFTER_IDLE_S", 0.1)
+    engine = FakeEngine()
+    engine.wants_graph = True
+    run_requests(engine, (0.5, 0.5, 0.5))
+    assert not engine.captured_at, "each request follows an idle time, when graphs could be captured"
+    sent_at = run_requests(engine, (0.5, *(0.02,) * 70))
+    assert engine.captured_at[0] >= sent_at[0] + 1.0
