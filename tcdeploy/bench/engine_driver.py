@@ -83,6 +83,9 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
             for chunk in chunks:
                 engine.runner.prefill([chunk])
 
+    step()
+    while engine.wants_graph:  # time the graphs that a server has after a while
+        engine.capture_wanted_graph()
     return step
 
 
