@@ -77,7 +77,7 @@ class StepGraphs:
 
     def sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The sizes that the bucket's steps are padded to now, ascending; () if they are not padded."""
-        if not (self._is_warm and bucket.min_size and self.is_captured(bucket)):
+        if not (self._is_warm and self.is_captured(bucket)):
             return self._plan.step_sizes(bucket)
         if (bucket, row_slots) not in self._sizes:
             captured = (key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots)

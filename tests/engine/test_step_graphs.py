@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tcdeploy.attention.kv_cache import PADDING_SLOT
 from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.engine import step_graphs
@@ -336,6 +337,26 @@ def test_after_a_failure_under_load_graphs_are_captured_when_idle_after_a_first_
     assert engine.capture_next_graph() and len(passes) == 2, "the others run first too"
     assert generate_short(engine, PARAMS) == expected
     assert caplog.text.count("could not be captured") == 1 and "not permitted" in caplog.text
+
+
+def test_a_first_run_writes_no_key(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The buffers of its size may hold the tokens of an earlier step, whose blocks belong to another request by now."""
+    generate_short(engine)
+    engine.capture_wanted_graph()
+    generate_short(engine)
+    graphs, written = engine.runner.graphs, []
+
+    def recorded(buffers: StepBuffers) -> StepOutput:
+        assert buffers.metadata.prefill is not None
+        written.append((buffers.key, set(buffers.metadata.prefill.slot_mapping.tolist())))
+        return forward(buffers)
+
+    forward = graphs._forward
+    monkeypatch.setattr(graphs, "_forward", recorded)
+    graphs._needs_first_run = True
+    graphs.wanted[key_of(engine, 32, 4)] += 1
+    assert engine.capture_next_graph()
+    assert written == [(key_of(engine, 32, 4), {PADDING_SLOT})]
 
 
 def test_a_failed_capture_of_an_idle_engine_is_repeated_after_a_first_run(
