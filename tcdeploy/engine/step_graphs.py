@@ -77,7 +77,7 @@ class StepGraphs:
 
     def sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The sizes that the bucket's steps are padded to now, ascending; () if they are not padded."""
-        if not (self._is_warm and self.is_captured(bucket)):
+        if not (self._is_warm and bucket.min_size and self.is_captured(bucket)):
             return self._plan.step_sizes(bucket)
         if (bucket, row_slots) not in self._sizes:
             captured = (key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots)
@@ -167,7 +167,9 @@ class StepGraphs:
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
         captured_buckets = filter(self.is_captured, self._plan.prefill_buckets)
-        keys = (StepKey(bucket, *shape) for bucket in captured_buckets for shape in self._plan.graph_shapes(bucket))
+        # From the largest size on: a graph reuses the pool's memory only if a larger graph has left it.
+        shapes = ((bucket, shape) for bucket in captured_buckets for shape in reversed(self._plan.graph_shapes(bucket)))
+        keys = (StepKey(bucket, *shape) for bucket, shape in shapes)
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: StepKey, runs_first: bool = False) -> bool:

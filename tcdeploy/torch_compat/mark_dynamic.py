@@ -8,6 +8,7 @@ another context or amount of GPU memory compiles again. A dynamic prefill range 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 from torch import Tensor
@@ -18,6 +19,7 @@ from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
 
 
+@functools.cache  # `mark_dynamic` is called for each layer of each step that runs without a graph
 def supported() -> bool:
     return has_parameters(find(MARK_DYNAMIC), "min", "max")
 
