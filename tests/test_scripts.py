@@ -83,8 +83,9 @@ def test_the_loads_of_bench_traffic_are_valid(tmp_path: Path) -> None:
     from tcdeploy.cli.app import app
 
     script = load_script("bench-traffic")
-    chats = [*script.chat_lines(divisor=1)]
-    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in chats))
+    chats = [*script.chat_lines(divisor=1), *script.long_prompt_lines(script.LONG_PROMPTS, divisor=1)]
+    script.write_trace(tmp_path / "chats.jsonl", chats)
+    script.write_trace(tmp_path / "long-alone.jsonl", script.long_prompt_lines(script.ALONE_PROMPTS, divisor=1))
     options = Namespace(out=tmp_path, divide_lengths=1, sweep=script.SWEEP_RATES, duration=30)
     for load, flags in script.load_flags(options).items():
         result = CliRunner().invoke(app, ["bench", "serve", "--url", "http://127.0.0.1:9", *flags])
