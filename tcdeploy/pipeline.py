@@ -46,12 +46,13 @@ from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
+from tcdeploy.compiler.stances import fail_on_recompile
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
 from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.step_costs import make_step_costs
+from tcdeploy.engine.timing import measure_step_costs
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
@@ -164,6 +165,9 @@ def prepare(
         with FileAccessTracker(staging.path).track() as tracker:
             on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
             records = warm_buckets(runner, checker, previous, plan.cache_dir, measure, progress, on_finished)
+        runner.graphs.warmed()
+        with fail_on_recompile(), runner.uncounted_steps():
+            costs = measure_step_costs(runner)
     with stages.stage("record"):
         files = hash_used_files(staging, tracker.paths(), earlier, _is_first_prepare())
         if recipe.require_signed and staging.bundle is not None:
@@ -187,7 +191,7 @@ def prepare(
         plan,
         architecture,
         planned.generation_defaults,
-        Engine(runner, make_step_costs(plan, records)),
+        Engine(runner, costs),
         tuple(records),
         stages.seconds,
         staging.target,

@@ -70,7 +70,6 @@ def _without_run_timings(record: BucketRecord) -> BucketRecord:
         graph_memory_bytes=None,
         eager_ms=None,
         compiled_ms=None,
-        step_ms=None,
     )
 
 

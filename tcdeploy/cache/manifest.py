@@ -15,7 +15,6 @@ import contextlib
 import errno
 import hashlib
 import json
-import math
 import os
 import threading
 from dataclasses import asdict, dataclass, fields
@@ -32,7 +31,6 @@ from tcdeploy.planning.recipe import Recipe
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
 OPTIONAL_FIELDS = {"compiled_at"}  # of a manifest; version 0.2 did not record them
-OPTIONAL_BUCKET_FIELDS = {"step_ms"}
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,6 @@ class BucketRecord:
     kernels_timed: int = 0  # Triton configs that torch timed in this run
     kernels_compiled: int = 0  # by Triton or a C++ compiler in this run, trials and checks included
     timed_context: int | None = None  # tokens per sequence while the step was timed
-    step_ms: float | None = None  # median of the step as it serves; the scheduler's costs (engine/step_costs.py)
 
     @property
     def seconds(self) -> float:
@@ -294,19 +291,10 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
-    content = _without_absent_fields(asdict(manifest), document)
+    content = {name: value for name, value in asdict(manifest).items() if name in document}
     if digest != _digest(document) or text != _text_with_checksum(content):
         raise _corruption_error(path, "its checksum does not match")
     return manifest
-
-
-def _without_absent_fields(content: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
-    """The content of a manifest that was read from `document`, without the optional fields that it does not have."""
-    buckets = [
-        {name: value for name, value in record.items() if name in known}
-        for record, known in zip(content["buckets"], document["buckets"], strict=True)
-    ]
-    return {name: value for name, value in {**content, "buckets": buckets}.items() if name in {*document, "buckets"}}
 
 
 def _check_date(seconds: Any) -> None:
@@ -324,10 +312,7 @@ def _read_origin(document: dict[str, Any]) -> Origin:
 
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
-    _check_fields({**dict.fromkeys(OPTIONAL_BUCKET_FIELDS), **document}, BucketRecord)
-    step_ms = document.get("step_ms")
-    if step_ms is not None and not (isinstance(step_ms, float) and 0 < step_ms < math.inf):
-        raise ValueError(f"step_ms is {step_ms!r:.50}; it must be a positive number")
+    _check_fields(document, BucketRecord)
     nested: dict[str, Any] = {
         "parity": Parity(**document["parity"]),
         "eager_greedy_tokens": _read_greedy_tokens(document["eager_greedy_tokens"]),

@@ -18,8 +18,8 @@ prompt are registered in the prefix cache without waiting for their step to end.
 scheduled, because only a later step may read them.
 
 With `mixed_steps`, every running sequence decodes one token in each step, and chunks of prompts fill the rest of it. So
-sequences never wait for the prompts of others, and the weights are read once for both. While sequences decode, a mixed
-step has at most as many tokens as are predicted to take `itl_target_ms` (step_costs.py), but at least a small chunk.
+sequences never wait for the prompts of others, and the weights are read once for both. step_size.py chooses the number
+of tokens of such a step from its predicted time.
 
 Prompts are computed first come, first served, with one exception if steps are mixed: a long prompt shares its steps
 with the prompts behind it. A prompt is long if it needs more than LONG_PROMPT_STEPS steps of the present size. If the
@@ -36,7 +36,7 @@ their streams.
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections import Counter, deque
 from typing import NamedTuple
@@ -44,15 +44,18 @@ from typing import NamedTuple
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.sequence import Chunk, Sequence
 from tcdeploy.engine.step_costs import StepPredictor
+from tcdeploy.engine.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
+MAX_BACKLOG_PROMPTS = 64  # waiting prompts that the choice of a step's size counts
 LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them with the prompts behind it
 
 
 class SchedulerConfig(NamedTuple):
     """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row.
 
-    itl_target_ms: the predicted time that a mixed step may take; without step costs it has no effect.
+    itl_target_ms: the predicted time that a mixed step may take (step_size.py has the default); without step costs it
+        has no effect.
     """
 
     max_rows: int
@@ -60,7 +63,8 @@ class SchedulerConfig(NamedTuple):
     max_prefill_sequences: int
     max_consecutive_prefills: int = 4
     mixed_steps: bool = False
-    itl_target_ms: float = math.inf
+    itl_target_ms: float | None = None
+    min_chunk_tokens: int = MIN_CHUNK_TOKENS
 
 
 class SchedulerOutput(NamedTuple):
@@ -76,6 +80,21 @@ class SchedulerOutput(NamedTuple):
     def num_tokens(self) -> int:
         return len(self.decode) + sum(stop - start for _, start, stop in self.chunks)
 
+    @property
+    def row_context(self) -> int:
+        """Tokens in the KV cache of all decode rows together."""
+        return sum(sequence.num_computed_tokens for sequence in self.decode)
+
+    @property
+    def prompt_context(self) -> int:
+        """Tokens of a chunk times tokens of its prompt that earlier steps computed, summed over the chunks."""
+        return sum((stop - start) * start for _, start, stop in self.chunks)
+
+    @property
+    def prefix(self) -> int:
+        """The largest number of tokens of a prompt that earlier steps computed."""
+        return max((start for _, start, _ in self.chunks), default=0)
+
 
 class SchedulerStats(NamedTuple):
     """Counts for metrics. `used_blocks` excludes cached blocks without a reference, since they can be evicted."""
@@ -90,13 +109,14 @@ class SchedulerStats(NamedTuple):
 class Scheduler:
     """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
 
-    `predictor` limits mixed steps to `config.itl_target_ms`. Without one they have up to `config.prefill_tokens`.
+    `predictor` has the costs from which the size of mixed steps is chosen. Without one they have up to
+    `config.prefill_tokens`.
     """
 
     def __init__(
         self, config: SchedulerConfig, allocator: BlockAllocator, predictor: StepPredictor | None = None
     ) -> None:
-        assert predictor is None or predictor.costs.step_sizes[-1] == config.prefill_tokens
+        assert predictor is None or predictor.step_sizes(0)[-1] == config.prefill_tokens
         self.config = config
         self.allocator = allocator
         self.predictor = predictor
@@ -168,15 +188,26 @@ class Scheduler:
         """One token of each running sequence, and prompts in the rest of the step."""
         self._make_room_for_new_group()
         decode = self._schedule_decode()
-        chunks = self._schedule_prefill(self._mixed_step_tokens(len(decode)), len(decode))
+        chunks = self._schedule_prefill(self._mixed_step_tokens(decode), len(decode))
         self._consecutive_prefills = 0
         return SchedulerOutput(chunks, decode)
 
-    def _mixed_step_tokens(self, rows: int) -> int:
-        """Tokens of a mixed step, those of `rows` decode rows included. The target applies if there are rows."""
-        if self.predictor is None or not rows:
+    def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
+        """Tokens of a mixed step, those of the decode rows included."""
+        if self.predictor is None:
             return self.config.prefill_tokens
-        return self.predictor.max_tokens(rows, self.config.itl_target_ms)
+        free_rows = self.config.max_rows - len(self._admitted)
+        prompts = [*self.prefilling, *itertools.islice(self.waiting, min(free_rows, MAX_BACKLOG_PROMPTS))]
+        if not prompts:
+            return len(decode)
+        backlog = Backlog(
+            rows=len(decode),
+            row_context=SchedulerOutput(decode=decode).row_context,
+            prompts=len(prompts),
+            prompt_tokens=sum(map(_uncomputed_tokens, prompts)),
+            prefix=max(sequence.num_computed_tokens for sequence in prompts),
+        )
+        return choose_step_tokens(self.predictor, backlog, self.config.itl_target_ms, self.config.min_chunk_tokens)
 
     def requeue_all(self) -> None:
         """After a scheduled step failed: return all admitted sequences to the queue and clear the prefix cache."""
@@ -221,27 +252,11 @@ class Scheduler:
             token_budget -= size
         if chunk_sizes:
             chunk_sizes[0] += min(token_budget, _uncomputed_tokens(self.prefilling[0]) - chunk_sizes[0])
-            chunk_sizes[-1] -= self._tokens_to_postpone(rows, chunk_sizes)
         self._unregistered_chunks = tuple(map(_next_chunk, self.prefilling, chunk_sizes))
         for chunk in self._unregistered_chunks:
             self._account_for_chunk(chunk)
         assert len(self.prefilling) <= 2, "only the first prompt and the last one in a step are split"
         return self._unregistered_chunks
-
-    def _tokens_to_postpone(self, rows: int, chunk_sizes: list[int]) -> int:
-        """Tokens of the last chunk that would make a mixed step so much larger that two steps are faster; 0 if none.
-
-        A prompt of 512 tokens and one decode row would need a bucket of 2,048, if that is the next after 512.
-        """
-        if self.predictor is None or not rows:
-            return 0
-        costs, tokens = self.predictor.costs, rows + sum(chunk_sizes)
-        smaller = costs.size_below(tokens)
-        rest = tokens - smaller
-        if smaller < costs.min_tokens(rows) or rest >= chunk_sizes[-1]:
-            return 0
-        two_steps_ms = costs.predict_ms(smaller, rows) + costs.predict_ms(rest + rows, rows)
-        return rest if two_steps_ms < costs.predict_ms(tokens, rows) else 0
 
     def _prompt(self, number: int) -> Sequence | None:
         """The prompt that is computed as the step's `number`th: one that was launched in part, or a new one."""

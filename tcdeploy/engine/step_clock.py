@@ -30,7 +30,7 @@ class StepClock:
     def __init__(self, predictor: StepPredictor) -> None:
         self.predictor = predictor
         self.totals: dict[str, StepTotals] = dict.fromkeys(STEP_KINDS, StepTotals())
-        self._started: float | None = None  # when the device started the step in flight, if the host saw it
+        self.started: float | None = None  # when the device started the step in flight, if the host saw it
 
     def step_completed(
         self, estimate: StepEstimate | None, now: float, has_waited: bool, is_next_launched: bool
@@ -39,9 +39,9 @@ class StepClock:
 
         `is_next_launched`: the device runs the next step from `now` on, if the host has waited.
         """
-        if estimate is not None and has_waited and self._started is not None:
-            self.add(estimate, now - self._started)
-        self._started = now if has_waited and is_next_launched else None
+        if estimate is not None and has_waited and self.started is not None:
+            self.add(estimate, now - self.started)
+        self.started = now if has_waited and is_next_launched else None
 
     def add(self, estimate: StepEstimate, seconds: float) -> None:
         """Count a measured step."""

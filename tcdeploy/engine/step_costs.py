@@ -1,135 +1,104 @@
-"""Predicts the milliseconds of a step from steps that were timed during warm-up. Does not import torch.
+"""Predicts the milliseconds of a step from steps that were timed at start-up. Does not import torch.
 
-A step costs what its padded size costs: a bucket of 512 tokens takes equally long with 1 token and with 512. The table
-therefore holds the sizes that steps are padded to. If there are more sizes than measurements, the time of a size is
-interpolated between the measured sizes around it.
+A step is padded to a size, and its products cost what that size costs, however many of its tokens are used. Attention
+depends on the tokens in the KV cache. So a step of `size` tokens takes
 
-A mixed step of T tokens, R of which belong to decode rows, takes
+    prefill or mixed    size_ms(size) + decode_context_ms * row_context + the time of attention to earlier tokens
+    decode              decode_ms(rows) + decode_context_ms * (row_context - the context while it was timed)
 
-    prefill_ms(T) + decode_ms(R) - decode_ms(1)
+`row_context` is the number of tokens in the KV cache of all decode rows together. The attention of a chunk to itself is
+part of size_ms. Attention to tokens that earlier steps computed takes
 
-The first term has the products of all T tokens. The other two are the time that the decode attention of R rows takes:
-a decode step of few rows is bound by reading the weights, which the products of the mixed step read anyway.
+    max(prefill_context_ms * prompt_context, prefix_ms * prefix)
 
-Clocks, other processes and long contexts change these times. `StepPredictor` multiplies the table by a factor for each
-kind of step, which follows the measured times of the steps that are served.
+`prompt_context` is, summed over the chunks, the tokens of the chunk times the earlier tokens of its prompt; `prefix` is
+the largest number of earlier tokens. A small chunk cannot use the whole device: however few its tokens, some program
+has to walk over the prefix.
+
+Clocks, other processes and sliding windows change these times. `StepPredictor` multiplies the result by a factor for
+each kind of step, which follows the measured times of the steps that are served.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-from tcdeploy.cache.manifest import BucketRecord
-from tcdeploy.planning.plan import Plan
-
-DYNAMIC_STEP_TOKENS = 16  # without graphs a dynamic program has no sizes; predictions round up to a multiple of this
 CORRECTION_WEIGHT = 0.05  # of the latest step, in the moving average: it spans about 20 steps
 MIN_CORRECTION, MAX_CORRECTION = 0.5, 2.0
+MIN_DECODE_SHARE = 0.5  # of a decode step's measured time, however little context its rows have
 
 StepKind = Literal["decode", "mixed", "prefill"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed", "prefill")
+StepSizes: TypeAlias = "Callable[[int], tuple[int, ...]]"
 
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured milliseconds of steps, and the sizes that steps are padded to.
+    """Measured milliseconds of steps.
 
-    prefill_ms: (tokens, ms) of prefill steps without decode rows, ascending by tokens.
+    prefill_ms: (tokens, ms) of prefill steps of one prompt without earlier tokens, ascending by tokens.
     decode_ms_by_rows: (rows, ms) of decode steps, ascending by rows. A decode step is padded to one of these.
-    step_sizes: sizes in tokens that prefill and mixed steps are padded to, ascending.
-    min_chunk_tokens: the least prompt tokens of a mixed step, whatever the target, so that prompts always progress. A
-        step of so few tokens is bound by reading the weights: a smaller chunk would take as long, and a prompt would
-        need more steps.
+    timed_context: tokens in the KV cache of each row while decode steps were timed.
+    decode_context_ms: of a decode step, per token in the KV cache of its rows.
+    prefill_context_ms: of a prefill step, per token of a chunk and token that earlier steps computed.
+    prefix_ms: of a prefill step of few tokens, per token that earlier steps computed.
     """
 
     prefill_ms: tuple[tuple[int, float], ...]
     decode_ms_by_rows: tuple[tuple[int, float], ...]
-    step_sizes: tuple[int, ...]
-    min_chunk_tokens: int = 32
+    timed_context: int = 0
+    decode_context_ms: float = 0.0
+    prefill_context_ms: float = 0.0
+    prefix_ms: float = 0.0
 
     def __post_init__(self) -> None:
-        for sizes in (
-            [tokens for tokens, _ in self.prefill_ms], [rows for rows, _ in self.decode_ms_by_rows], self.step_sizes,
-        ):  # fmt: skip
-            assert sizes and list(sizes) == sorted(set(sizes)) and sizes[0] >= 1, f"{sizes} are not ascending sizes"
+        for sizes in ([tokens for tokens, _ in self.prefill_ms], [rows for rows, _ in self.decode_ms_by_rows]):
+            assert sizes and sizes == sorted(set(sizes)) and sizes[0] >= 1, f"{sizes} are not ascending sizes"
         times = [ms for _, ms in (*self.prefill_ms, *self.decode_ms_by_rows)]
         assert all(0 < ms < math.inf for ms in times), f"{times} are not times"
+        factors = (self.decode_context_ms, self.prefill_context_ms, self.prefix_ms)
+        assert all(0 <= factor < math.inf for factor in factors), f"{factors} are not factors"
 
-    def decode_ms(self, rows: int) -> float:
-        """A decode step of `rows` rows."""
+    def decode_ms(self, rows: int, row_context: int | None = None) -> float:
+        """A decode step of `rows` rows; `row_context` None: with the context of the timed step."""
         index = bisect_left(self._decode_rows, rows)
-        return self.decode_ms_by_rows[min(index, len(self._decode_rows) - 1)][1]
+        padded_rows, ms = self.decode_ms_by_rows[min(index, len(self._decode_rows) - 1)]
+        if row_context is None:
+            return ms
+        difference = row_context - padded_rows * self.timed_context
+        return max(ms + self.decode_context_ms * difference, MIN_DECODE_SHARE * ms)
 
-    def predict_ms(self, tokens: int, rows: int) -> float:
-        """A step of `tokens` tokens, those of `rows` decode rows included; a decode step if it has no others."""
-        if tokens == rows:
-            return self.decode_ms(rows)
-        index = bisect_left(self.step_sizes, tokens)
-        return self._size_ms[min(index, len(self.step_sizes) - 1)] + self._rows_ms(rows)
+    def size_ms(self, size: int) -> float:
+        """The products of a prefill or mixed step of `size` tokens, with the attention of a prompt to itself.
 
-    def max_tokens(self, rows: int, target_ms: float) -> int:
-        """The largest size of a mixed step with `rows` decode rows that is predicted to take at most `target_ms`.
-
-        At least `min_tokens(rows)`, even if that takes longer.
+        Between two measured sizes it is interpolated. Below the smallest one it approaches a decode step of one row,
+        which also computes one token.
         """
-        largest = bisect_right(self._size_ms, target_ms - self._rows_ms(rows)) - 1
-        return max(self.step_sizes[largest] if largest >= 0 else 0, self.min_tokens(rows))
+        return _interpolate(self._size_points, size)
 
-    def size_below(self, tokens: int) -> int:
-        """The step size before the one that holds `tokens` tokens; 0 if the smallest size holds them."""
-        index = bisect_left(self.step_sizes, tokens)
-        return self.step_sizes[index - 1] if index else 0
-
-    def min_tokens(self, rows: int) -> int:
-        """The smallest size that holds `rows` tokens and a minimum chunk, or the largest size there is."""
-        index = bisect_left(self.step_sizes, rows + self.min_chunk_tokens)
-        return self.step_sizes[min(index, len(self.step_sizes) - 1)]
-
-    def _rows_ms(self, rows: int) -> float:
-        """The decode attention of `rows` rows, beside the products that they share with a prompt."""
-        return max(0.0, self.decode_ms(rows) - self.decode_ms(1)) if rows else 0.0
+    def mixed_ms(self, size: int, row_context: int, prompt_context: int, prefix: int) -> float:
+        """A prefill or mixed step that is padded to `size` tokens."""
+        prefix_ms = max(self.prefill_context_ms * prompt_context, self.prefix_ms * prefix)
+        return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
     @cached_property
     def _decode_rows(self) -> tuple[int, ...]:
         return tuple(rows for rows, _ in self.decode_ms_by_rows)
 
     @cached_property
-    def _size_ms(self) -> tuple[float, ...]:
-        """The time of each step size, without decode rows; ascending.
-
-        Below the smallest measured size it approaches a decode step of one row, which also computes one token. A size
-        that took longer than a larger one was interrupted while it was timed, so it gets the time of the larger one.
-        """
+    def _size_points(self) -> list[tuple[int, float]]:
+        """(tokens, ms), ascending in both. A size that took longer than a larger one was interrupted while it was
+        timed, so it gets the time of the larger one."""
         smallest, ms = self.prefill_ms[0]
         points = [(1, min(ms, self.decode_ms(1)))] * (smallest > 1) + list(self.prefill_ms)
-        descending = [_interpolate(points, size) for size in reversed(self.step_sizes)]
-        return tuple(itertools.accumulate(descending, min))[::-1]
-
-
-def make_step_costs(plan: Plan, records: Iterable[BucketRecord]) -> StepCosts | None:
-    """The costs that warm-up measured. None if a bucket was not timed."""
-    measured = {record.bucket: record.step_ms for record in records}
-    times = [(bucket, measured.get(bucket.name)) for bucket in plan.buckets]
-    timed = [(bucket, ms) for bucket, ms in times if ms is not None]
-    if len(timed) < len(times):
-        return None
-    sizes: set[int] = set()
-    for bucket in plan.prefill_buckets:
-        sizes |= {
-            bucket.size,
-            *(plan.step_sizes(bucket) or range(DYNAMIC_STEP_TOKENS, bucket.size, DYNAMIC_STEP_TOKENS)),
-        }
-    return StepCosts(
-        tuple((bucket.size, ms) for bucket, ms in timed if bucket.is_prefill),
-        tuple((bucket.size, ms) for bucket, ms in timed if not bucket.is_prefill),
-        tuple(sorted(sizes)),
-    )
+        times = itertools.accumulate((ms for _, ms in reversed(points)), min)
+        return [(tokens, ms) for (tokens, _), ms in zip(points, list(times)[::-1], strict=True)]
 
 
 class StepEstimate(NamedTuple):
@@ -143,23 +112,33 @@ class StepEstimate(NamedTuple):
 class StepPredictor:
     """Step costs, corrected by the measured times of the steps that are served.
 
+    step_sizes: returns the sizes in tokens, ascending, that a step with so many decode rows may be padded to. They may
+        change between two steps: sizes are added when their CUDA graphs are captured.
+
     The correction of a kind of step is the exponential moving average of measured / table, each ratio limited to
     MIN_CORRECTION..MAX_CORRECTION, so that one interrupted step does not change it much.
     """
 
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
+    def __init__(self, costs: StepCosts, step_sizes: StepSizes) -> None:
+        self.costs, self.step_sizes = costs, step_sizes
         self.corrections: dict[str, float] = dict.fromkeys(STEP_KINDS, 1.0)
 
-    def estimate(self, tokens: int, rows: int) -> StepEstimate:
-        """The prediction for a step of `tokens` tokens, those of `rows` decode rows included."""
-        kind: StepKind = "decode" if tokens == rows else "mixed" if rows else "prefill"
-        table_ms = self.costs.predict_ms(tokens, rows)
+    def estimate(
+        self, tokens: int, rows: int, row_context: int = 0, prompt_context: int = 0, prefix: int = 0
+    ) -> StepEstimate:
+        """The prediction for a step of `tokens` tokens before padding, those of `rows` decode rows included."""
+        if tokens == rows:
+            kind: StepKind = "decode"
+            table_ms = self.costs.decode_ms(rows, row_context)
+        else:
+            kind = "mixed" if rows else "prefill"
+            table_ms = self.costs.mixed_ms(self.padded_size(tokens, rows), row_context, prompt_context, prefix)
         return StepEstimate(kind, table_ms, table_ms * self.corrections[kind])
 
-    def max_tokens(self, rows: int, target_ms: float) -> int:
-        """As `StepCosts.max_tokens`, with the correction of mixed steps."""
-        return self.costs.max_tokens(rows, target_ms / self.corrections["mixed"])
+    def padded_size(self, tokens: int, rows: int) -> int:
+        """The size that a step of `tokens` tokens is padded to, or the largest one."""
+        sizes = self.step_sizes(rows)
+        return sizes[min(bisect_left(sizes, tokens), len(sizes) - 1)]
 
     def observe(self, estimate: StepEstimate, measured_ms: float) -> None:
         """Update the correction with the measured time of a step."""

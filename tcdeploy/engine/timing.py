@@ -1,4 +1,4 @@
-"""Median milliseconds of one bucket's step, on the host's clock between two device synchronisations."""
+"""Median milliseconds of steps, on the host's clock between two device synchronisations."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch
 from tcdeploy.compiler.stances import force_eager
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.engine.sequence import Chunk
+from tcdeploy.engine.step_costs import StepCosts
+from tcdeploy.engine.warmup_inputs import make_timing_batch, timed_context
 from tcdeploy.planning.plan import Bucket
 
 
@@ -25,7 +27,10 @@ class TimingLimits(NamedTuple):
 
 
 THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  # to compare variants
-BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=5, seconds=0.3)  # at each start, for step_costs.py
+BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.3)  # at each start, for step_costs.py
+SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
+MAX_TIMED_PREFIX = 8192  # tokens before a timed chunk
+SMALL_CHUNK = 16  # tokens
 
 
 class StepTimes(NamedTuple):
@@ -41,14 +46,21 @@ def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
 
 
 def measure_step_ms(
-    runner: ModelRunner, bucket: Bucket, captured: bool = True, limits: TimingLimits = THOROUGH
+    runner: ModelRunner,
+    bucket: Bucket,
+    captured: bool = True,
+    limits: TimingLimits = THOROUGH,
+    length: int | None = None,
 ) -> float:
-    """Median ms of the bucket's step on its timing batch; `captured=False` runs the programs without the graph."""
-    batch = make_timing_batch(runner, bucket)
+    """Median ms of the bucket's step on its timing batch (`length` is described there).
+
+    `captured=False` runs the programs without the graph.
+    """
+    batch = make_timing_batch(runner, bucket, length)
     first_seconds = _seconds(batch.run)
     if limits.min_runs == 1 and first_seconds > limits.seconds:  # a slow step runs once
         return first_seconds * 1e3
-    if bucket.min_size:  # a dynamic bucket has no static buffers to run again
+    if bucket.min_size:  # of a dynamic bucket, the buffers depend on the length
         return _median_ms(batch.run, limits)
     rerun = runner.rerun if captured else runner.rerun_uncaptured
     if bucket.is_prefill:
@@ -56,6 +68,63 @@ def measure_step_ms(
     return _median_ms(
         lambda: rerun(bucket), limits, reset=lambda: runner.row_assignment.assign_prefilled(batch.sequences)
     )
+
+
+def measure_step_costs(runner: ModelRunner) -> StepCosts:
+    """Time the steps of all buckets briefly, and how they slow down with the tokens in the KV cache.
+
+    A dynamic bucket is timed at each size that is captured now.
+    """
+    plan = runner.plan
+    prefill_ms: dict[int, float] = {}
+    for bucket in plan.prefill_buckets:
+        captured = runner.step_sizes(0) if bucket.min_size and runner.graphs.is_captured(bucket) else ()
+        for size in captured or (bucket.size,):
+            prefill_ms[size] = measure_step_ms(runner, bucket, limits=BRIEF, length=size)
+    largest = plan.decode_buckets[-1]
+    context = timed_context(plan, largest)
+    decode_ms = {
+        bucket.size: measure_step_ms(runner, bucket, limits=BRIEF, length=context) for bucket in plan.decode_buckets
+    }
+    prefill_context_ms, prefix_ms = _measure_prefix(runner)
+    costs = StepCosts(
+        prefill_ms=tuple(sorted(prefill_ms.items())),
+        decode_ms_by_rows=tuple(sorted(decode_ms.items())),
+        timed_context=context,
+        decode_context_ms=_decode_context_ms(runner, largest, context, decode_ms[largest.size]),
+        prefill_context_ms=prefill_context_ms,
+        prefix_ms=prefix_ms,
+    )
+    runner.row_assignment.clear()
+    return costs
+
+
+def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: float) -> float:
+    """What a decode step of `context` tokens per row and `ms` milliseconds takes longer per token in the KV cache."""
+    if context < 2 * SHORT_CONTEXT:
+        return 0.0
+    shorter_ms = measure_step_ms(runner, bucket, limits=BRIEF, length=SHORT_CONTEXT)
+    return max(0.0, ms - shorter_ms) / (bucket.size * (context - SHORT_CONTEXT))
+
+
+def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
+    """(prefill_context_ms, prefix_ms) of StepCosts, from a large and a small chunk with and without a long prefix.
+
+    Zeros if no long prompt fits.
+    """
+    plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
+    longest = min(plan.context, (plan.kv_blocks - 1) * plan.block_size, largest + MAX_TIMED_PREFIX)
+    prefix = longest - largest
+    if prefix < largest:
+        return 0.0, 0.0
+    [sequence] = make_timing_batch(runner, plan.prefill_buckets[-1], longest).sequences
+
+    def step_ms(start: int, tokens: int) -> float:
+        return _median_ms(lambda: runner.prefill([Chunk(sequence, start, start + tokens)]), BRIEF)
+
+    large, small = largest, min(largest, SMALL_CHUNK)
+    large_ms, small_ms = (max(0.0, step_ms(prefix, tokens) - step_ms(0, tokens)) for tokens in (large, small))
+    return large_ms / (large * prefix), small_ms / prefix
 
 
 def synchronize() -> None:

@@ -8,7 +8,6 @@ compile, capture and check seconds apart, and torch's counters.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -20,7 +19,7 @@ from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_co
 from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.timing import BRIEF, StepTimes, measure_step_ms, measure_step_times
+from tcdeploy.engine.timing import StepTimes, measure_step_times
 from tcdeploy.engine.tuning import SelectedVariant, select_variant, tune
 from tcdeploy.engine.warmup_inputs import timed_context
 from tcdeploy.errors import SpaceError
@@ -58,9 +57,9 @@ def warm_buckets(
 ) -> list[BucketRecord]:
     """Warm all buckets; returns their records in the plan's order.
 
-    Each bucket's step is timed briefly; with `measure` it is timed thoroughly, and the eager step too. `on_finished` is
-    called for each bucket that has passed its parity check. Raises CompileError for a bucket that fails this check, and
-    SpaceError if torch could not write all cache entries.
+    With `measure` each bucket's step is timed, eager and compiled. `on_finished` is called for each bucket that has
+    passed its parity check. Raises CompileError for a bucket that fails this check, and SpaceError if torch could not
+    write all cache entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
@@ -103,23 +102,9 @@ def _warm_bucket(
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
     step_times = measure_step_times(runner, bucket) if measure and selected.check.parity.passed else None
-    step_ms = step_times.compiled_ms if step_times else _step_ms(runner, bucket, selected)
     is_captured = runner.graphs.is_captured(bucket)
-    record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times, step_ms)
+    record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times)
     return _WarmedBucket(record, tuning.seconds)
-
-
-def _step_ms(runner: ModelRunner, bucket: Bucket, selected: SelectedVariant) -> float | None:
-    """Milliseconds of the bucket's step: those of the trial of the selected variant, else measured now.
-
-    None if the bucket failed its parity check: a wrong step is not run at other lengths, where it might crash.
-    """
-    if not selected.check.parity.passed:
-        return None
-    for trial in selected.trials:
-        if trial.variant == selected.variant.name and trial.step_ms is not None and 0 < trial.step_ms < math.inf:
-            return trial.step_ms
-    return measure_step_ms(runner, bucket, limits=BRIEF)
 
 
 def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known_seconds: float | None) -> float | None:
@@ -137,7 +122,6 @@ def _make_record(
     is_captured: bool,
     cold_seconds: float | None,
     step_times: StepTimes | None,
-    step_ms: float | None,
 ) -> BucketRecord:
     return BucketRecord(
         bucket=bucket.name,
@@ -165,7 +149,6 @@ def _make_record(
         eager_ms=step_times.eager_ms if step_times else None,
         compiled_ms=step_times.compiled_ms if step_times else None,
         timed_context=timed_context(plan, bucket) if step_times and not bucket.is_prefill else None,
-        step_ms=step_ms,
     )
 
 

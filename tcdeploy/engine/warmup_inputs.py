@@ -83,13 +83,17 @@ def _make_check_batch(
     return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
-def make_timing_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
-    """Prefill: one prompt that fills the bucket. Decode: every row at `timed_context` tokens, keys and values unset.
+def make_timing_batch(runner: ModelRunner, bucket: Bucket, length: int | None = None) -> WarmupBatch:
+    """Prefill: one prompt of `length` tokens, by default as many as fill the bucket. Decode: every row at `length`
+    tokens, by default `timed_context`. Keys and values are unset.
 
-    Variants are compared on this batch only. Many short prompts in one bucket, and chunks that follow a cached prefix,
-    are not timed.
+    Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
+    prefix, are not timed.
     """
-    lengths = [bucket.size] if bucket.is_prefill else [timed_context(runner.plan, bucket)] * bucket.size
+    if bucket.is_prefill:
+        lengths = [length or bucket.size]
+    else:
+        lengths = [length or timed_context(runner.plan, bucket)] * bucket.size
     source = random.Random(SEED)
     return _make_batch(runner, bucket, [[source.randrange(runner.vocab_size) for _ in range(n)] for n in lengths])
 

@@ -21,7 +21,6 @@ import pytest
 
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.cache.manifest import (
-    OPTIONAL_BUCKET_FIELDS,
     OPTIONAL_FIELDS,
     SCHEMA_VERSION,
     BucketRecord,
@@ -276,19 +275,6 @@ def test_a_manifest_of_the_earlier_format_has_no_date(written: Path) -> None:
     assert read_manifest(written) == expected and expected is not None and expected.compiled_at is None
 
 
-def test_a_manifest_of_the_earlier_format_has_no_step_times(written: Path) -> None:
-    expected = read_manifest(written)
-    change(written, lambda document: [record.pop("step_ms") for record in document["buckets"]])
-    assert read_manifest(written) == expected and expected is not None
-    assert [record.step_ms for record in expected.buckets] == [None, None]
-
-
-@pytest.mark.parametrize("step_ms", [0.0, -1.5, float("nan"), float("inf"), "1", True])
-def test_an_invalid_step_time_is_corrupt(path: Path, step_ms: Any) -> None:
-    write_manifest(path, replace(MANIFEST, buckets=(RECORD, replace(WARM, step_ms=step_ms))))
-    assert "step_ms" in corruption(path).message
-
-
 @pytest.mark.parametrize("date", ["1", 1.5, -1, True, 1 << 62, [1]])
 def test_an_invalid_date_is_corrupt(path: Path, date: Any) -> None:
     write_manifest(path, replace(MANIFEST, compiled_at=date))
@@ -309,9 +295,7 @@ def test_a_missing_field_of_the_manifest_is_named(written: Path, name: str) -> N
     assert f"'{name}'" in corruption(written).message
 
 
-@pytest.mark.parametrize(
-    "name", [item.name for item in fields(BucketRecord) if item.name not in OPTIONAL_BUCKET_FIELDS]
-)
+@pytest.mark.parametrize("name", [item.name for item in fields(BucketRecord)])
 def test_a_missing_field_of_a_bucket_is_named_even_with_a_default(written: Path, name: str) -> None:
     change(written, lambda document: document["buckets"][1].pop(name))
     assert name in corruption(written).message

@@ -17,6 +17,7 @@ from tcdeploy.engine.in_flight import InFlightStep
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.warmup_inputs import timed_context
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.pipeline import release_memory
@@ -174,11 +175,20 @@ def test_a_chat_prompt_is_the_models_template(tiny_deployment: Any) -> None:
 # Step times
 
 
-def test_every_bucket_is_timed_at_the_start_and_limits_the_mixed_steps(tiny_deployment: Any) -> None:
-    engine, times = tiny_deployment.engine, {record.bucket: record.step_ms for record in tiny_deployment.records}
-    assert all(step_ms > 0 for step_ms in times.values())
+def test_the_steps_of_every_bucket_are_timed_at_the_start(tiny_deployment: Any) -> None:
+    engine, plan = tiny_deployment.engine, tiny_deployment.plan
+    costs = engine.clock.predictor.costs
+    assert [size for size, _ in costs.prefill_ms] == [bucket.size for bucket in plan.prefill_buckets]
+    assert [rows for rows, _ in costs.decode_ms_by_rows] == [bucket.size for bucket in plan.decode_buckets]
+    assert costs.timed_context == timed_context(plan, plan.decode_buckets[-1])
+    assert engine.runner.row_assignment.is_empty
+
+
+def test_the_scheduler_uses_the_timed_steps_and_the_sizes_that_are_captured_now(tiny_deployment: Any) -> None:
+    engine = tiny_deployment.engine
     assert engine.scheduler.predictor is engine.clock.predictor
-    assert engine.scheduler.config.itl_target_ms == 3 * times["decode:1"]
+    assert engine.clock.predictor.step_sizes == engine.runner.step_sizes
+    assert engine.scheduler.config.itl_target_ms is None, "the default follows the number of rows"
 
 
 def test_an_itl_target_replaces_the_default(cache_dir: str) -> None:
@@ -230,4 +240,4 @@ def test_an_engine_without_costs_measures_nothing(tiny_deployment: Any) -> None:
     assert engine.generate([[5, 6]], SamplingParams(max_new_tokens=3)) == tiny_deployment.engine.generate(
         [[5, 6]], SamplingParams(max_new_tokens=3)
     )
-    assert engine.clock is None and engine.scheduler.predictor is None
+    assert engine.clock is None and engine.scheduler.predictor is None and engine.launch_due is None

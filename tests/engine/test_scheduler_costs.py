@@ -17,19 +17,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tcdeploy.engine import scheduler as scheduler_module
 from tcdeploy.engine.blocks import BlockAllocator
-from tcdeploy.engine.scheduler import LONG_PROMPT_STEPS, Scheduler, SchedulerConfig
+from tcdeploy.engine.scheduler import (
+    LONG_PROMPT_STEPS,
+    MAX_BACKLOG_PROMPTS,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+)
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tests.engine.test_scheduler import Arrival, FakeEngine, check_end, make_scheduler, read, request, run, running
+from tcdeploy.engine.step_size import Backlog
+from tests.engine.test_scheduler import Arrival, FakeEngine, check_end, read, request, run, running
+from tests.engine.test_step_size import H100_8B, H100_SIZES
 
-COSTS = StepCosts(((16, 4.0), (64, 16.0)), ((1, 3.0), (4, 4.0)), (16, 32, 48, 64), min_chunk_tokens=4)
+# Sizes take 10, 13, 16 and 19 ms, so that a prompt token costs least in the largest one.
+SIZES = (16, 32, 48, 64)
+COSTS = StepCosts(((16, 10.0), (64, 19.0)), ((1, 4.5), (4, 5.5), (8, 6.5)))
 
 
-def make_mixed(target_ms: float = 12.0, costs: StepCosts | None = COSTS, **changes: Any) -> Scheduler:
-    values = {"max_rows": 8, "prefill_tokens": 64, "max_prefill_sequences": 4, "mixed_steps": True, **changes}
-    config = SchedulerConfig(**values, itl_target_ms=target_ms)
-    return Scheduler(config, BlockAllocator(1001, 4), StepPredictor(costs) if costs else None)
+def make_mixed(
+    target_ms: float | None = 16.0, costs: StepCosts = COSTS, sizes: tuple[int, ...] = SIZES, **changes: Any
+) -> Scheduler:
+    values = {"max_rows": 8, "max_prefill_sequences": 4, "mixed_steps": True, "min_chunk_tokens": 4, **changes}
+    config = SchedulerConfig(prefill_tokens=sizes[-1], itl_target_ms=target_ms, **values)
+    return Scheduler(config, BlockAllocator(4001, 4), StepPredictor(costs, lambda rows: sizes))
 
 
 def chunk_sizes(scheduler: Scheduler) -> dict[int, int]:
@@ -40,12 +53,129 @@ def chunk_sizes(scheduler: Scheduler) -> dict[int, int]:
     return {chunk.sequence.request_id: chunk.stop - chunk.start for chunk in step.chunks}
 
 
-@pytest.mark.parametrize(("target_ms", "tokens"), [(1e3, 64), (12.0, 48), (11.9, 32), (1.0, 16)])
-def test_a_mixed_step_has_the_largest_size_that_meets_the_target(target_ms: float, tokens: int) -> None:
+def prompt_chunks(scheduler: Scheduler, length: int) -> list[int]:
+    """Tokens of each chunk of a prompt, from the next step to its last one."""
+    scheduler.submit(request(length, first=999))
+    sizes: list[int] = []
+    while sum(sizes) < length:
+        sizes.append(chunk_sizes(scheduler)[999])
+        assert sizes[-1] > 0, "otherwise the prompt never ends"
+    return sizes
+
+
+@pytest.mark.parametrize(("target_ms", "tokens"), [(1e3, 64), (16.0, 48), (15.9, 32), (1.0, 16)])
+def test_a_mixed_step_meets_the_target_or_has_the_smallest_size(target_ms: float, tokens: int) -> None:
     scheduler = make_mixed(target_ms)
     running(scheduler, 5)
-    scheduler.submit(request(70, first=1))
+    scheduler.submit(request(200, first=1))
     assert chunk_sizes(scheduler) == {1: tokens - 1}
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 32), (3, 48), (4, 48), (5, 64)])
+def test_the_default_target_follows_the_number_of_rows(rows: int, tokens: int) -> None:
+    """Decode steps take 4.5, 5.5 and 6.5 ms with 1, 4 and 8 rows, so the target is 13.5, 16.5 or 19.5 ms."""
+    scheduler = make_mixed(None)
+    running(scheduler, *[3] * rows)
+    scheduler.submit(request(600, first=99))
+    assert chunk_sizes(scheduler) == {99: tokens - rows}
+
+
+@pytest.mark.parametrize(("rows", "expected"), [(1, [600]), (32, [600]), (128, [64] * 9 + [24])])
+def test_a_prompt_of_600_tokens_is_computed_at_once_beside_few_rows_and_in_small_chunks_beside_many(
+    rows: int, expected: list[int]
+) -> None:
+    scheduler = make_mixed(None, H100_8B, H100_SIZES, max_rows=256, min_chunk_tokens=32)
+    running(scheduler, *[2] * rows)
+    assert prompt_chunks(scheduler, 600) == expected
+
+
+def test_steps_shrink_as_the_computed_part_of_a_long_prompt_grows() -> None:
+    """With the target of 19 ms, steps of 64, 48 and 32 tokens have 0, 3 and 6 ms for attention to earlier tokens.
+
+    It takes 0.0002 ms for each token of the chunk and each earlier token.
+    """
+    costs = StepCosts(COSTS.prefill_ms, COSTS.decode_ms_by_rows, prefill_context_ms=0.0002)
+    scheduler = make_mixed(19.0, costs)
+    running(scheduler, 5, new=500)
+    earlier, tokens = 0, []
+    for size in prompt_chunks(scheduler, 3000):
+        largest_by_context = [(0, 63), (3.0 / 0.0002 / 47, 47), (6.0 / 0.0002 / 31, 31), (math.inf, 15)]
+        expected = next(tokens for limit, tokens in largest_by_context if earlier <= limit)
+        assert size == min(expected, 3000 - earlier)
+        earlier += size
+        tokens.append(size)
+    assert tokens[:-1] == sorted(tokens[:-1], reverse=True) and set(tokens[:-1]) == {63, 47, 31, 15}
+
+
+def test_the_context_of_the_rows_counts_as_it_will_be_in_the_step() -> None:
+    """A row of 9 tokens feeds its next one, so the step reads 10: 15 ms + 10 * 0.1 ms meets a target of 16 ms."""
+    costs = StepCosts(((16, 10.0), (64, 15.0)), ((8, 4.0),), decode_context_ms=0.1)
+    for target_ms, tokens in ((16.0, 64), (15.99, 48)):
+        scheduler = make_mixed(target_ms, costs)
+        running(scheduler, 9)
+        scheduler.submit(request(200, first=1))
+        assert chunk_sizes(scheduler) == {1: tokens - 1}
+
+
+def test_a_step_knows_the_context_of_its_rows_and_of_its_chunks() -> None:
+    scheduler = make_mixed()
+    running(scheduler, 5)
+    for first in (1, 2):
+        scheduler.submit(request(400, first=first))
+    chunk_sizes(scheduler)
+    step = scheduler.schedule()
+    assert step is not None and [(start, stop) for _, start, stop in step.chunks] == [(24, 48), (23, 46)]
+    assert (step.row_context, step.prompt_context, step.prefix) == (7, 24 * 24 + 23 * 23, 24)
+
+
+def test_sizes_that_are_captured_meanwhile_are_used_at_once() -> None:
+    scheduler, sizes = make_mixed(), [64]
+    scheduler.predictor = StepPredictor(COSTS, lambda rows: tuple(sizes))
+    running(scheduler, 5)
+    scheduler.submit(request(400, first=1))
+    assert chunk_sizes(scheduler) == {1: 63}
+    sizes.insert(0, 32)
+    assert chunk_sizes(scheduler) == {1: 31}
+
+
+def recorded_backlogs(monkeypatch: pytest.MonkeyPatch) -> list[Backlog]:
+    backlogs: list[Backlog] = []
+    choose = scheduler_module.choose_step_tokens
+
+    def recorded(predictor: StepPredictor, backlog: Backlog, *limits: Any) -> int:
+        backlogs.append(backlog)
+        return choose(predictor, backlog, *limits)
+
+    monkeypatch.setattr(scheduler_module, "choose_step_tokens", recorded)
+    return backlogs
+
+
+def test_the_backlog_has_the_prompts_for_which_rows_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlogs, scheduler = recorded_backlogs(monkeypatch), make_mixed(max_rows=4)
+    running(scheduler, 5, 7)
+    for first, length in ((11, 100), (12, 30), (13, 40)):
+        scheduler.submit(request(length, first=first))
+    assert chunk_sizes(scheduler) == {11: 46}
+    scheduler.schedule()
+    assert backlogs == [Backlog(2, 14, 2, 130, 0), Backlog(2, 16, 2, 84, 46)]
+
+
+def test_the_backlog_counts_a_limited_number_of_waiting_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlogs, scheduler = recorded_backlogs(monkeypatch), make_mixed(max_rows=200, sizes=(16, 512))
+    running(scheduler, 5)
+    for first in range(1, 100):
+        scheduler.submit(request(3, first=first))
+    scheduler.schedule()
+    assert backlogs == [Backlog(1, 6, MAX_BACKLOG_PROMPTS, 3 * MAX_BACKLOG_PROMPTS, 0)]
+
+
+def test_without_a_prompt_or_a_free_row_no_size_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    backlogs, scheduler = recorded_backlogs(monkeypatch), make_mixed(max_rows=1)
+    running(scheduler, 5)
+    assert chunk_sizes(scheduler) == {}
+    scheduler.submit(request(10, first=1))
+    assert chunk_sizes(scheduler) == {}
+    assert backlogs == [] and len(scheduler.waiting) == 1
 
 
 def test_if_no_sequence_decodes_a_step_has_all_tokens() -> None:
@@ -54,13 +184,13 @@ def test_if_no_sequence_decodes_a_step_has_all_tokens() -> None:
     assert chunk_sizes(scheduler) == {1: 64}
 
 
-def test_the_budget_follows_the_correction() -> None:
+def test_the_size_follows_the_correction() -> None:
     scheduler = make_mixed()
     running(scheduler, 5)
     scheduler.submit(request(100, first=1))
     assert scheduler.predictor is not None
-    scheduler.predictor.corrections["mixed"] = 2.0
-    assert chunk_sizes(scheduler) == {1: 15}
+    scheduler.predictor.corrections["mixed"] = 1.15
+    assert chunk_sizes(scheduler) == {1: 31}
 
 
 def test_a_long_prompt_shares_its_steps_and_gets_what_the_others_leave() -> None:
@@ -72,7 +202,7 @@ def test_a_long_prompt_shares_its_steps_and_gets_what_the_others_leave() -> None
     assert [sequence.request_id for sequence in scheduler.prefilling] == [1, 3]
     assert chunk_sizes(scheduler) == {1: 24, 3: 23}, "one of 48 tokens is a decode row"
     assert chunk_sizes(scheduler) == {1: 42, 3: 5}
-    assert chunk_sizes(scheduler) == {1: 30}, "with two decode rows, 48 tokens would take 13 ms"
+    assert chunk_sizes(scheduler) == {1: 46}
 
 
 def test_only_two_prompts_are_computed_in_part() -> None:
@@ -144,13 +274,28 @@ def test_the_second_of_two_partly_computed_prompts_is_preempted_first() -> None:
 
 
 def max_wait_steps(head_tokens: int, other_tokens: list[int], min_budget: int) -> int:
-    """Steps until the first chunk of a prompt behind others, if each has `min_budget` or more tokens for prompts.
+    """Steps until the first chunk of a prompt behind others.
 
-    Rows and blocks are free, and at least two prompts fit in a step. While the head is long, each step completes one of
-    the prompts in between or computes half of `min_budget` of their tokens. So does a step after the head has ended,
-    because one of them is then the head. In any other step the head is not long: a step has at least 1 in
-    LONG_PROMPT_STEPS of the tokens that it still needs. Such steps divide its tokens by 4/3 until one step ends it.
+    Rows and blocks are free, and at least two prompts fit in a step. Each step has room for `min_budget` or more tokens
+    of prompts, or for all of their tokens: choose_step_tokens returns at least the smallest size with a minimum chunk,
+    or the largest size, or a smaller one that holds all prompts, the head included. A step without decode rows has the
+    largest size. This holds for any target, costs and captured sizes.
+
+    Let `budget` be the tokens of a step for prompts.
+
+    - The head is long: it needs more than LONG_PROMPT_STEPS * budget tokens. So the step does not hold all prompts, and
+      budget >= min_budget. The next prompt gets budget // 2 of them. If that is the one that waits, it starts;
+      otherwise the step ends the first of the prompts in between, or computes min_budget // 2 or more of its tokens.
+    - The head is not long and budget is too small for it: the step computes at least 1 in LONG_PROMPT_STEPS of the
+      tokens that the head still needs. Such steps multiply them by 3/4 or less. Once they are min_budget or fewer,
+      which the first kind of step only hastens, the next such step ends the head.
+    - The head has ended. The first of the prompts in between is now the head. It ends, or gets budget >= min_budget
+      tokens, or budget - budget // 2 of them if it is long.
+
+    The first and third kinds are counted by `steps`: ceil(tokens / (min_budget // 2)) for each prompt in between. The
+    second kind is counted by `head_steps`. In the step after these, no prompt is ahead.
     """
+    assert min_budget >= 2
     steps = sum(-(-tokens // (min_budget // 2)) for tokens in other_tokens)
     ratio = LONG_PROMPT_STEPS / (LONG_PROMPT_STEPS - 1)
     head_steps = 1 + math.ceil(math.log(max(1.0, head_tokens / min_budget), ratio)) if head_tokens else 0
@@ -158,9 +303,11 @@ def max_wait_steps(head_tokens: int, other_tokens: list[int], min_budget: int) -
 
 
 class TimedEngine(FakeEngine):
-    """Checks, if `min_budget` is set, that no prompt waits longer than `max_wait_steps` for its first chunk."""
+    """Captures graphs between steps. If `min_budget` is set, each step computes so many tokens while prompts wait, and
+    each prompt starts after at most `max_wait_steps`."""
 
     min_budget = 0
+    sizes: CapturedSizes | None = None
 
     def __init__(self, scheduler: Scheduler, **values: Any) -> None:
         super().__init__(scheduler, **values)
@@ -176,8 +323,16 @@ class TimedEngine(FakeEngine):
             self.latest_start[sequence] = self.number + max_wait_steps(head, tokens[1:], self.min_budget)
         super().submit(sequence)
 
+    def check_time(self, step: SchedulerOutput, computed_before: dict[Sequence, int]) -> None:
+        super().check_time(step, computed_before)
+        if self.scheduler.waiting or self.scheduler.prefilling:
+            is_full = len(step.chunks) == self.scheduler.config.max_prefill_sequences
+            assert step.num_tokens - len(step.decode) >= self.min_budget or is_full
+
     def step(self) -> bool:
         self.number += 1
+        if self.sizes is not None:
+            self.sizes.capture_next()
         launched = super().step()
         for sequence, latest in list(self.latest_start.items()):
             if sequence not in self.scheduler.waiting:
@@ -186,16 +341,37 @@ class TimedEngine(FakeEngine):
         return launched
 
 
+class CapturedSizes:
+    """Sizes that depend on the rows, and to which one is added from time to time."""
+
+    def __init__(self, source: random.Random, largest: int, max_rows: int) -> None:
+        self.source, self.largest = source, largest
+        sizes = range(source.randint(1, 8), largest, source.randint(1, 16))
+        self.uncaptured = [(size, source.randint(0, max_rows)) for size in sizes]
+        source.shuffle(self.uncaptured)
+        self.captured: list[tuple[int, int]] = []
+        for _ in range(source.choice([0, len(sizes), source.randint(0, len(sizes))])):
+            self.captured.append(self.uncaptured.pop())
+
+    def capture_next(self) -> None:
+        if self.uncaptured and self.source.random() < 0.2:
+            self.captured.append(self.uncaptured.pop())
+
+    def __call__(self, rows: int) -> tuple[int, ...]:
+        return tuple(sorted({self.largest, *(size for size, max_rows in self.captured if rows <= max_rows)}))
+
+
 def random_costs(source: random.Random, largest: int, max_rows: int) -> StepCosts:
     measured = sorted({largest, *(source.randint(1, largest) for _ in range(source.randint(0, 4)))})
-    sizes = {*measured, *range(source.randint(1, 8), largest, source.randint(1, 16))}
     rows = sorted({max_rows, *(source.randint(1, max_rows) for _ in range(3))})
     times = [source.uniform(1.0, 20.0) for _ in [*measured, *rows]]
     if source.random() < 0.7:  # larger steps take longer
         times = sorted(times[: len(measured)]) + sorted(times[len(measured) :])
     prefill_ms = tuple(zip(measured, times, strict=False))
     decode_ms = tuple(zip(rows, times[len(measured) :], strict=True))
-    return StepCosts(prefill_ms, decode_ms, tuple(sorted(sizes)), source.randint(2, 12))
+    decode_context_ms, prefill_context_ms = source.choice([0.0, 0.05]), source.choice([0.0, 0.005])
+    prefix_ms = source.choice([0.0, 0.05])
+    return StepCosts(prefill_ms, decode_ms, source.randint(0, 60), decode_context_ms, prefill_context_ms, prefix_ms)
 
 
 def random_arrivals(source: random.Random, has_aborts: bool) -> list[Arrival]:
@@ -222,14 +398,16 @@ def run_trace(seed: int) -> bool:
     blocks = -(-longest // block_size) + source.randint(0, 12) if is_scarce else 2000
     config = SchedulerConfig(
         max_rows, tokens, source.randint(1 if is_scarce else 2, 6), source.randint(1, 4), mixed_steps=True,
-        itl_target_ms=source.choice([0.1, source.uniform(2.0, 30.0), 1e6]),
+        itl_target_ms=source.choice([None, 0.1, source.uniform(2.0, 30.0), 1e6]),
+        min_chunk_tokens=source.randint(2, 12),
     )  # fmt: skip
-    costs = random_costs(source, tokens, max_rows)
-    engine = TimedEngine(
-        Scheduler(config, BlockAllocator(1 + blocks, block_size), StepPredictor(costs)), noise=random.Random(seed)
-    )
+    sizes = CapturedSizes(source, tokens, max_rows)
+    predictor = StepPredictor(random_costs(source, tokens, max_rows), sizes)
+    scheduler = Scheduler(config, BlockAllocator(1 + blocks, block_size), predictor)
+    engine = TimedEngine(scheduler, noise=random.Random(seed))
+    engine.sizes = sizes
     if not is_scarce:
-        engine.min_budget = min(costs.min_chunk_tokens, tokens - max_rows)
+        engine.min_budget = min(config.min_chunk_tokens, tokens - max_rows)
     check_end(engine, run(engine, arrivals, lag=source.randint(0, 2)), arrivals)
     return is_scarce
 
@@ -258,8 +436,7 @@ def test_traces_of_new_seeds_in_each_run(seed: int) -> None:
 
 def test_a_long_prompt_delays_a_short_one_by_few_steps() -> None:
     """8,000 tokens in chunks of 15; without sharing, the short prompt would wait for 500 steps."""
-    scheduler = make_scheduler(blocks=4000, config=make_mixed(1.0).config)
-    scheduler.predictor = StepPredictor(COSTS)
+    scheduler = make_mixed(1.0)
     running(scheduler, 5)
     scheduler.submit(request(8000, first=1))
     chunk_sizes(scheduler)

@@ -1,9 +1,9 @@
-"""Predicted times of steps: what a size costs, which size meets a target, and how measured times correct both."""
+"""Predicted times of steps: what a size and its context cost, and how measured times correct the prediction."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as ListLike
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -14,149 +14,170 @@ from tcdeploy.engine.step_costs import (
     CORRECTION_WEIGHT,
     MAX_CORRECTION,
     MIN_CORRECTION,
+    MIN_DECODE_SHARE,
     StepCosts,
     StepEstimate,
     StepPredictor,
-    make_step_costs,
 )
-from tcdeploy.planning.plan import make_plan
-from tests.bundle.fake_caches import record_of
-from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
 DECODE = ((1, 5.0), (4, 6.0), (16, 8.0))
-BUCKETS = StepCosts(((128, 7.0), (512, 12.0), (2048, 44.0)), DECODE, (128, 512, 2048))
-LADDER = StepCosts(((128, 8.0), (512, 16.0)), DECODE, tuple(range(64, 513, 64)))
+BUCKETS = StepCosts(((128, 7.0), (512, 12.0), (2048, 44.0)), DECODE)
+SIZES = (128, 512, 2048)
+# decode steps were timed with 100 tokens of context in each row
+CONTEXT = StepCosts(BUCKETS.prefill_ms, DECODE, 100, decode_context_ms=0.01, prefill_context_ms=0.001, prefix_ms=0.02)
 
 
-def test_a_step_costs_what_its_bucket_costs() -> None:
-    assert [BUCKETS.predict_ms(tokens, 0) for tokens in (1, 128, 129, 512, 2048)] == [7.0, 7.0, 12.0, 12.0, 44.0]
+def make_predictor(costs: StepCosts = BUCKETS, sizes: tuple[int, ...] = SIZES) -> StepPredictor:
+    return StepPredictor(costs, lambda rows: sizes)
+
+
+def table_ms(tokens: int, rows: int, row_context: int = 0, prompt_context: int = 0, prefix: int = 0) -> float:
+    return make_predictor(CONTEXT).estimate(tokens, rows, row_context, prompt_context, prefix).table_ms
+
+
+def test_a_step_costs_what_the_size_costs_to_which_it_is_padded() -> None:
+    predictor = make_predictor()
+    times = [predictor.estimate(tokens, 0).table_ms for tokens in (1, 128, 129, 512, 2048)]
+    assert times == [7.0, 7.0, 12.0, 12.0, 44.0]
     assert [BUCKETS.decode_ms(rows) for rows in (1, 2, 4, 5, 16)] == [5.0, 6.0, 6.0, 8.0, 8.0]
 
 
-def test_a_step_size_between_two_measurements_is_interpolated() -> None:
-    assert [LADDER.predict_ms(tokens, 0) for tokens in (128, 129, 192, 320)] == pytest.approx([8, 28 / 3, 28 / 3, 12])
+def test_a_size_between_two_measurements_is_interpolated() -> None:
+    costs = StepCosts(((128, 8.0), (512, 16.0)), DECODE)
+    assert [costs.size_ms(size) for size in (128, 192, 320, 512, 600)] == pytest.approx([8, 28 / 3, 12, 16, 16])
 
 
-def test_below_the_smallest_measurement_a_step_approaches_a_decode_step() -> None:
-    costs = StepCosts(((101, 15.0),), DECODE, (1, 51, 101))
-    assert [costs.predict_ms(tokens, 0) for tokens in (1, 51, 101)] == [5.0, 10.0, 15.0]
-
-
-def test_decode_rows_add_their_attention_and_a_step_of_rows_only_is_a_decode_step() -> None:
-    assert BUCKETS.predict_ms(100, 3) == 7.0 + 1.0
-    assert BUCKETS.predict_ms(100, 16) == 7.0 + 3.0
-    assert BUCKETS.predict_ms(16, 16) == 8.0
+def test_below_the_smallest_measurement_a_size_approaches_a_decode_step() -> None:
+    costs = StepCosts(((101, 15.0),), DECODE)
+    assert [costs.size_ms(size) for size in (1, 51, 101)] == [5.0, 10.0, 15.0]
+    assert StepCosts(((101, 3.0),), DECODE).size_ms(1) == 3.0, "a decode step that took longer is not used"
 
 
 def test_a_size_that_was_interrupted_while_it_was_timed_gets_the_time_of_a_larger_one() -> None:
-    costs = StepCosts(((128, 30.0), (512, 12.0)), DECODE, (128, 512))
-    assert costs.predict_ms(100, 0) == 12.0 and costs.max_tokens(1, 20.0) == 512
+    costs = StepCosts(((128, 30.0), (512, 12.0)), DECODE)
+    assert [costs.size_ms(size) for size in (128, 300, 512)] == [12.0] * 3
 
 
-@pytest.mark.parametrize(
-    ("rows", "target_ms", "tokens"),
-    [
-        (1, 100.0, 2048),
-        (1, 12.0, 512),
-        (1, 11.9, 128),
-        (16, 14.9, 128),
-        (16, 15.0, 512),
-        (1, 1.0, 128),
-        (100, 1.0, 512),
-    ],
-)
-def test_the_largest_size_that_meets_the_target_or_the_smallest_allowed_one(
-    rows: int, target_ms: float, tokens: int
-) -> None:
-    assert BUCKETS.max_tokens(rows, target_ms) == tokens
+def test_a_step_of_rows_only_is_a_decode_step_and_with_prompts_it_has_the_size_of_both() -> None:
+    estimates = [make_predictor().estimate(tokens, rows) for tokens, rows in ((16, 16), (17, 16), (17, 0), (129, 1))]
+    assert [(kind, ms) for kind, ms, _ in estimates] == [
+        ("decode", 8.0), ("mixed", 7.0), ("prefill", 7.0), ("mixed", 12.0),
+    ]  # fmt: skip
 
 
-def test_a_mixed_step_has_room_for_a_minimum_chunk_unless_no_size_is_as_large() -> None:
-    assert [LADDER.max_tokens(rows, 0.1) for rows in (1, 32, 33, 500)] == [64, 64, 128, 512]
+# Context
+
+
+def test_a_decode_step_costs_the_context_beyond_that_of_the_timed_step() -> None:
+    assert CONTEXT.decode_ms(4) == CONTEXT.decode_ms(4, 400) == 6.0
+    assert CONTEXT.decode_ms(4, 500) == pytest.approx(7.0)
+    assert CONTEXT.decode_ms(4, 300) == pytest.approx(5.0)
+    assert CONTEXT.decode_ms(3, 300) == pytest.approx(5.0), "the timed step had four rows"
+    assert table_ms(4, 4, 500) == pytest.approx(7.0)
+
+
+def test_a_decode_step_costs_at_least_a_share_of_the_timed_one() -> None:
+    assert CONTEXT.decode_ms(16, 0) == MIN_DECODE_SHARE * 8.0
+
+
+def test_a_prefill_or_mixed_step_costs_the_context_of_its_rows_and_of_its_chunks() -> None:
+    assert table_ms(100, 0) == 7.0
+    assert table_ms(100, 0, prompt_context=2000) == pytest.approx(9.0)
+    assert table_ms(100, 4, 300) == pytest.approx(10.0)
+    assert table_ms(100, 4, 300, 2000) == pytest.approx(12.0)
+
+
+def test_attention_to_a_prefix_costs_at_least_the_walk_over_it() -> None:
+    """A chunk of 10 tokens behind 500 costs 5 ms for its tokens and 10 ms for the walk, and one of 100 costs 50 ms."""
+    assert table_ms(10, 0, 0, 10 * 500, 500) == pytest.approx(7.0 + 10.0)
+    assert table_ms(100, 0, 0, 100 * 500, 500) == pytest.approx(7.0 + 50.0)
+    assert table_ms(14, 4, 300, 10 * 500, 500) == pytest.approx(7.0 + 3.0 + 10.0), "the rows come on top"
 
 
 @st.composite
-def step_costs(draw: st.DrawFn, largest: int = 300) -> StepCosts:
-    """Measured times in no order, and at least as many step sizes as measurements."""
+def step_costs(draw: st.DrawFn) -> StepCosts:
+    """Measured times in no order."""
     times = st.floats(0.01, 100.0)
-    measured = sorted(draw(st.sets(st.integers(1, largest), min_size=1, max_size=5)))
+    measured = sorted(draw(st.sets(st.integers(1, 300), min_size=1, max_size=5)))
     rows = sorted(draw(st.sets(st.integers(1, 64), min_size=1, max_size=4)))
-    sizes = sorted({*measured, *draw(st.sets(st.integers(1, measured[-1]), max_size=20))})
     return StepCosts(
         tuple((tokens, draw(times)) for tokens in measured),
         tuple((count, draw(times)) for count in rows),
-        tuple(sizes),
-        draw(st.integers(1, 40)),
+        draw(st.integers(0, 500)),
+        draw(st.sampled_from([0.0, 0.001, 0.1])),
+        draw(st.sampled_from([0.0, 1e-5, 0.01])),
+        draw(st.sampled_from([0.0, 0.001, 0.1])),
     )
 
 
-@given(costs=step_costs(), rows=st.integers(1, 64), target_ms=st.floats(0.01, 300.0))
-def test_max_tokens_agrees_with_trying_every_size(costs: StepCosts, rows: int, target_ms: float) -> None:
-    least = costs.min_tokens(rows)
-    allowed = [size for size in costs.step_sizes if size >= least and size > rows]
-    meeting = [size for size in allowed if costs.predict_ms(size, rows) <= target_ms]
-    expected = meeting[-1] if meeting else least
-    tokens = costs.max_tokens(rows, target_ms)
-    assert tokens == expected or math.isclose(costs.predict_ms(max(tokens, expected), rows), target_ms)
-
-
-@given(costs=step_costs(), rows=st.integers(0, 64))
-def test_a_larger_step_never_costs_less(costs: StepCosts, rows: int) -> None:
-    times = [costs.predict_ms(size, rows) for size in costs.step_sizes if size > rows]
-    assert times == sorted(times)
+@given(costs=step_costs(), size=st.integers(1, 400), contexts=st.tuples(*[st.integers(0, 9999)] * 3))
+def test_a_larger_step_or_more_context_never_costs_less(
+    costs: StepCosts, size: int, contexts: tuple[int, int, int]
+) -> None:
+    ms = costs.mixed_ms(size, *contexts)
+    for number in range(4):
+        arguments = [size, *contexts]
+        arguments[number] += 9
+        larger_ms = costs.mixed_ms(*arguments)
+        assert larger_ms >= ms or math.isclose(larger_ms, ms)
+    assert 0 < costs.decode_ms(size, contexts[0]) <= costs.decode_ms(size, contexts[0] + 9)
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "sizes"),
+    ("prefill", "decode", "factors"),
     [
-        ((), DECODE, (128,)),
-        (((128, 7.0),), (), (128,)),
-        (((128, 7.0),), DECODE, ()),
-        (((512, 7.0), (128, 8.0)), DECODE, (128, 512)),
-        (((128, 0.0),), DECODE, (128,)),
-        (((128, math.nan),), DECODE, (128,)),
+        ((), DECODE, {}),
+        (((128, 7.0),), (), {}),
+        (((512, 7.0), (128, 8.0)), DECODE, {}),
+        (((128, 7.0), (128, 8.0)), DECODE, {}),
+        (((0, 7.0),), DECODE, {}),
+        (((128, 7.0),), ((4, 5.0), (1, 6.0)), {}),
+        (((128, 0.0),), DECODE, {}),
+        (((128, math.nan),), DECODE, {}),
+        (((128, 7.0),), ((1, math.inf),), {}),
+        (((128, 7.0),), DECODE, {"decode_context_ms": -0.1}),
+        (((128, 7.0),), DECODE, {"prefill_context_ms": math.nan}),
+        (((128, 7.0),), DECODE, {"prefill_context_ms": math.inf}),
+        (((128, 7.0),), DECODE, {"prefix_ms": -0.1}),
     ],
 )
-def test_invalid_tables_are_rejected(
-    prefill: tuple[tuple[int, float], ...], decode: tuple[tuple[int, float], ...], sizes: ListLike[int]
-) -> None:
+def test_invalid_tables_are_rejected(prefill: Any, decode: Any, factors: dict[str, float]) -> None:
     with pytest.raises(AssertionError):
-        StepCosts(prefill, decode, tuple(sizes))
+        StepCosts(prefill, decode, **factors)
 
 
-def test_costs_come_from_the_records_of_all_buckets() -> None:
-    plan = make_plan(make_recipe(context=4096, buckets=(32, 64), batch_sizes=(1, 4)), LAPTOP, LLAMA_8B)
-    times = {"prefill:32": 3.0, "prefill:64": 4.0, "decode:1": 1.0, "decode:4": 2.0}
-    records = [record_of(name, step_ms=ms) for name, ms in times.items()]
-    assert make_step_costs(plan, records) == StepCosts(((32, 3.0), (64, 4.0)), ((1, 1.0), (4, 2.0)), (32, 64))
-    assert make_step_costs(plan, [*records[:3], record_of("decode:4")]) is None
-    assert make_step_costs(plan, records[:3]) is None
+# Sizes
 
 
-def test_a_dynamic_program_has_many_step_sizes() -> None:
-    plan = make_plan(make_recipe(context=4096, buckets=(40,), batch_sizes=(1,), shapes="dynamic"), LAPTOP, LLAMA_8B)
-    costs = make_step_costs(plan, [record_of("prefill:2-40", step_ms=4.0), record_of("decode:1", step_ms=1.0)])
-    assert costs is not None and costs.step_sizes == (16, 32, 40)
-    assert 1.0 < costs.predict_ms(16, 0) < costs.predict_ms(17, 0) < costs.predict_ms(40, 0) == 4.0
+def test_a_step_is_padded_to_the_smallest_size_that_holds_it_or_the_largest() -> None:
+    assert [make_predictor().padded_size(tokens, 0) for tokens in (1, 128, 129, 2048, 9999)] == [
+        128, 128, 512, 2048, 2048,
+    ]  # fmt: skip
+
+
+def test_sizes_depend_on_the_rows_and_are_asked_for_at_each_step() -> None:
+    sizes = {0: (128, 2048), 4: (2048,)}
+    predictor = StepPredictor(BUCKETS, sizes.__getitem__)
+    assert [predictor.estimate(100, rows).table_ms for rows in (0, 4)] == [7.0, 44.0]
+    sizes[4] = (512, 2048)
+    assert predictor.estimate(100, 4).table_ms == 12.0
 
 
 # Corrections
 
 
-def test_the_correction_follows_measured_times_and_changes_the_budget() -> None:
-    predictor = StepPredictor(BUCKETS)
-    assert predictor.max_tokens(1, 13.0) == 512
+def test_the_correction_of_a_kind_of_step_follows_its_measured_times() -> None:
+    predictor = make_predictor()
     for _ in range(200):
         predictor.observe(predictor.estimate(500, 1), 18.0)
-    assert predictor.estimate(500, 1).predicted_ms == pytest.approx(18.0, rel=1e-3)
-    assert predictor.max_tokens(1, 13.0) == 128
+    assert predictor.estimate(500, 1) == ("mixed", 12.0, pytest.approx(18.0, rel=1e-3))
     assert predictor.estimate(4, 4) == ("decode", 6.0, 6.0), "each kind of step has its own correction"
     assert predictor.estimate(500, 0) == ("prefill", 12.0, 12.0)
 
 
 @pytest.mark.parametrize(("measured_ms", "limit"), [(1e6, MAX_CORRECTION), (1e-6, MIN_CORRECTION)])
 def test_one_interrupted_step_changes_little_and_many_stay_within_limits(measured_ms: float, limit: float) -> None:
-    predictor = StepPredictor(BUCKETS)
+    predictor = make_predictor()
     predictor.observe(predictor.estimate(500, 1), measured_ms)
     assert predictor.corrections["mixed"] == pytest.approx(1 + CORRECTION_WEIGHT * (limit - 1))
     for _ in range(1000):
@@ -170,7 +191,7 @@ DECODE_STEP = StepEstimate("decode", 5.0, 5.5)
 
 
 def test_a_step_is_measured_between_two_completions_that_the_host_waited_for() -> None:
-    clock = StepClock(StepPredictor(BUCKETS))
+    clock = StepClock(make_predictor())
     clock.step_completed(DECODE_STEP, 10.0, has_waited=True, is_next_launched=True)
     assert clock.totals["decode"] == StepTotals(), "the device may have been idle before the first step"
     clock.step_completed(DECODE_STEP, 10.006, has_waited=True, is_next_launched=False)
@@ -183,7 +204,7 @@ def test_a_step_is_measured_between_two_completions_that_the_host_waited_for() -
 
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_step_is_not_measured_if_the_host_was_late_at_its_beginning_or_end(late: int) -> None:
-    clock = StepClock(StepPredictor(BUCKETS))
+    clock = StepClock(make_predictor())
     for number in range(2):
         clock.step_completed(DECODE_STEP, 10.0 + number, has_waited=number != late, is_next_launched=True)
     assert clock.totals["decode"].steps == 0
@@ -193,8 +214,16 @@ def test_a_step_is_not_measured_if_the_host_was_late_at_its_beginning_or_end(lat
 
 
 def test_a_step_without_an_estimate_is_not_measured_and_starts_the_next_one() -> None:
-    clock = StepClock(StepPredictor(BUCKETS))
+    clock = StepClock(make_predictor())
     clock.step_completed(DECODE_STEP, 10.0, has_waited=True, is_next_launched=True)
     clock.step_completed(None, 10.5, has_waited=True, is_next_launched=True)
     clock.step_completed(DECODE_STEP, 10.51, has_waited=True, is_next_launched=True)
     assert clock.totals["decode"].steps == 1 and clock.totals["decode"].measured_seconds == pytest.approx(0.01)
+
+
+def test_the_start_of_the_step_in_flight_is_known_if_the_host_waited_for_the_previous_one() -> None:
+    clock, starts = StepClock(make_predictor()), []
+    for now, has_waited, is_next_launched in ((1.0, True, True), (2.0, False, True), (3.0, True, False)):
+        clock.step_completed(DECODE_STEP, now, has_waited, is_next_launched)
+        starts.append(clock.started)
+    assert starts == [1.0, None, None]

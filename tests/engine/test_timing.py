@@ -1,0 +1,105 @@
+"""Step costs from timed steps. The times of this file's fake steps are a formula of their sizes and lengths."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine import timing
+from tcdeploy.engine.step_costs import StepCosts
+from tcdeploy.engine.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
+from tcdeploy.planning.plan import Bucket, make_plan
+from tests.machines import LAPTOP, LLAMA_8B, make_recipe
+
+DECODE_CONTEXT_MS, PREFILL_CONTEXT_MS, PREFIX_MS = 0.01, 0.001, 0.05
+
+
+class FakeRunner:
+    """Counts how often its rows are emptied. Its steps take the milliseconds of `step_ms`."""
+
+    def __init__(self, captured_sizes: tuple[int, ...] = (), context: int = 4096, **recipe: Any) -> None:
+        values = {"buckets": (32, 64), "batch_sizes": (1, 4), **recipe}
+        self.plan = make_plan(make_recipe(context=context, **values), LAPTOP, LLAMA_8B)
+        self.vocab_size, self.captured_sizes, self.num_clears, self.noise = 100, captured_sizes, 0, 0.0
+        self.graphs = SimpleNamespace(is_captured=lambda bucket: bool(self.captured_sizes))
+        self.row_assignment = SimpleNamespace(clear=self.clear)
+
+    def clear(self) -> None:
+        self.num_clears += 1
+
+    def step_sizes(self, rows: int) -> tuple[int, ...]:
+        assert rows == 0
+        return self.captured_sizes
+
+    def prefill(self, chunks: list[Any]) -> float:
+        """The milliseconds of the step, which the fake _median_ms returns."""
+        [(sequence, start, stop)] = chunks
+        assert 0 <= start < stop <= len(sequence.token_ids) <= self.plan.context
+        ms = step_ms(Bucket("prefill", stop - start)) + max(PREFILL_CONTEXT_MS * (stop - start), PREFIX_MS) * start
+        return ms if start else ms + self.noise
+
+
+def step_ms(bucket: Bucket, length: int | None = None) -> float:
+    if bucket.is_prefill:
+        return 2.0 + (length or bucket.size) / 16
+    assert length is not None
+    return 1.0 + bucket.size + DECODE_CONTEXT_MS * bucket.size * length
+
+
+def measured_costs(monkeypatch: pytest.MonkeyPatch, runner: Any, noise: float = 0.0) -> StepCosts:
+    """`noise`: milliseconds that the steps with a short context, and without earlier tokens, take longer."""
+
+    def measure_step_ms(_: Any, bucket: Bucket, *, limits: TimingLimits, length: int) -> float:
+        assert limits == BRIEF
+        return step_ms(bucket, length) + noise * (length == SHORT_CONTEXT)
+
+    runner.noise = noise
+    monkeypatch.setattr(timing, "measure_step_ms", measure_step_ms)
+    monkeypatch.setattr(timing, "_median_ms", lambda step, limits: step())
+    return measure_step_costs(runner)
+
+
+def test_costs_come_from_the_steps_of_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner()
+    costs = measured_costs(monkeypatch, runner)
+    assert costs.prefill_ms == ((32, 4.0), (64, 6.0))
+    assert costs.timed_context == 512
+    assert costs.decode_ms_by_rows == ((1, 2.0 + 5.12), (4, 5.0 + 20.48))
+    assert runner.num_clears == 1
+
+
+def test_context_costs_what_longer_steps_take_longer_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = measured_costs(monkeypatch, FakeRunner())
+    assert costs.decode_context_ms == pytest.approx(DECODE_CONTEXT_MS)
+    assert costs.prefill_context_ms == pytest.approx(PREFILL_CONTEXT_MS)
+    assert costs.prefix_ms == pytest.approx(PREFIX_MS)
+
+
+def test_context_costs_nothing_if_noise_made_the_shorter_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = measured_costs(monkeypatch, FakeRunner(), noise=1e6)
+    assert (costs.decode_context_ms, costs.prefill_context_ms, costs.prefix_ms) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("context", "bucket", "slopes"), [(31, 16, (False, False)), (127, 64, (True, False)), (128, 64, (True, True))]
+)
+def test_context_costs_nothing_if_no_long_step_can_be_timed(
+    monkeypatch: pytest.MonkeyPatch, context: int, bucket: int, slopes: tuple[bool, bool]
+) -> None:
+    """A decode step needs 32 tokens in each row, and a chunk needs as many tokens before it as it has."""
+    costs = measured_costs(monkeypatch, FakeRunner(context=context, buckets=(bucket,)))
+    assert costs.timed_context == context
+    assert (costs.decode_context_ms > 0, costs.prefill_context_ms > 0) == slopes
+    assert (costs.prefix_ms > 0) == slopes[1]
+
+
+def test_a_dynamic_bucket_is_timed_at_each_captured_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner((16, 32, 40), buckets=(40,), shapes="dynamic")
+    assert measured_costs(monkeypatch, runner).prefill_ms == ((16, 3.0), (32, 4.0), (40, 4.5))
+
+
+def test_a_dynamic_bucket_without_graphs_is_timed_at_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = FakeRunner(buckets=(40,), shapes="dynamic")
+    assert measured_costs(monkeypatch, runner).prefill_ms == ((40, 4.5),)
