@@ -1,6 +1,7 @@
 """Generates tokens with the warmed programs: continuous batching, one step ahead of the device.
 
 `step` launches the next step, and then reads the tokens of the previous one, so the device does not wait for the host.
+A server calls it when `launch_due` is reached (launch_timer.py).
 The scheduler (scheduler.py, no torch) decides from lengths, blocks and limits, all of which the host knows. The host
 learns the sampled tokens one step late: a sequence that hit a stop token runs one step more, and that token is dropped.
 
@@ -11,7 +12,6 @@ device waits only if reading and masks take longer than the forward pass. Steps 
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator
 
@@ -26,6 +26,7 @@ from tcdeploy.engine.in_flight import (
     to_host,
     token_logprobs_of,
 )
+from tcdeploy.engine.launch_timer import LaunchTimer
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
 from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutput
@@ -33,8 +34,6 @@ from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence
 from tcdeploy.engine.step_clock import StepClock
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
 from tcdeploy.errors import SpaceError, UsageError
-from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
-from tcdeploy.planning.plan import Plan
 
 
 class Engine:
@@ -47,7 +46,8 @@ class Engine:
         self.runner = runner
         self.runner.graphs.warmed()
         self.plan = plan = runner.plan
-        self.clock = StepClock(StepPredictor(costs)) if costs else None
+        self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
+        self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
             SchedulerConfig(
@@ -56,7 +56,7 @@ class Engine:
                 max_prefill_sequences=plan.max_prefill_sequences,
                 max_consecutive_prefills=plan.max_consecutive_prefills,
                 mixed_steps=plan.mixed_steps,
-                itl_target_ms=_itl_target_ms(plan, costs),
+                itl_target_ms=plan.itl_target,
             ),
             self.allocator,
             self.clock.predictor if self.clock else None,
@@ -91,6 +91,11 @@ class Engine:
     @property
     def has_work(self) -> bool:
         return self._in_flight is not None or self.scheduler.has_work or bool(self._buffered_tokens)
+
+    @property
+    def launch_due(self) -> float | None:
+        """When `step` is due (time.perf_counter); earlier calls are allowed. None: at once."""
+        return self.launch_timer.due
 
     def step(self) -> list[NewToken]:
         """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
@@ -164,12 +169,25 @@ class Engine:
                     forward_pass = forward_pass._replace(estimate=None)
                     self._deliver(self._collect(unread))
                 self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
+                if previous and previous.copy_done and self._in_flight:
+                    self.launch_timer.launched(time.perf_counter() - start, was_late=previous.copy_done.query())
             except BaseException:
                 self._discard_step(previous)
                 raise
             self._deliver(self._collect(previous) if previous else [])
+            self._time_next_launch(start if previous is None else None)
             if self._in_flight is None and not self.scheduler.running:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
+
+    def _time_next_launch(self, start: float | None) -> None:
+        """`start`: when the step in flight was launched, if the device began it at once."""
+        step, rows = self._in_flight, len(self.scheduler.running)
+        if step is None or step.copy_done is None or step.estimate is None or self.clock is None:
+            self.launch_timer.step_started(None, None)
+        elif start is None:
+            self.launch_timer.step_started(self.clock.started, step.estimate.predicted_ms, rows)
+        else:
+            self.launch_timer.step_started(start, step.estimate.predicted_ms, rows, is_first=True)
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
         """Recover from a scheduled step that did not run.
@@ -177,6 +195,7 @@ class Engine:
         The scheduler has counted keys and values as computed that were never written.
         """
         self.failed_steps += 1
+        self.launch_timer.step_started(None, None)
         try:
             self._deliver(self._collect(previous) if previous else [])
         finally:
@@ -193,7 +212,11 @@ class Engine:
             output = self.runner.prefill(step.chunks, running, num_decoding=len(step.decode))
         else:
             output = self.runner.decode(running)
-        estimate = self.clock.predictor.estimate(step.num_tokens, len(step.decode)) if self.clock else None
+        estimate = None
+        if self.clock:
+            estimate = self.clock.predictor.estimate(
+                step.num_tokens, len(step.decode), step.row_context, step.prompt_context, step.prefix
+            )
         return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks, estimate)
 
     def _launch_sampling(self, forward_pass: ForwardPass, start: float) -> InFlightStep:
@@ -324,13 +347,6 @@ class Engine:
             return []
         self._stream_tokens[request_id] = []
         return tokens
-
-
-def _itl_target_ms(plan: Plan, costs: StepCosts | None) -> float:
-    """The time that a mixed step may take, in milliseconds: the plan's target or its default."""
-    if costs is None:
-        return math.inf
-    return plan.itl_target or ITL_TARGET_DECODE_STEPS * costs.decode_ms(1)
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:

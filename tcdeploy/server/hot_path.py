@@ -12,6 +12,7 @@ The figures below are effects on the median first token of one client (512 token
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -30,6 +31,7 @@ from tcdeploy.server.settings import HotPath
 DISABLE_VARIABLE = "TCDEPLOY_HOT_PATH_OFF"
 BODY_TIMEOUT_S = 60.0
 FIRST_TOKEN_SLEEP_S = 0.0002
+SWITCH_INTERVAL_S = 0.0005
 MAX_LAUNCH_WAIT_S = 0.02
 
 
@@ -127,6 +129,24 @@ def sleep_after_first_token(tokens: Iterable[NewToken]) -> None:
     """
     if any(token.queue_seconds is not None for token in tokens):  # set on the first token of a request
         time.sleep(FIRST_TOKEN_SLEEP_S)
+
+
+def seconds_until_launch(due: float | None, hot_path: HotPath) -> float:
+    """`late_launch`: how long the engine thread takes requests in before it launches the next step.
+
+    engine/launch_timer.py has the reason. If the switch is off, each step is launched at once, and a request waits for
+    the step in flight and the one behind it.
+    """
+    return max(0.0, due - time.perf_counter()) if due is not None and hot_path.late_launch else 0.0
+
+
+def shorten_switch_interval() -> None:
+    """`short_switch_interval`: the engine thread and the event loop pass the GIL after 0.5 ms, not after 5 ms.
+
+    The engine thread has to launch a step in time while the event loop sends the tokens of the previous one. Each call
+    in which it releases the GIL may cost it a switch interval. If the switch is off, Python's default stays.
+    """
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
 
 
 async def wait_for_launch(wait: Callable[[float], Awaitable[None]]) -> None:

@@ -29,6 +29,7 @@ from tcdeploy.gc_policy import freeze_gc_after_startup
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.canary import CanarySchedule
+from tcdeploy.server.hot_path import shorten_switch_interval
 from tcdeploy.server.http import http_protocol
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.server_state import ServerState
@@ -52,6 +53,8 @@ def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_re
     Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
     """
     listener = _listen(settings.host, settings.port)
+    if settings.hot_path.short_switch_interval:
+        shorten_switch_interval()
 
     async def run() -> int:
         return await _Server(settings, listener, deploy, on_ready).run()

@@ -77,6 +77,7 @@ def _model_figures(service: Service) -> ModelFigures:
         padding_tokens={bucket.name: count for bucket, count in list(runner.padding_tokens.items())},
         step_totals=dict(clock.totals) if clock else {},
         step_corrections=dict(clock.predictor.corrections) if clock else {},
+        late_launches=deployment.engine.launch_timer.late_launches,
         uncaptured_runs=runner.uncaptured_runs,
         late_captures=runner.graphs.late_captures,
         longest_late_capture_seconds=runner.graphs.longest_late_capture_seconds,

@@ -1,10 +1,11 @@
 """Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
 
-The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue; the
-tokens of a step leave in one callback of the event loop. While no request is open, the thread captures the CUDA graphs
-that are left (engine/step_graphs.py) and runs the canary (canary.py), and checks the queue after each graph or step.
-Under load it captures one graph in CAPTURE_INTERVAL_S, if steps would use it. An exception in a step is fatal, because
-the state of the device is unknown afterwards: every open request fails with EngineDeadError, and the server exits.
+The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, until
+the next step is due (engine/launch_timer.py); the tokens of a step leave in one callback of the event loop. While no
+request is open, the thread captures the CUDA graphs that are left (engine/step_graphs.py) and runs the canary
+(canary.py), and checks the queue after each graph or step. Under load it captures one graph in CAPTURE_INTERVAL_S, if
+steps would use it. An exception in a step is fatal, because the state of the device is unknown afterwards: every open
+request fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server.canary import CanarySchedule
-from tcdeploy.server.hot_path import sleep_after_first_token
+from tcdeploy.server.hot_path import seconds_until_launch, sleep_after_first_token
 from tcdeploy.server.settings import HotPath
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
-CAPTURE_AFTER_IDLE_S = 0.5  # a capture delays the next request by about 0.05 s, and by up to 0.3 s with a first run
+CAPTURE_AFTER_IDLE_S = 0.2  # a capture delays the next request by about 0.05 s, and by up to 0.3 s with a first run
 CAPTURE_INTERVAL_S = 5.0  # under load: so rare a pause does not affect the 99th percentile of gaps between tokens
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
@@ -137,7 +138,7 @@ class Worker(Generic[LoadedT]):
 
     def _serve(self, engine: Any) -> None:
         canary = self.canary
-        while self._process_inbox(engine, wait=not engine.has_work):
+        while self._process_inbox(engine):
             if not engine.has_work:
                 self._capture_if_idle(engine)
                 if canary is not None:
@@ -178,24 +179,27 @@ class Worker(Generic[LoadedT]):
         if self._captures_when_idle and is_idle and not (self.canary and self.canary.is_running):
             self._captures_when_idle = engine.capture_next_graph()
 
-    def _process_inbox(self, engine: Engine, wait: bool) -> bool:
-        """Process the messages since the last step. False: stop.
-
-        `wait`: wait for a message if there is none, until the canary is due.
-        """
-        timeout = min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S) if wait and self.canary else None
-        if wait and self._captures_when_idle:
-            until_capture = max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic())
-            timeout = until_capture if timeout is None else min(until_capture, timeout)
+    def _process_inbox(self, engine: Engine) -> bool:
+        """Process messages until the next step is due; without work, until there is something to do. False: stop."""
         while True:
             try:
-                message = self._inbox.get(block=wait, timeout=timeout)
+                message = self._inbox.get(timeout=self._seconds_to_wait(engine))
             except queue.Empty:
                 return True
             if message is STOP:
                 return False
             message(engine)
-            wait = False
+
+    def _seconds_to_wait(self, engine: Engine) -> float | None:
+        """How long to wait for a message. None: without limit."""
+        if engine.has_work:
+            return seconds_until_launch(engine.launch_due, self.hot_path)
+        timeouts = []
+        if self.canary:
+            timeouts.append(min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S))
+        if self._captures_when_idle:
+            timeouts.append(max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic()))
+        return min(timeouts, default=None)
 
     def _submit(self, engine: Engine, pending: PendingRequest) -> None:
         if not pending.is_open:  # cancelled meanwhile

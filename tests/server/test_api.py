@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import logging
 from collections.abc import AsyncIterator
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ from tcdeploy.server.validation import ModelLimits, params_of_choices, to_sampli
 COMPLETION = ("POST", "/v1/completions", {"prompt": [1]})
 CHAT = ("POST", "/v1/chat/completions", {"messages": [{"role": "user", "content": "Hello"}]})
 MODELS = ("GET", "/v1/models", None)
-SIMPLE_PATH = HotPath(direct_routes=False, first_token_sleep=False, own_body_reader=False, wait_for_launch=False)
+SIMPLE_PATH = HotPath(**dict.fromkeys((field.name for field in fields(HotPath)), False))
 
 
 def fail(*_: object) -> None:

@@ -23,7 +23,7 @@ FIGURES = ServerFigures(
     model=ModelFigures(
         kv_cache_usage=0.5, step_counts={"decode:4": 11}, computed_tokens={"decode:4": 44},
         padding_tokens={"decode:4": 13}, uncaptured_runs=1, late_captures=3, longest_late_capture_seconds=0.25,
-        step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5},
+        step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5}, late_launches=4,
         missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, generation_defaults={"top_k": 20},
         records=(RECORD,),
     ),
@@ -62,6 +62,7 @@ def test_predicted_and_measured_times_of_steps_stand_side_by_side() -> None:
     values = samples(FIGURES)
     assert (values["step_predicted_seconds_total", "mixed"], values["step_seconds_total", "mixed"]) == (0.25, 0.5)
     assert (values["steps_measured_total", "mixed"], values["step_correction", "mixed"]) == (6, 1.5)
+    assert values["late_launches_total",] == 4
 
 
 def test_while_loading_there_are_no_figures_of_the_model() -> None:

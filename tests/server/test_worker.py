@@ -18,7 +18,7 @@ from tcdeploy.server import hot_path
 from tcdeploy.server import worker as worker_module
 from tcdeploy.server.request_group import RequestGroup
 from tcdeploy.server.settings import HotPath
-from tcdeploy.server.worker import Worker
+from tcdeploy.server.worker import PendingRequest, Worker
 
 
 class FakeEngine:
@@ -30,6 +30,8 @@ class FakeEngine:
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(stats=None)
         self.steps = threading.Semaphore(100)  # steps that may run
+        self.launch_due: float | None = None
+        self.started_at: list[tuple[float, int]] = []  # time.perf_counter at each step, and its open requests
         self.graphs_left = 0
         self.wants_graph = False
         self.captured_at: list[float] = []  # graphs captured under load
@@ -53,6 +55,7 @@ class FakeEngine:
         return len(self._num_steps) - 1
 
     def step(self) -> list[NewToken]:
+        self.started_at.append((time.perf_counter(), len(self._num_steps)))
         assert self.steps.acquire(timeout=60)
         tokens = []
         for request_id in list(self._num_steps):
@@ -101,7 +104,7 @@ async def collect_tokens(group: RequestGroup) -> list[int]:
 @pytest.mark.parametrize("first_token_sleep", [True, False])
 def test_the_thread_sleeps_after_first_tokens_only(first_token_sleep: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     sleeps: list[float] = []
-    monkeypatch.setattr(hot_path, "time", SimpleNamespace(sleep=sleeps.append))
+    monkeypatch.setattr(hot_path, "time", SimpleNamespace(sleep=sleeps.append, perf_counter=time.perf_counter))
 
     async def run() -> list[int]:
         async with request_group(FakeEngine(), HotPath(first_token_sleep=first_token_sleep)) as group:
@@ -110,6 +113,37 @@ def test_the_thread_sleeps_after_first_tokens_only(first_token_sleep: bool, monk
 
     assert asyncio.run(run()) == [1, 2, 3]
     assert sleeps == [hot_path.FIRST_TOKEN_SLEEP_S] * first_token_sleep
+
+
+@pytest.mark.parametrize("late_launch", [True, False])
+def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step(late_launch: bool) -> None:
+    engine = FakeEngine()
+
+    async def run() -> None:
+        async with request_group(engine, HotPath(late_launch=late_launch)) as first:
+            due = engine.launch_due = time.perf_counter() + 1.0
+            worker = first._worker
+            worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+            await asyncio.sleep(0.3)
+            worker.submit(PendingRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
+            await asyncio.sleep(max(0.0, due + 0.2 - time.perf_counter()))
+            begun, num_open = engine.started_at[0]
+            assert (begun >= due, num_open) == ((True, 2) if late_launch else (False, 1))
+
+    asyncio.run(run())
+
+
+def test_a_stop_does_not_wait_for_the_next_launch() -> None:
+    engine = FakeEngine()
+
+    async def run() -> None:
+        async with request_group(engine) as group:
+            engine.launch_due = time.perf_counter() + 30
+            group._worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
+
+    start = time.perf_counter()
+    asyncio.run(run())
+    assert time.perf_counter() - start < 10 and not engine.started_at
 
 
 def test_start_waits_until_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,114 @@
+"""When the next step is due, and how late launches change the margin before the predicted end of a step."""
+
+from __future__ import annotations
+
+import pytest
+
+from tcdeploy.engine.launch_timer import (
+    FIRST_STEP_MARGIN_SHARE,
+    GROWTH,
+    LAUNCH_TIME_DECAY,
+    MARGIN_SHARE,
+    MAX_MARGIN_MS,
+    MIN_MARGIN_MS,
+    SHRINKAGE,
+    LaunchTimer,
+)
+
+
+def timer_of_a_step(start: float | None = 100.0, predicted_ms: float | None = 20.0) -> LaunchTimer:
+    timer = LaunchTimer()
+    timer.step_started(start, predicted_ms)
+    return timer
+
+
+def launched(timer: LaunchTimer, *were_late: bool) -> list[float]:
+    """The margin after each launch, which takes no time."""
+    margins = []
+    for was_late in were_late:
+        timer.launched(0.0, was_late)
+        margins.append(timer.margin_ms)
+    return margins
+
+
+def test_a_launch_is_due_a_margin_before_the_predicted_end_of_the_step_in_flight() -> None:
+    timer = timer_of_a_step()
+    margin_ms = MIN_MARGIN_MS + MARGIN_SHARE * 20
+    assert timer.due == pytest.approx(100.0 + 0.020 - margin_ms / 1e3)
+
+
+def test_the_first_step_after_the_device_was_idle_has_a_larger_margin() -> None:
+    timer = LaunchTimer()
+    timer.step_started(100.0, 20.0, is_first=True)
+    assert timer.due == pytest.approx(100.0 + 0.020 - (MIN_MARGIN_MS + FIRST_STEP_MARGIN_SHARE * 20) / 1e3)
+    assert FIRST_STEP_MARGIN_SHARE > MARGIN_SHARE
+
+
+def test_a_launch_is_due_earlier_by_the_longest_recent_launch() -> None:
+    timer = timer_of_a_step()
+    due, launches = timer.due, []
+    for seconds in (0.002, 0.001, 0.003):
+        timer.launched(seconds, was_late=False)
+        launches.append(timer.launch_ms)
+    assert launches == pytest.approx([2.0, 2.0 * LAUNCH_TIME_DECAY, 3.0])
+    timer.step_started(100.0, 20.0)
+    assert due is not None and timer.due == pytest.approx(due - 0.003)
+    for _ in range(500):
+        timer.launched(0.001, was_late=False)
+    assert timer.launch_ms == pytest.approx(1.0)
+
+
+def test_the_time_of_a_launch_counts_without_a_due_time() -> None:
+    timer = LaunchTimer()
+    timer.launched(0.002, was_late=True)
+    assert (timer.launch_ms, timer.late_launches) == (pytest.approx(2.0), 0)
+
+
+@pytest.mark.parametrize(("start", "predicted_ms"), [(None, 20.0), (100.0, None), (None, None)])
+def test_a_launch_is_due_at_once_if_the_end_of_the_step_is_not_known(
+    start: float | None, predicted_ms: float | None
+) -> None:
+    assert LaunchTimer().due is None, "before the first step"
+    assert timer_of_a_step(start, predicted_ms).due is None
+    timer = timer_of_a_step()
+    timer.step_started(start, predicted_ms)
+    assert timer.due is None, "the previous due time is not kept"
+
+
+def test_a_step_that_began_at_zero_and_takes_no_time_has_a_due_time() -> None:
+    timer = timer_of_a_step(0.0, 0.0)
+    assert timer.due == pytest.approx(-MIN_MARGIN_MS / 1e3)
+
+
+def test_each_late_launch_makes_the_next_one_due_earlier_up_to_a_limit() -> None:
+    timer = timer_of_a_step()
+    due = timer.due
+    assert launched(timer, True, True) == pytest.approx([MIN_MARGIN_MS * GROWTH, MIN_MARGIN_MS * GROWTH**2])
+    assert timer.due == due, "the launch of the step in flight has happened"
+    timer.step_started(100.0, 20.0)
+    assert due is not None and timer.due == pytest.approx(due - (timer.margin_ms - MIN_MARGIN_MS) / 1e3)
+    assert launched(timer, *[True] * 20)[-1] == MAX_MARGIN_MS
+    assert timer.late_launches == 22
+
+
+def test_launches_in_time_shrink_the_margin_slowly_down_to_a_limit() -> None:
+    timer = timer_of_a_step()
+    launched(timer, True, True)
+    largest = timer.margin_ms
+    assert launched(timer, False, False) == pytest.approx([largest * SHRINKAGE, largest * SHRINKAGE**2])
+    assert launched(timer, *[False] * 2000)[-1] == MIN_MARGIN_MS
+    assert timer.late_launches == 2, "launches in time are not counted"
+
+
+def test_one_late_launch_outweighs_many_in_time() -> None:
+    timer = timer_of_a_step()
+    assert launched(timer, True, *[False] * 30)[-1] > MIN_MARGIN_MS
+
+
+def test_a_launch_without_a_due_time_is_neither_counted_nor_changes_the_margin() -> None:
+    timer = timer_of_a_step()
+    launched(timer, True, True)
+    margin_ms = timer.margin_ms
+    timer.step_started(None, None)
+    assert launched(timer, True, False) == [margin_ms] * 2
+    assert timer.late_launches == 2
