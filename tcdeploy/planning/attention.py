@@ -12,7 +12,7 @@ from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 
 # Shorter prefill buckets are not tuned over backends: attention is too small a part of their step.
 TUNED_ATTENTION_MIN_TOKENS = 4096
-ITL_TARGET_DECODE_STEPS = 3  # default time of a mixed step, in steps of the smallest decode bucket
+ITL_TARGET_DECODE_STEPS = 3  # default limit of a mixed step, in decode steps of the same rows
 
 
 def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
@@ -117,15 +117,12 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, decisions: list[Decis
     if requested:
         decisions.append(Decision("mixed steps", requested, "requested"))
         return requested == "on"
-    if inputs.device == "cuda":
-        decisions.append(Decision("mixed steps", "off", "default on a GPU, where mixed steps are not measured yet"))
-        return False
     decisions.append(Decision("mixed steps", "on", "sequences decode while prompts are computed"))
     return True
 
 
 def decide_itl_target(recipe: Recipe, mixed_steps: bool, decisions: list[Decision]) -> float | None:
-    """Milliseconds that a mixed step may take; None: ITL_TARGET_DECODE_STEPS decode steps, which warm-up measures.
+    """Milliseconds that a mixed step may take; None: ITL_TARGET_DECODE_STEPS decode steps of the same rows.
 
     Raises UsageError if the requested target is not a positive, finite number.
     """
@@ -137,7 +134,7 @@ def decide_itl_target(recipe: Recipe, mixed_steps: bool, decisions: list[Decisio
         decisions.append(Decision("ITL target", f"{target:g} ms", reason, is_fallback=not mixed_steps))
     elif mixed_steps:
         value = f"{ITL_TARGET_DECODE_STEPS} decode steps"
-        decisions.append(Decision("ITL target", value, "default; the smallest decode bucket is timed at start-up"))
+        decisions.append(Decision("ITL target", value, "default; of the same rows, as predicted from timed steps"))
     return target
 
 

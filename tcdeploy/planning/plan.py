@@ -29,7 +29,7 @@ from tcdeploy.planning.decision import Decision, DTypes, PlanInputs
 from tcdeploy.planning.environment import DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand
-from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region
+from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region, Shapes
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
     capture_sizes,
@@ -175,7 +175,6 @@ def make_plan(
     """
     _check_max_consecutive_prefills(recipe)
     decisions = [*_untested_versions(environment), *_missing_internals(environment)]
-    recipe = _without_dynamic_shapes(recipe, environment, decisions)
     if architecture.is_multimodal:
         reason = f"{architecture.model_type} is multimodal; image, audio and video inputs are rejected"
         decisions.append(Decision("inputs", "text only", reason))
@@ -188,6 +187,8 @@ def make_plan(
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
     graphs = decide_graphs(inputs, decode_attention, decisions)
+    recipe = _decide_shapes(recipe, device, graphs, environment, decisions)
+    inputs = dataclasses.replace(inputs, recipe=recipe)
     mixed_steps = decide_mixed_steps(inputs, graphs, decisions)
     context = decide_context(recipe, architecture, decisions)
     lengths = decide_prefill_lengths(recipe, context, decisions)
@@ -278,13 +279,17 @@ def _missing_internals(environment: Environment) -> list[Decision]:
     ]
 
 
-def _without_dynamic_shapes(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Recipe:
-    """The recipe with one program per bucket, if dynamic shapes are requested and torch cannot mark dynamic sizes."""
-    if recipe.shapes != "dynamic" or DYNAMIC_SIZES not in dict(environment.missing_internals):
-        return recipe
-    reason = "this torch cannot mark dynamic sizes (see the warning 'dynamic sizes')"
-    decisions.append(Decision("shapes", "static", reason, is_fallback=True))
-    return dataclasses.replace(recipe, shapes="bucket")
+def _decide_shapes(
+    recipe: Recipe, device: Device, graphs: Graphs, environment: Environment, decisions: list[Decision]
+) -> Recipe:
+    """The recipe with its shapes decided. One program per bucket if torch cannot mark dynamic sizes."""
+    by_default: Shapes = "dynamic" if device == "cuda" and graphs == "step" and recipe.buckets is None else "bucket"
+    shapes = recipe.shapes or by_default
+    if shapes == "dynamic" and DYNAMIC_SIZES in dict(environment.missing_internals):
+        reason = f"this torch cannot mark dynamic sizes (see the warning '{DYNAMIC_SIZES}')"
+        decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))
+        shapes = "bucket"
+    return dataclasses.replace(recipe, shapes=shapes)
 
 
 def _check_max_consecutive_prefills(recipe: Recipe) -> None:

@@ -77,7 +77,11 @@ class Recipe:
         0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"
     )
     graphs: Graphs | None = _option(None, "one CUDA graph per step, one per region, or none; default on a GPU: step")
-    shapes: Shapes = _option("bucket", "one program per bucket, or one dynamic program for all prefill lengths")
+    shapes: Shapes | None = _option(
+        None,
+        "bucket: one program per prefill bucket; dynamic: one program for all prefill lengths, captured at many sizes "
+        "on a GPU; default: dynamic on a GPU without --buckets",
+    )
     buckets: tuple[int, ...] | None = _option(
         None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
     )
@@ -93,7 +97,7 @@ class Recipe:
     itl_target: float | None = _option(
         None,
         "predicted milliseconds that a mixed step may take, which limits the time between two tokens of a sequence; "
-        "default: three times the step of the smallest decode bucket, which is timed at start-up",
+        "default: three times a decode step of the same rows, which is predicted from steps that are timed at start-up",
     )
     max_consecutive_prefills: int = _option(
         4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"

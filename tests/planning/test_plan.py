@@ -64,10 +64,11 @@ def usage_error(environment: Environment = H100, architecture: Architecture = LL
 def test_every_decision_has_a_value_and_a_reason(environment: Environment) -> None:
     plan = plan_for(environment, context=4096)
     names = [decision.name for decision in plan.decisions]
-    by_device = ["workspace"] if environment.gpus else ["ITL target"]
+    by_device = ["workspace"] if environment.gpus else []
     assert sorted(names) == sorted(
         ["device", "dtype", "prefill attention", "decode attention", "graphs", "context", "decode buckets",
-         "prefill buckets", "block size", "KV blocks", "region", "mode", "mixed steps", "cache folder", *by_device]
+         "prefill buckets", "block size", "KV blocks", "region", "mode", "mixed steps", "ITL target",
+         "cache folder", *by_device]
     )  # fmt: skip
     assert all(decision.value and decision.reason for decision in plan.decisions)
     assert not any(decision.is_fallback for decision in plan.decisions)
@@ -78,10 +79,10 @@ def test_a_dynamic_bucket_is_captured_at_many_sizes_and_padded_little() -> None:
     [bucket] = plan.prefill_buckets
     assert plan.uses_cuda_graph(bucket)
     sizes = plan.step_sizes(bucket)
-    assert sizes[:3] == (16, 32, 48) and sizes[-2:] == (1984, 2048) and len(sizes) == 44
+    assert sizes[:3] == (32, 64, 96) and sizes[-2:] == (1984, 2048) and len(sizes) == 40
     for tokens in range(1, 2049):
         padding = next(size for size in sizes if size >= tokens) - tokens
-        assert padding < 16 or padding / tokens < 0.25
+        assert padding < 32 or padding / tokens < 0.25
     mean = sum(next(size for size in sizes if size >= tokens) - tokens for tokens in range(512, 1537)) / 1025
     assert mean / 1024 < 0.05
     laptop = plan_for(LAPTOP, shapes="dynamic", buckets=(2048,))
@@ -91,8 +92,8 @@ def test_a_dynamic_bucket_is_captured_at_many_sizes_and_padded_little() -> None:
 
 
 def test_graph_sizes_end_at_the_largest_bucket() -> None:
-    assert graph_sizes(100) == (16, 32, 48, 64, 80, 96, 100)
-    assert graph_sizes(16) == (16,) and graph_sizes(3) == (3,)
+    assert graph_sizes(100) == (32, 64, 96, 100)
+    assert graph_sizes(32) == (32,) and graph_sizes(3) == (3,)
     assert graph_sizes(10_000)[-3:] == (8192, 9216, 10_000)
 
 
@@ -109,10 +110,10 @@ def test_graph_sizes_end_at_the_largest_bucket() -> None:
     ],
 )
 def test_mixed_steps_have_few_numbers_of_row_slots(batch_sizes: tuple[int, ...], row_slots: tuple[int, ...]) -> None:
-    plan = plan_for(shapes="dynamic", mixed_steps="on", batch_sizes=batch_sizes, context=4096)
+    plan = plan_for(batch_sizes=batch_sizes, context=4096)
     assert plan.row_slots(plan.prefill_buckets[0]) == row_slots
     assert plan.row_slots(plan.decode_buckets[-1]) == (0,)
-    separate = plan_for(shapes="dynamic", batch_sizes=batch_sizes, context=4096)
+    separate = plan_for(mixed_steps="off", batch_sizes=batch_sizes, context=4096)
     assert separate.row_slots(separate.prefill_buckets[0]) == (0,)
 
 
@@ -153,10 +154,21 @@ def test_the_workspace_counts_the_graphs_of_the_plan(
     assert plan_for(graphs="none").workspace_bytes < plan_for().workspace_bytes
 
 
-def test_steps_are_mixed_by_default_on_a_cpu_and_on_request_on_a_gpu() -> None:
-    assert plan_for(LAPTOP).mixed_steps and not plan_for(LAPTOP, mixed_steps="off").mixed_steps
-    assert plan_for(mixed_steps="on").mixed_steps and not plan_for().mixed_steps
-    assert plan_for(mixed_steps="on").key != plan_for().key, "mixed steps have programs of their own"
+@pytest.mark.parametrize("environment", [H100, LAPTOP], ids=["H100", "laptop"])
+def test_steps_are_mixed_by_default(environment: Environment) -> None:
+    mixed, separate = plan_for(environment), plan_for(environment, mixed_steps="off")
+    assert mixed.mixed_steps and not separate.mixed_steps
+    assert mixed.key != separate.key, "mixed steps have programs of their own"
+
+
+def test_prefill_shapes_are_dynamic_by_default_where_steps_are_graphs_and_no_bucket_is_requested() -> None:
+    def is_dynamic(environment: Environment = H100, **options: Any) -> bool:
+        return bool(plan_for(environment, **options).prefill_buckets[-1].min_size)
+
+    assert is_dynamic() and not is_dynamic(LAPTOP)
+    assert not is_dynamic(buckets=(512, 2048)) and is_dynamic(buckets=(2048,), shapes="dynamic")
+    assert not is_dynamic(shapes="bucket") and is_dynamic(LAPTOP, shapes="dynamic")
+    assert not is_dynamic(graphs="none") and not is_dynamic(graphs="region") and not is_dynamic(mode="default")
 
 
 def test_the_itl_target_is_no_input_of_a_program() -> None:
@@ -167,9 +179,9 @@ def test_the_itl_target_is_no_input_of_a_program() -> None:
 
 
 def test_an_itl_target_without_mixed_steps_is_reported_as_unused() -> None:
-    decision = decision_named(plan_for(itl_target=20.0), "ITL target")
+    decision = decision_named(plan_for(itl_target=20.0, mixed_steps="off"), "ITL target")
     assert decision.is_fallback and "not mixed" in decision.reason
-    assert not decisions_named(plan_for(), "ITL target")
+    assert not decisions_named(plan_for(mixed_steps="off"), "ITL target")
 
 
 @pytest.mark.parametrize("target", [0.0, -1.0, float("nan"), float("inf")])
@@ -188,7 +200,7 @@ def test_the_plan_of_an_h100() -> None:
     assert (plan.device, plan.compute_dtype, plan.graphs) == ("cuda", "bfloat16", "step")
     assert (plan.prefill_attention, plan.decode_attention) == ("triton", "triton")
     assert [bucket.name for bucket in plan.buckets] == [
-        "prefill:128", "prefill:512", "prefill:2048",
+        "prefill:2-2048",
         "decode:1", "decode:4", "decode:16", "decode:32", "decode:64", "decode:128", "decode:256",
     ]  # fmt: skip
     assert (plan.mode, plan.tune_seconds) == ("auto", 0.0)
@@ -542,9 +554,9 @@ def test_the_context_is_the_model_s_maximum_or_as_requested() -> None:
     [
         (H100, LLAMA_1B, 256, 131072),
         (H100, LLAMA_8B, 256, 131072),
-        (H100, QWEN3_32B, 32, 36112),
+        (H100, QWEN3_32B, 32, 35200),
         (A10G, LLAMA_1B, 256, 131072),
-        (A10G, LLAMA_8B, 32, 44528),
+        (A10G, LLAMA_8B, 32, 43536),
         (RTX_4080, LLAMA_1B, 256, 131072),
     ],
     ids=["H100 1B", "H100 8B", "H100 32B", "A10G 1B", "A10G 8B", "RTX 4080 1B"],
@@ -555,7 +567,7 @@ def test_default_batch_sizes_and_context_follow_from_the_memory(
     plan = plan_for(environment, architecture)
     sizes = tuple(bucket.size for bucket in plan.decode_buckets)
     assert sizes == GPU_BATCH_SIZES[: GPU_BATCH_SIZES.index(largest_batch) + 1]
-    assert [bucket.size for bucket in plan.prefill_buckets] == [128, 512, 2048]
+    assert [bucket.size for bucket in plan.prefill_buckets] == [2048]
     assert (plan.kv_blocks - 1) * plan.block_size >= largest_batch * 1024
     assert plan.context == context
     held = (plan.kv_blocks - 1) * plan.block_size // 1024
@@ -652,9 +664,10 @@ def test_a_bucket_above_the_context_is_an_error_with_its_value() -> None:
 
 @pytest.mark.parametrize(("context", "sizes"), [(2048, [128, 512, 2048]), (2047, [128, 512]), (128, [128]), (64, [64])])
 def test_default_buckets_end_at_the_context(context: int, sizes: list[int]) -> None:
-    plan = plan_for(context=context)
+    plan = plan_for(LAPTOP, context=context)
     assert [bucket.size for bucket in plan.prefill_buckets] == sizes
     assert str(context) in decision_named(plan, "prefill buckets").reason
+    assert [bucket.size for bucket in plan_for(context=context).prefill_buckets] == sizes[-1:], "on a GPU"
 
 
 @pytest.mark.parametrize("sizes", [(1,), (1, 4), (1, 32)])
