@@ -215,7 +215,7 @@ class Engine:
         estimate = None
         if self.clock:
             estimate = self.clock.predictor.estimate(
-                step.num_tokens, len(step.decode), step.row_context, step.prompt_context, step.prefix
+                step.num_tokens, len(step.decode), step.row_context, step.prefix_pairs, step.prefix
             )
         return ForwardPass(output, _output_sequences(step, self.plan.max_prefill_sequences), step.chunks, estimate)
 

@@ -86,7 +86,7 @@ class SchedulerOutput(NamedTuple):
         return sum(sequence.num_computed_tokens for sequence in self.decode)
 
     @property
-    def prompt_context(self) -> int:
+    def prefix_pairs(self) -> int:
         """Tokens of a chunk times tokens of its prompt that earlier steps computed, summed over the chunks."""
         return sum((stop - start) * start for _, start, stop in self.chunks)
 

@@ -9,9 +9,9 @@ depends on the tokens in the KV cache. So a step of `size` tokens takes
 `row_context` is the number of tokens in the KV cache of all decode rows together. The attention of a chunk to itself is
 part of size_ms. Attention to tokens that earlier steps computed takes
 
-    max(prefill_context_ms * prompt_context, prefix_ms * prefix)
+    max(prefix_pair_ms * prefix_pairs, prefix_token_ms * prefix)
 
-`prompt_context` is, summed over the chunks, the tokens of the chunk times the earlier tokens of its prompt; `prefix` is
+`prefix_pairs` is, summed over the chunks, the tokens of the chunk times the earlier tokens of its prompt; `prefix` is
 the largest number of earlier tokens. A small chunk cannot use the whole device: however few its tokens, some program
 has to walk over the prefix.
 
@@ -46,23 +46,23 @@ class StepCosts:
     decode_ms_by_rows: (rows, ms) of decode steps, ascending by rows. A decode step is padded to one of these.
     timed_context: tokens in the KV cache of each row while decode steps were timed.
     decode_context_ms: of a decode step, per token in the KV cache of its rows.
-    prefill_context_ms: of a prefill step, per token of a chunk and token that earlier steps computed.
-    prefix_ms: of a prefill step of few tokens, per token that earlier steps computed.
+    prefix_pair_ms: of a prefill step, per token of a chunk and token that earlier steps computed.
+    prefix_token_ms: of a prefill step of few tokens, per token that earlier steps computed.
     """
 
     prefill_ms: tuple[tuple[int, float], ...]
     decode_ms_by_rows: tuple[tuple[int, float], ...]
     timed_context: int = 0
     decode_context_ms: float = 0.0
-    prefill_context_ms: float = 0.0
-    prefix_ms: float = 0.0
+    prefix_pair_ms: float = 0.0
+    prefix_token_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for sizes in ([tokens for tokens, _ in self.prefill_ms], [rows for rows, _ in self.decode_ms_by_rows]):
             assert sizes and sizes == sorted(set(sizes)) and sizes[0] >= 1, f"{sizes} are not ascending sizes"
         times = [ms for _, ms in (*self.prefill_ms, *self.decode_ms_by_rows)]
         assert all(0 < ms < math.inf for ms in times), f"{times} are not times"
-        factors = (self.decode_context_ms, self.prefill_context_ms, self.prefix_ms)
+        factors = (self.decode_context_ms, self.prefix_pair_ms, self.prefix_token_ms)
         assert all(0 <= factor < math.inf for factor in factors), f"{factors} are not factors"
 
     def decode_ms(self, rows: int, row_context: int | None = None) -> float:
@@ -82,9 +82,9 @@ class StepCosts:
         """
         return _interpolate(self._size_points, size)
 
-    def mixed_ms(self, size: int, row_context: int, prompt_context: int, prefix: int) -> float:
+    def mixed_ms(self, size: int, row_context: int, prefix_pairs: int, prefix: int) -> float:
         """A prefill or mixed step that is padded to `size` tokens."""
-        prefix_ms = max(self.prefill_context_ms * prompt_context, self.prefix_ms * prefix)
+        prefix_ms = max(self.prefix_pair_ms * prefix_pairs, self.prefix_token_ms * prefix)
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
     @cached_property
@@ -124,7 +124,7 @@ class StepPredictor:
         self.corrections: dict[str, float] = dict.fromkeys(STEP_KINDS, 1.0)
 
     def estimate(
-        self, tokens: int, rows: int, row_context: int = 0, prompt_context: int = 0, prefix: int = 0
+        self, tokens: int, rows: int, row_context: int = 0, prefix_pairs: int = 0, prefix: int = 0
     ) -> StepEstimate:
         """The prediction for a step of `tokens` tokens before padding, those of `rows` decode rows included."""
         if tokens == rows:
@@ -132,7 +132,7 @@ class StepPredictor:
             table_ms = self.costs.decode_ms(rows, row_context)
         else:
             kind = "mixed" if rows else "prefill"
-            table_ms = self.costs.mixed_ms(self.padded_size(tokens, rows), row_context, prompt_context, prefix)
+            table_ms = self.costs.mixed_ms(self.padded_size(tokens, rows), row_context, prefix_pairs, prefix)
         return StepEstimate(kind, table_ms, table_ms * self.corrections[kind])
 
     def padded_size(self, tokens: int, rows: int) -> int:

@@ -9,7 +9,7 @@ need anyway. A size is therefore chosen so that this sum is smallest, until all 
 
 Few rows or many prompts lead to large steps. A step is predicted to take at most the target (`--itl-target`), except
 that it always has room for a small chunk, so that prompts progress. Behind a long prefix even a small chunk may take
-longer than the target, because of its attention; then a step may take EXCESS_OF_SMALLEST times that.
+longer than the target, because of its attention; then a step may take SMALLEST_STEP_FACTOR times that.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FIRST_TOKEN_WEIGHT = 20
 MIN_CHUNK_TOKENS = 32
 # In a simulation of 16 chats among which prompts of 32,768 tokens arrive (8B shape), 1.0, 1.1 and 1.2 lead to a first
 # token after 11.1, 2.2 and 1.8 s, and to gaps between the tokens of the chats of 25.7, 26.4 and 28.0 ms (p99).
-EXCESS_OF_SMALLEST = 1.2
+SMALLEST_STEP_FACTOR = 1.2
 
 
 class Backlog(NamedTuple):
@@ -69,7 +69,7 @@ def choose_step_tokens(
     if largest > smallest:
         if target_ms is None:
             target_ms = ITL_TARGET_DECODE_STEPS * decode_ms * predictor.corrections["decode"]
-        limit_ms = max(target_ms / predictor.corrections["mixed"], EXCESS_OF_SMALLEST * step_ms(sizes[smallest]))
+        limit_ms = max(target_ms / predictor.corrections["mixed"], SMALLEST_STEP_FACTOR * step_ms(sizes[smallest]))
         within_limit = bisect_right(sizes, limit_ms, smallest, largest + 1, key=step_ms)
         largest = max(smallest, within_limit - 1)
 

@@ -86,14 +86,14 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
     decode_ms = {
         bucket.size: measure_step_ms(runner, bucket, limits=BRIEF, length=context) for bucket in plan.decode_buckets
     }
-    prefill_context_ms, prefix_ms = _measure_prefix(runner)
+    prefix_pair_ms, prefix_token_ms = _measure_prefix(runner)
     costs = StepCosts(
         prefill_ms=tuple(sorted(prefill_ms.items())),
         decode_ms_by_rows=tuple(sorted(decode_ms.items())),
         timed_context=context,
         decode_context_ms=_decode_context_ms(runner, largest, context, decode_ms[largest.size]),
-        prefill_context_ms=prefill_context_ms,
-        prefix_ms=prefix_ms,
+        prefix_pair_ms=prefix_pair_ms,
+        prefix_token_ms=prefix_token_ms,
     )
     runner.row_assignment.clear()
     return costs
@@ -108,7 +108,7 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 
 
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
-    """(prefill_context_ms, prefix_ms) of StepCosts, from a large and a small chunk with and without a long prefix.
+    """(prefix_pair_ms, prefix_token_ms) of StepCosts, from a large and a small chunk with and without a long prefix.
 
     Zeros if no long prompt fits.
     """

@@ -132,12 +132,12 @@ def sleep_after_first_token(tokens: Iterable[NewToken]) -> None:
 
 
 def seconds_until_launch(due: float | None, hot_path: HotPath) -> float:
-    """`late_launch`: how long the engine thread takes requests in before it launches the next step.
+    """`delayed_launch`: how long the engine thread takes requests in before it launches the next step.
 
     engine/launch_timer.py has the reason. If the switch is off, each step is launched at once, and a request waits for
     the step in flight and the one behind it.
     """
-    return max(0.0, due - time.perf_counter()) if due is not None and hot_path.late_launch else 0.0
+    return max(0.0, due - time.perf_counter()) if due is not None and hot_path.delayed_launch else 0.0
 
 
 def shorten_switch_interval() -> None:

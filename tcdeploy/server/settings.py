@@ -11,7 +11,7 @@ class HotPath:
 
     direct_routes: bool = True
     first_token_sleep: bool = True
-    late_launch: bool = True
+    delayed_launch: bool = True
     own_body_reader: bool = True
     short_switch_interval: bool = True
     wait_for_launch: bool = True

@@ -21,7 +21,7 @@ from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, Scheduler, SchedulerConfig, SchedulerOutput, SchedulerStats
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step_size import EXCESS_OF_SMALLEST
+from tcdeploy.engine.step_size import SMALLEST_STEP_FACTOR
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
 
 BLOCK = 4
@@ -704,9 +704,9 @@ class FakeEngine:
                 ).predicted_ms
                 for size in (step.num_tokens, least)
             )
-            limit_ms = max(target_ms, EXCESS_OF_SMALLEST * least_ms)
+            limit_ms = max(target_ms, SMALLEST_STEP_FACTOR * least_ms)
             assert ms <= limit_ms * (1 + 1e-9) or step.num_tokens <= least
-        estimate = predictor.estimate(step.num_tokens, rows, step.row_context, step.prompt_context, step.prefix)
+        estimate = predictor.estimate(step.num_tokens, rows, step.row_context, step.prefix_pairs, step.prefix)
         if self.noise is not None:
             predictor.observe(estimate, estimate.table_ms * self.noise.uniform(0.2, 3.0))
 

@@ -94,7 +94,7 @@ def test_steps_shrink_as_the_computed_part_of_a_long_prompt_grows() -> None:
 
     It takes 0.0002 ms for each token of the chunk and each earlier token.
     """
-    costs = StepCosts(COSTS.prefill_ms, COSTS.decode_ms_by_rows, prefill_context_ms=0.0002)
+    costs = StepCosts(COSTS.prefill_ms, COSTS.decode_ms_by_rows, prefix_pair_ms=0.0002)
     scheduler = make_mixed(19.0, costs)
     running(scheduler, 5, new=500)
     earlier, tokens = 0, []
@@ -125,7 +125,7 @@ def test_a_step_knows_the_context_of_its_rows_and_of_its_chunks() -> None:
     chunk_sizes(scheduler)
     step = scheduler.schedule()
     assert step is not None and [(start, stop) for _, start, stop in step.chunks] == [(24, 48), (23, 46)]
-    assert (step.row_context, step.prompt_context, step.prefix) == (7, 24 * 24 + 23 * 23, 24)
+    assert (step.row_context, step.prefix_pairs, step.prefix) == (7, 24 * 24 + 23 * 23, 24)
 
 
 def test_sizes_that_are_captured_meanwhile_are_used_at_once() -> None:
@@ -369,9 +369,9 @@ def random_costs(source: random.Random, largest: int, max_rows: int) -> StepCost
         times = sorted(times[: len(measured)]) + sorted(times[len(measured) :])
     prefill_ms = tuple(zip(measured, times, strict=False))
     decode_ms = tuple(zip(rows, times[len(measured) :], strict=True))
-    decode_context_ms, prefill_context_ms = source.choice([0.0, 0.05]), source.choice([0.0, 0.005])
-    prefix_ms = source.choice([0.0, 0.05])
-    return StepCosts(prefill_ms, decode_ms, source.randint(0, 60), decode_context_ms, prefill_context_ms, prefix_ms)
+    decode_context_ms, prefix_pair_ms = source.choice([0.0, 0.05]), source.choice([0.0, 0.005])
+    prefix_token_ms = source.choice([0.0, 0.05])
+    return StepCosts(prefill_ms, decode_ms, source.randint(0, 60), decode_context_ms, prefix_pair_ms, prefix_token_ms)
 
 
 def random_arrivals(source: random.Random, has_aborts: bool) -> list[Arrival]:

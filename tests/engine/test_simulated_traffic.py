@@ -38,8 +38,8 @@ def test_the_target_is_met_if_steps_take_half_as_long_again_as_measured(script: 
     assert slow.gap_p99 <= 22
 
 
-def test_a_late_launch_shortens_first_tokens_and_nothing_else(script: Any) -> None:
-    late, at_once = simulate(script), simulate(script, launches_late=False)
+def test_a_delayed_launch_shortens_first_tokens_and_nothing_else(script: Any) -> None:
+    late, at_once = simulate(script), simulate(script, delays_launch=False)
     assert late.first_token_median < at_once.first_token_median - 2
     assert late.per_token_mean == pytest.approx(at_once.per_token_mean, rel=0.03)
 

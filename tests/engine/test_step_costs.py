@@ -24,15 +24,15 @@ DECODE = ((1, 5.0), (4, 6.0), (16, 8.0))
 BUCKETS = StepCosts(((128, 7.0), (512, 12.0), (2048, 44.0)), DECODE)
 SIZES = (128, 512, 2048)
 # decode steps were timed with 100 tokens of context in each row
-CONTEXT = StepCosts(BUCKETS.prefill_ms, DECODE, 100, decode_context_ms=0.01, prefill_context_ms=0.001, prefix_ms=0.02)
+CONTEXT = StepCosts(BUCKETS.prefill_ms, DECODE, 100, decode_context_ms=0.01, prefix_pair_ms=0.001, prefix_token_ms=0.02)
 
 
 def make_predictor(costs: StepCosts = BUCKETS, sizes: tuple[int, ...] = SIZES) -> StepPredictor:
     return StepPredictor(costs, lambda rows: sizes)
 
 
-def table_ms(tokens: int, rows: int, row_context: int = 0, prompt_context: int = 0, prefix: int = 0) -> float:
-    return make_predictor(CONTEXT).estimate(tokens, rows, row_context, prompt_context, prefix).table_ms
+def table_ms(tokens: int, rows: int, row_context: int = 0, prefix_pairs: int = 0, prefix: int = 0) -> float:
+    return make_predictor(CONTEXT).estimate(tokens, rows, row_context, prefix_pairs, prefix).table_ms
 
 
 def test_a_step_costs_what_the_size_costs_to_which_it_is_padded() -> None:
@@ -82,7 +82,7 @@ def test_a_decode_step_costs_at_least_a_share_of_the_timed_one() -> None:
 
 def test_a_prefill_or_mixed_step_costs_the_context_of_its_rows_and_of_its_chunks() -> None:
     assert table_ms(100, 0) == 7.0
-    assert table_ms(100, 0, prompt_context=2000) == pytest.approx(9.0)
+    assert table_ms(100, 0, prefix_pairs=2000) == pytest.approx(9.0)
     assert table_ms(100, 4, 300) == pytest.approx(10.0)
     assert table_ms(100, 4, 300, 2000) == pytest.approx(12.0)
 
@@ -136,9 +136,9 @@ def test_a_larger_step_or_more_context_never_costs_less(
         (((128, math.nan),), DECODE, {}),
         (((128, 7.0),), ((1, math.inf),), {}),
         (((128, 7.0),), DECODE, {"decode_context_ms": -0.1}),
-        (((128, 7.0),), DECODE, {"prefill_context_ms": math.nan}),
-        (((128, 7.0),), DECODE, {"prefill_context_ms": math.inf}),
-        (((128, 7.0),), DECODE, {"prefix_ms": -0.1}),
+        (((128, 7.0),), DECODE, {"prefix_pair_ms": math.nan}),
+        (((128, 7.0),), DECODE, {"prefix_pair_ms": math.inf}),
+        (((128, 7.0),), DECODE, {"prefix_token_ms": -0.1}),
     ],
 )
 def test_invalid_tables_are_rejected(prefill: Any, decode: Any, factors: dict[str, float]) -> None:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.step_size import (
-    EXCESS_OF_SMALLEST,
     FIRST_TOKEN_WEIGHT,
     MIN_CHUNK_TOKENS,
+    SMALLEST_STEP_FACTOR,
     Backlog,
     choose_step_tokens,
 )
@@ -52,7 +52,7 @@ def size_of(
     Decode steps take 4.5, 5.5 and 6.5 ms with up to 1, 4 and 8 rows.
     """
     costs = StepCosts(
-        ((16, 10.0), (64, 19.0)), ((1, 4.5), (4, 5.5), (8, 6.5)), decode_context_ms=0.01, prefill_context_ms=0.001
+        ((16, 10.0), (64, 19.0)), ((1, 4.5), (4, 5.5), (8, 6.5)), decode_context_ms=0.01, prefix_pair_ms=0.001
     )
     predictor = StepPredictor(costs, lambda rows: (16, 32, 48, 64))
     predictor.corrections.update(corrections or {})
@@ -174,7 +174,7 @@ def test_if_the_smallest_step_takes_about_as_long_as_the_target_a_step_may_take_
     With 200 tokens, the four sizes take 14, 17, 20 and 23 ms. With 500 they take 20, 23, 26 and 29 ms, and up to 24 is
     allowed. With 1,000 up to 36 is allowed, which 48 tokens take, and with 1,800 up to 55.2.
     """
-    costs = StepCosts(((16, 10.0), (64, 19.0)), ((1, 4.5),), prefix_ms=0.02)
+    costs = StepCosts(((16, 10.0), (64, 19.0)), ((1, 4.5),), prefix_token_ms=0.02)
     predictor = StepPredictor(costs, lambda rows: (16, 32, 48, 64))
     assert choose_step_tokens(predictor, Backlog(1, 0, 1, 1000, prefix), 20.0, 4) == size
 
@@ -227,7 +227,7 @@ class Choice(NamedTuple):
         if target_ms is None:
             target_ms = ITL_TARGET_DECODE_STEPS * self.predictor.estimate(rows, rows, row_context).predicted_ms
         smallest_ms = self.predicted_ms(self.smallest_holding(self.min_chunk))
-        return self.predicted_ms(size) <= max(target_ms, EXCESS_OF_SMALLEST * smallest_ms)
+        return self.predicted_ms(size) <= max(target_ms, SMALLEST_STEP_FACTOR * smallest_ms)
 
     def predicted_ms(self, size: int) -> float:
         rows, row_context, _, _, prefix = self.backlog

@@ -13,7 +13,7 @@ from tcdeploy.engine.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_s
 from tcdeploy.planning.plan import Bucket, make_plan
 from tests.machines import LAPTOP, LLAMA_8B, make_recipe
 
-DECODE_CONTEXT_MS, PREFILL_CONTEXT_MS, PREFIX_MS = 0.01, 0.001, 0.05
+DECODE_CONTEXT_MS, PREFIX_PAIR_MS, PREFIX_TOKEN_MS = 0.01, 0.001, 0.05
 
 
 class FakeRunner:
@@ -37,7 +37,7 @@ class FakeRunner:
         """The milliseconds of the step, which the fake _median_ms returns."""
         [(sequence, start, stop)] = chunks
         assert 0 <= start < stop <= len(sequence.token_ids) <= self.plan.context
-        ms = step_ms(Bucket("prefill", stop - start)) + max(PREFILL_CONTEXT_MS * (stop - start), PREFIX_MS) * start
+        ms = step_ms(Bucket("prefill", stop - start)) + max(PREFIX_PAIR_MS * (stop - start), PREFIX_TOKEN_MS) * start
         return ms if start else ms + self.noise
 
 
@@ -73,13 +73,13 @@ def test_costs_come_from_the_steps_of_all_buckets(monkeypatch: pytest.MonkeyPatc
 def test_context_costs_what_longer_steps_take_longer_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measured_costs(monkeypatch, FakeRunner())
     assert costs.decode_context_ms == pytest.approx(DECODE_CONTEXT_MS)
-    assert costs.prefill_context_ms == pytest.approx(PREFILL_CONTEXT_MS)
-    assert costs.prefix_ms == pytest.approx(PREFIX_MS)
+    assert costs.prefix_pair_ms == pytest.approx(PREFIX_PAIR_MS)
+    assert costs.prefix_token_ms == pytest.approx(PREFIX_TOKEN_MS)
 
 
 def test_context_costs_nothing_if_noise_made_the_shorter_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measured_costs(monkeypatch, FakeRunner(), noise=1e6)
-    assert (costs.decode_context_ms, costs.prefill_context_ms, costs.prefix_ms) == (0.0, 0.0, 0.0)
+    assert (costs.decode_context_ms, costs.prefix_pair_ms, costs.prefix_token_ms) == (0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +91,8 @@ def test_context_costs_nothing_if_no_long_step_can_be_timed(
     """A decode step needs 32 tokens in each row, and a chunk needs as many tokens before it as it has."""
     costs = measured_costs(monkeypatch, FakeRunner(context=context, buckets=(bucket,)))
     assert costs.timed_context == context
-    assert (costs.decode_context_ms > 0, costs.prefill_context_ms > 0) == slopes
-    assert (costs.prefix_ms > 0) == slopes[1]
+    assert (costs.decode_context_ms > 0, costs.prefix_pair_ms > 0) == slopes
+    assert (costs.prefix_token_ms > 0) == slopes[1]
 
 
 def test_a_dynamic_bucket_is_timed_at_each_captured_size(monkeypatch: pytest.MonkeyPatch) -> None:

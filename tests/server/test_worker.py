@@ -115,12 +115,12 @@ def test_the_thread_sleeps_after_first_tokens_only(first_token_sleep: bool, monk
     assert sleeps == [hot_path.FIRST_TOKEN_SLEEP_S] * first_token_sleep
 
 
-@pytest.mark.parametrize("late_launch", [True, False])
-def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step(late_launch: bool) -> None:
+@pytest.mark.parametrize("delayed_launch", [True, False])
+def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that_step(delayed_launch: bool) -> None:
     engine = FakeEngine()
 
     async def run() -> None:
-        async with request_group(engine, HotPath(late_launch=late_launch)) as first:
+        async with request_group(engine, HotPath(delayed_launch=delayed_launch)) as first:
             due = engine.launch_due = time.perf_counter() + 1.0
             worker = first._worker
             worker.submit(PendingRequest(0, [7], SamplingParams(max_new_tokens=3), lambda *_: None))
@@ -128,7 +128,7 @@ def test_a_request_that_arrives_before_the_next_launch_is_due_takes_part_in_that
             worker.submit(PendingRequest(1, [8], SamplingParams(max_new_tokens=3), lambda *_: None))
             await asyncio.sleep(max(0.0, due + 0.2 - time.perf_counter()))
             begun, num_open = engine.started_at[0]
-            assert (begun >= due, num_open) == ((True, 2) if late_launch else (False, 1))
+            assert (begun >= due, num_open) == ((True, 2) if delayed_launch else (False, 1))
 
     asyncio.run(run())
 
