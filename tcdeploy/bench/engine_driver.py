@@ -84,7 +84,7 @@ def prefill_step(engine: Engine, sequence: Sequence) -> Callable[[], None]:
                 engine.runner.prefill([chunk])
 
     step()
-    while engine.wants_graph:  # time the graphs that a server has after a while
+    while engine.wants_graph:  # a server captures these graphs while it runs
         engine.capture_wanted_graph()
     return step
 

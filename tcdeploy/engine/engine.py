@@ -1,7 +1,7 @@
 """Generates tokens with the warmed programs: continuous batching, one step ahead of the device.
 
 `step` launches the next step, and then reads the tokens of the previous one, so the device does not wait for the host.
-A server calls it when `launch_due` is reached (launch_timer.py).
+A server calls it at `launch_due`, shortly before the device completes the previous step (launch_timer.py).
 The scheduler (scheduler.py, no torch) decides from lengths, blocks and limits, all of which the host knows. The host
 learns the sampled tokens one step late: a sequence that hit a stop token runs one step more, and that token is dropped.
 
@@ -94,7 +94,7 @@ class Engine:
 
     @property
     def launch_due(self) -> float | None:
-        """When `step` is due (time.perf_counter); earlier calls are allowed. None: at once."""
+        """Time at which to call `step`, in seconds of time.perf_counter. None: at once. Earlier calls are allowed."""
         return self.launch_timer.due
 
     def step(self) -> list[NewToken]:
@@ -111,21 +111,21 @@ class Engine:
     def capture_next_graph(self) -> bool:
         """Capture one more CUDA graph while no request is open. False if none can be captured.
 
-        See engine/step_graphs.py. A capture that fails, or that would compile, is logged.
+        See engine/step_graphs.py. If the capture fails or would compile, a warning is logged.
         """
-        assert not self.has_work and self.runner.row_assignment.is_empty, "the step of the graph may run first"
+        assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
             return self.runner.graphs.capture_next()
 
     @property
     def wants_graph(self) -> bool:
-        """Whether steps are padded for lack of a CUDA graph that `capture_wanted_graph` can capture."""
+        """Whether `capture_wanted_graph` can capture a CUDA graph that would reduce the padding of served steps."""
         return self.runner.graphs.can_capture_wanted
 
     def capture_wanted_graph(self) -> None:
-        """Capture the CUDA graph that most steps would use; requests may be open. A failure is logged.
+        """Capture the missing CUDA graph that most served steps would have replayed. Requests may be open.
 
-        The host waits for the step in flight first.
+        Waits for the step in flight first. If the capture fails or would compile, a warning is logged.
         """
         with fail_on_recompile():
             self.runner.graphs.capture_wanted()
@@ -180,7 +180,11 @@ class Engine:
                 self.runner.row_assignment.assign([])  # idle: empty the rows now, not before the next prompt
 
     def _time_next_launch(self, start: float | None) -> None:
-        """`start`: when the step in flight was launched, if the device began it at once."""
+        """Pass the start and the predicted time of the step in flight to the launch timer.
+
+        start: time of its launch, if the device was idle and started it at once. None: the device started it when it
+            completed the previous step.
+        """
         step, rows = self._in_flight, len(self.scheduler.running)
         if step is None or step.copy_done is None or step.estimate is None or self.clock is None:
             self.launch_timer.step_started(None, None)

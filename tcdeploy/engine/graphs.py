@@ -2,12 +2,12 @@
 
 Graphs are captured from the largest bucket to the smallest into one memory pool, so that smaller graphs reuse the
 memory of the largest. They cannot be saved: each start captures them again, which takes 0.02 to 0.1 s per graph on an
-H100. A capture executes nothing. It may load kernels, since its error mode is "relaxed", so a step can be captured at a
-size at which it has not run. Autotuning is not possible during a capture, because it times kernels: a program must have
-run at one size before.
+H100. A capture executes no kernels. It may load kernels, since its error mode is "relaxed", so a step can be captured
+at a size at which it has not run. Autotuning times kernels, which is not possible during a capture, so a program must
+have run at one size before.
 
-`torch.cuda.graph` is not used: before each capture it collects garbage, in some versions, and returns cached memory to
-the driver, which the next steps then allocate again. Requests wait meanwhile.
+`torch.cuda.graph` is not used, because it calls `torch.cuda.empty_cache` before each capture, and in some versions
+`gc.collect`. The next steps would allocate the memory again. Requests wait during all of this.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ class StepGraph(NamedTuple):
 
 
 def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
-    """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants."""
+    """Capture `step` with its tensors in `pool`, a torch.cuda.MemPool that outlives the graphs of all variants.
+
+    Raises the exceptions of `step`, and RuntimeError if the capture fails.
+    """
     graph, stream = torch.cuda.CUDAGraph(), _capture_stream()
     torch.cuda.synchronize()
     stream.wait_stream(torch.cuda.current_stream())
@@ -50,7 +53,7 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
         try:
             output = step()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # the capture is invalid; the error of the step says why
+            with contextlib.suppress(RuntimeError):  # the capture is invalid; the step's own error is raised below
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -60,7 +63,7 @@ def capture_graph(step: Callable[[], StepOutput], pool: Any) -> StepGraph:
 
 @functools.cache
 def _capture_stream() -> torch.cuda.Stream:
-    """The same stream for all captures: a pool's free memory is reused only by captures on the stream that used it."""
+    """One stream for all captures, because a pool's free blocks are reused only on the stream that used them."""
     return torch.cuda.Stream()
 
 

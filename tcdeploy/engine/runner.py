@@ -85,8 +85,9 @@ class ModelRunner:
         In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
         max_prefill_sequences + i belongs to sequence i.
 
-        With `early_sizes_only` a step of equal length has the same size at any time, so that results can be compared.
-        Otherwise it becomes smaller when a fitting graph is captured.
+        With `early_sizes_only`, the step is padded to one of the sizes that are captured during start-up, so a step of
+        the same length always has the same size and its results can be compared. Otherwise, it is padded less once a
+        smaller size is captured.
         """
         tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
@@ -111,7 +112,7 @@ class ModelRunner:
         return self.graphs.run(self._decode_buffers[bucket])
 
     def step_sizes(self, num_decoding: int) -> tuple[int, ...]:
-        """The token counts that steps with prompts and `num_decoding` decode rows are padded to now, ascending.
+        """The token counts that steps with prompts and `num_decoding` decode rows are currently padded to, ascending.
 
         The last one is the size of the largest prefill bucket. Sizes below `num_decoding` may be included.
         """
@@ -179,7 +180,7 @@ class ModelRunner:
 
     @property
     def uncaptured_runs(self) -> int:
-        """Passes of captured buckets without a graph: those for the logprobs of prompts."""
+        """Forward passes of captured buckets that did not replay a CUDA graph: those that compute prompt logprobs."""
         return self.graphs.uncaptured_runs
 
     def rerun(self, bucket: Bucket) -> StepOutput:
@@ -190,7 +191,7 @@ class ModelRunner:
         return self._forward(self._buffers_of(StepKey(bucket, bucket.size, 0)))
 
     def _buffers_of(self, key: StepKey, clear: bool = False) -> StepBuffers:
-        """The buffers of a step. `clear`: prompts are replaced by padding, so that the step writes to no KV block."""
+        """The buffers of a step. `clear`: fill prefill buffers with padding, so that the step writes to no KV block."""
         if not key.bucket.is_prefill:
             return self._decode_buffers[key.bucket]
         prefill = self._prefill_of_size(key.bucket, key.tokens)

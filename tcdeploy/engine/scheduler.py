@@ -47,15 +47,16 @@ from tcdeploy.engine.step_costs import StepPredictor
 from tcdeploy.engine.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
-MAX_BACKLOG_PROMPTS = 64  # waiting prompts that the choice of a step's size counts
+MAX_BACKLOG_PROMPTS = 64  # most waiting prompts that are considered when the size of a step is chosen
 LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them with the prompts behind it
 
 
 class SchedulerConfig(NamedTuple):
     """Limits of the warmed buckets: decode rows, tokens and chunks per prefill step, prefill steps in a row.
 
-    itl_target_ms: the predicted time that a mixed step may take (step_size.py has the default); without step costs it
-        has no effect.
+    itl_target_ms: limit of the predicted time of a mixed step; None: the default of step_size.py. It has no effect
+        without step costs.
+    min_chunk_tokens: prompt tokens that a mixed step always has room for.
     """
 
     max_rows: int
@@ -82,17 +83,17 @@ class SchedulerOutput(NamedTuple):
 
     @property
     def row_context(self) -> int:
-        """Tokens in the KV cache of all decode rows together."""
+        """Tokens in the KV cache, summed over the decode rows."""
         return sum(sequence.num_computed_tokens for sequence in self.decode)
 
     @property
     def prefix_pairs(self) -> int:
-        """Tokens of a chunk times tokens of its prompt that earlier steps computed, summed over the chunks."""
+        """Pairs of a token of a chunk and a token before the chunk in the same prompt, summed over the chunks."""
         return sum((stop - start) * start for _, start, stop in self.chunks)
 
     @property
     def prefix(self) -> int:
-        """The largest number of tokens of a prompt that earlier steps computed."""
+        """Tokens before a chunk in its prompt; the maximum over the chunks."""
         return max((start for _, start, _ in self.chunks), default=0)
 
 
@@ -109,8 +110,8 @@ class SchedulerStats(NamedTuple):
 class Scheduler:
     """Owns the queue, the decode rows and the KV blocks. Not thread-safe.
 
-    `predictor` has the costs from which the size of mixed steps is chosen. Without one they have up to
-    `config.prefill_tokens`.
+    `predictor` predicts the times of steps, from which the size of a mixed step is chosen. Without it, mixed steps have
+    up to `config.prefill_tokens` tokens.
     """
 
     def __init__(
@@ -193,7 +194,7 @@ class Scheduler:
         return SchedulerOutput(chunks, decode)
 
     def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
-        """Tokens of a mixed step, those of the decode rows included."""
+        """Tokens that a mixed step may have, those of the decode rows included."""
         if self.predictor is None:
             return self.config.prefill_tokens
         free_rows = self.config.max_rows - len(self._admitted)

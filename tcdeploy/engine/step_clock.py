@@ -30,7 +30,7 @@ class StepClock:
     def __init__(self, predictor: StepPredictor) -> None:
         self.predictor = predictor
         self.totals: dict[str, StepTotals] = dict.fromkeys(STEP_KINDS, StepTotals())
-        self.started: float | None = None  # when the device started the step in flight, if the host saw it
+        self.started: float | None = None  # time at which the device started the step in flight; None: not observed
 
     def step_completed(
         self, estimate: StepEstimate | None, now: float, has_waited: bool, is_next_launched: bool

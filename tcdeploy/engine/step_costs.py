@@ -1,22 +1,24 @@
 """Predicts the milliseconds of a step from steps that were timed at start-up. Does not import torch.
 
-A step is padded to a size, and its products cost what that size costs, however many of its tokens are used. Attention
-depends on the tokens in the KV cache. So a step of `size` tokens takes
+A step is padded to a size in tokens. Its GEMMs take as long as that size requires, however many of its tokens are
+padding. Its attention also depends on the tokens in the KV cache. The predicted time of a step is
 
-    prefill or mixed    size_ms(size) + decode_context_ms * row_context + the time of attention to earlier tokens
-    decode              decode_ms(rows) + decode_context_ms * (row_context - the context while it was timed)
+    prefill or mixed    size_ms(size) + decode_context_ms * row_context + attention to prefixes
+    decode              decode_ms(rows) + decode_context_ms * (row_context - row_context of the timed step)
 
-`row_context` is the number of tokens in the KV cache of all decode rows together. The attention of a chunk to itself is
-part of size_ms. Attention to tokens that earlier steps computed takes
+where
 
-    max(prefix_pair_ms * prefix_pairs, prefix_token_ms * prefix)
+    attention to prefixes = max(prefix_pair_ms * prefix_pairs, prefix_token_ms * prefix)
 
-`prefix_pairs` is, summed over the chunks, the tokens of the chunk times the earlier tokens of its prompt; `prefix` is
-the largest number of earlier tokens. A small chunk cannot use the whole device: however few its tokens, some program
-has to walk over the prefix.
+    row_context     tokens in the KV cache, summed over the decode rows
+    prefix          tokens before a chunk in its prompt, whose keys are in the KV cache; the maximum over the chunks
+    prefix_pairs    pairs of a token of a chunk and a token of its prefix, summed over the chunks
 
-Clocks, other processes and sliding windows change these times. `StepPredictor` multiplies the result by a factor for
-each kind of step, which follows the measured times of the steps that are served.
+size_ms includes the attention of a chunk to itself. The second argument of `max` is for small chunks, which use only a
+part of the GPU: however few tokens a chunk has, one Triton program reads its whole prefix.
+
+GPU clocks, other processes and sliding-window attention change these times. `StepPredictor` multiplies the result by a
+factor for each kind of step, which follows the measured times of the steps that are served.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 CORRECTION_WEIGHT = 0.05  # of the latest step, in the moving average: it spans about 20 steps
 MIN_CORRECTION, MAX_CORRECTION = 0.5, 2.0
-MIN_DECODE_SHARE = 0.5  # of a decode step's measured time, however little context its rows have
+MIN_DECODE_SHARE = 0.5  # least predicted time of a decode step with short contexts, as a share of its measured time
 
 StepKind = Literal["decode", "mixed", "prefill"]
 STEP_KINDS: tuple[StepKind, ...] = ("decode", "mixed", "prefill")
@@ -40,14 +42,14 @@ StepSizes: TypeAlias = "Callable[[int], tuple[int, ...]]"
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Measured milliseconds of steps.
+    """Measured times of steps.
 
-    prefill_ms: (tokens, ms) of prefill steps of one prompt without earlier tokens, ascending by tokens.
+    prefill_ms: (tokens, ms) of prefill steps of one prompt without a prefix, ascending by tokens.
     decode_ms_by_rows: (rows, ms) of decode steps, ascending by rows. A decode step is padded to one of these.
     timed_context: tokens in the KV cache of each row while decode steps were timed.
-    decode_context_ms: of a decode step, per token in the KV cache of its rows.
-    prefix_pair_ms: of a prefill step, per token of a chunk and token that earlier steps computed.
-    prefix_token_ms: of a prefill step of few tokens, per token that earlier steps computed.
+    decode_context_ms: ms of decode attention per token in the KV cache.
+    prefix_pair_ms: ms of prefill attention per pair of a chunk token and a prefix token.
+    prefix_token_ms: ms of prefill attention per prefix token, if the chunk is small.
     """
 
     prefill_ms: tuple[tuple[int, float], ...]
@@ -61,12 +63,12 @@ class StepCosts:
         for sizes in ([tokens for tokens, _ in self.prefill_ms], [rows for rows, _ in self.decode_ms_by_rows]):
             assert sizes and sizes == sorted(set(sizes)) and sizes[0] >= 1, f"{sizes} are not ascending sizes"
         times = [ms for _, ms in (*self.prefill_ms, *self.decode_ms_by_rows)]
-        assert all(0 < ms < math.inf for ms in times), f"{times} are not times"
+        assert all(0 < ms < math.inf for ms in times), f"times must be positive and finite: {times}"
         factors = (self.decode_context_ms, self.prefix_pair_ms, self.prefix_token_ms)
-        assert all(0 <= factor < math.inf for factor in factors), f"{factors} are not factors"
+        assert all(0 <= factor < math.inf for factor in factors), f"factors must be finite and not negative: {factors}"
 
     def decode_ms(self, rows: int, row_context: int | None = None) -> float:
-        """A decode step of `rows` rows; `row_context` None: with the context of the timed step."""
+        """Milliseconds of a decode step of `rows` rows. `row_context` None: that of the timed step."""
         index = bisect_left(self._decode_rows, rows)
         padded_rows, ms = self.decode_ms_by_rows[min(index, len(self._decode_rows) - 1)]
         if row_context is None:
@@ -75,15 +77,15 @@ class StepCosts:
         return max(ms + self.decode_context_ms * difference, MIN_DECODE_SHARE * ms)
 
     def size_ms(self, size: int) -> float:
-        """The products of a prefill or mixed step of `size` tokens, with the attention of a prompt to itself.
+        """Milliseconds of a prefill step of `size` tokens that has one prompt without a prefix.
 
-        Between two measured sizes it is interpolated. Below the smallest one it approaches a decode step of one row,
-        which also computes one token.
+        Interpolated linearly between two measured sizes. Between one token and the smallest measured size, it is
+        interpolated from the time of a decode step of one row, which also computes one token.
         """
         return _interpolate(self._size_points, size)
 
     def mixed_ms(self, size: int, row_context: int, prefix_pairs: int, prefix: int) -> float:
-        """A prefill or mixed step that is padded to `size` tokens."""
+        """Milliseconds of a prefill or mixed step that is padded to `size` tokens."""
         prefix_ms = max(self.prefix_pair_ms * prefix_pairs, self.prefix_token_ms * prefix)
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
@@ -93,8 +95,10 @@ class StepCosts:
 
     @cached_property
     def _size_points(self) -> list[tuple[int, float]]:
-        """(tokens, ms), ascending in both. A size that took longer than a larger one was interrupted while it was
-        timed, so it gets the time of the larger one."""
+        """The points (tokens, ms) that `size_ms` interpolates, ascending in tokens; ms never decrease.
+
+        A size that took longer than a larger one was interrupted while it was timed, so it gets the time of the larger.
+        """
         smallest, ms = self.prefill_ms[0]
         points = [(1, min(ms, self.decode_ms(1)))] * (smallest > 1) + list(self.prefill_ms)
         times = itertools.accumulate((ms for _, ms in reversed(points)), min)
@@ -112,8 +116,8 @@ class StepEstimate(NamedTuple):
 class StepPredictor:
     """Step costs, corrected by the measured times of the steps that are served.
 
-    step_sizes: returns the sizes in tokens, ascending, that a step with so many decode rows may be padded to. They may
-        change between two steps: sizes are added when their CUDA graphs are captured.
+    step_sizes: returns the sizes, in tokens and ascending, that steps with prompts and the given number of decode rows
+        are padded to. They may change between two steps: a size is added when its CUDA graph is captured.
 
     The correction of a kind of step is the exponential moving average of measured / table, each ratio limited to
     MIN_CORRECTION..MAX_CORRECTION, so that one interrupted step does not change it much.
@@ -126,7 +130,7 @@ class StepPredictor:
     def estimate(
         self, tokens: int, rows: int, row_context: int = 0, prefix_pairs: int = 0, prefix: int = 0
     ) -> StepEstimate:
-        """The prediction for a step of `tokens` tokens before padding, those of `rows` decode rows included."""
+        """Predict a step of `tokens` tokens before padding, those of `rows` decode rows included."""
         if tokens == rows:
             kind: StepKind = "decode"
             table_ms = self.costs.decode_ms(rows, row_context)

@@ -1,18 +1,19 @@
-"""The CUDA graphs of all steps: which are captured when, and which sizes steps are padded to.
+"""The CUDA graphs of all steps: when each is captured, and which sizes steps are padded to.
 
-A static bucket has one graph. A program with a symbolic number of tokens is captured at many sizes, and a prefill step
-with decode rows also by its number of row slots. Capturing all of them takes several seconds, so a start captures only
-the early sizes (`capture`). After warm-up a step is padded to the smallest captured size that holds it. The graph that
-it would replay if all were captured is counted as wanted. The other graphs follow while the engine is idle
-(`capture_next`), and now and then while requests run (`capture_wanted`): a capture executes nothing, but it takes about
-0.05 s, which no other step can use.
+A static bucket has one graph. A program with a symbolic number of tokens is captured at many sizes, and prefill steps
+with decode rows also for several numbers of row slots. Capturing all of them takes several seconds, so start-up
+captures only the early sizes (`capture`). After warm-up, a step is padded to the smallest captured size that holds it.
+If a smaller size is planned but not captured, its graph is counted as wanted. The remaining graphs are captured while
+the engine is idle (`capture_next`), and occasionally while requests run (`capture_wanted`): a capture executes no
+kernels, but delays the next step by about 0.05 s.
 
-A capture loads the kernels that it needs, and compiles nothing. If it fails, the step runs once without a graph before
-the next attempt, which is possible only at the start and while the engine is idle. While a start warms its buckets,
-steps are padded to any size and run without a graph at most sizes: such steps may run uncompiled.
+A capture may load kernels, and compiles nothing. If it fails, the step runs once without a graph before the next
+attempt, which is possible only during start-up and while the engine is idle. During warm-up, steps are padded to any
+planned size. Most of these sizes have no graph yet, so their steps run without one, and may run uncompiled.
 
-Rejected: running a step of a new size without a graph, and capturing it at its second use. Under load almost every step
-has a new size for a while, so the 99th percentile of the gaps between tokens was 74 ms instead of 20 (8B model, H100).
+Rejected: running a step of a new size without a graph, and capturing it at its second use. Under load, almost every
+step has a new size for a while, and the 99th percentile of the gaps between tokens was 74 ms instead of 20 (8B model,
+H100).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tcdeploy.engine.graphs import StepGraph, StepKey, StepOutput, capture_graph
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 
-# Tokens; captured before the first request with all numbers of row slots, as is the largest size.
+# In tokens. These sizes and the largest are captured before the first request, with all numbers of row slots.
 EARLY_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
 log = logging.getLogger("tcdeploy.engine")
 
@@ -49,18 +50,18 @@ class StepGraphs:
         forward: Callable[[StepBuffers], StepOutput],
         make_buffers: Callable[[StepKey, bool], StepBuffers],
     ) -> None:
-        self.uncaptured_runs = 0  # of buckets that are captured: prompt logprobs
+        self.uncaptured_runs = 0  # forward passes of captured buckets that replayed no graph: prompt logprobs
         self.late_captures = 0  # since warm-up
         self.longest_late_capture_seconds = 0.0
-        self.wanted: Counter[StepKey] = Counter()  # since warm-up: steps that a graph not yet captured would fit best
+        self.wanted: Counter[StepKey] = Counter()  # since warm-up: steps that would have replayed a missing graph
         self._plan, self._forward, self._make_buffers = plan, forward, make_buffers
         self._graphs: dict[StepKey, StepGraph] = {}
         self._pools: list[Any] = []  # captures use the last one
         self._sizes: dict[tuple[Bucket, int], tuple[int, ...]] = {}  # cache of `sizes`
         self._step_sizes: dict[int, tuple[int, ...]] = {}  # cache of `step_sizes`
         self._is_warm = False
-        self._needs_first_run = False  # a late capture without a first run has failed
-        self._captures_late = True  # False: no memory is left, or a late capture has failed in spite of a first run
+        self._needs_first_run = False  # True: a capture after warm-up failed whose step had not run first
+        self._captures_late = True  # False: no memory is left, or one failed although its step ran first
 
     def __contains__(self, key: StepKey) -> bool:
         return key in self._graphs
@@ -76,7 +77,7 @@ class StepGraphs:
         return tuple(size for size in self._plan.step_sizes(bucket) if size in EARLY_SIZES or size == bucket.size)
 
     def sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
-        """The sizes that the bucket's steps are padded to now, ascending; () if they are not padded."""
+        """The sizes that the bucket's steps are currently padded to, ascending; () if they are not padded."""
         if not (self._is_warm and bucket.min_size and self.is_captured(bucket)):
             return self._plan.step_sizes(bucket)
         if (bucket, row_slots) not in self._sizes:
@@ -85,7 +86,10 @@ class StepGraphs:
         return self._sizes[bucket, row_slots]
 
     def step_sizes(self, row_slots: int) -> tuple[int, ...]:
-        """The sizes of all prefill buckets, ascending. A dynamic bucket without graphs has multiples of 16 instead."""
+        """The current sizes of all prefill buckets together, ascending.
+
+        Steps of a dynamic bucket without graphs are not padded. Its sizes are the multiples of DYNAMIC_STEP_TOKENS.
+        """
         if row_slots not in self._step_sizes:
             sizes: set[int] = set()
             for bucket in self._plan.prefill_buckets:
@@ -95,7 +99,7 @@ class StepGraphs:
         return self._step_sizes[row_slots]
 
     def count_wanted(self, bucket: Bucket, tokens: int, row_slots: int) -> None:
-        """Count the graph that a step of `tokens` tokens would replay if all were captured, unless it is captured."""
+        """Count the graph that a step of `tokens` tokens would replay if all were captured, if it is missing."""
         if not (self._is_warm and self._captures_late and self.is_captured(bucket)):
             return
         key = StepKey(bucket, next(size for size in self._plan.step_sizes(bucket) if size >= tokens), row_slots)
@@ -116,8 +120,12 @@ class StepGraphs:
         return self._forward(buffers)
 
     def capture(self, bucket: Bucket) -> None:
-        """Capture the bucket's step, which must have run before; of a dynamic bucket only the early sizes."""
-        torch.cuda.empty_cache()  # torch does not free cached memory during a capture
+        """Capture the bucket's step, which must have run before; of a dynamic bucket only the early sizes.
+
+        If a capture fails, its step and the following ones run once before they are captured. Raises RuntimeError if
+        that fails too, and torch.OutOfMemoryError without a second attempt.
+        """
+        torch.cuda.empty_cache()  # the allocator cannot free cached memory during a capture
         early_sizes, runs_first = self.early_sizes(bucket), False
         for tokens, row_slots in reversed(self._plan.graph_shapes(bucket)):
             if tokens not in early_sizes:
@@ -128,14 +136,14 @@ class StepGraphs:
             except RuntimeError as error:
                 if runs_first or isinstance(error, torch.OutOfMemoryError):
                     raise
-                log.warning("%s: a capture failed; steps run once before the others: %s", bucket.name, error)
+                log.warning("%s: a capture failed, so steps now run once before their capture: %s", bucket.name, error)
                 runs_first = True
                 self._capture(key, runs_first)
 
     def capture_next(self) -> bool:
         """Capture one of the graphs that `capture` left out, the most wanted first. False if none can be captured.
 
-        The decode rows must be empty, since the step may run before its capture.
+        The decode rows must be empty, because the step may run before its capture.
         """
         key = self._next_key()
         if key is None or not self._captures_late:
@@ -146,7 +154,7 @@ class StepGraphs:
         return self._captures_late
 
     def capture_wanted(self) -> None:
-        """Capture the most wanted graph while requests run. Nothing is executed."""
+        """Capture the most wanted graph while requests run. Executes no kernels."""
         assert self.can_capture_wanted
         [(key, _)] = self.wanted.most_common(1)
         self._capture_late(key)
@@ -167,24 +175,27 @@ class StepGraphs:
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
         captured_buckets = filter(self.is_captured, self._plan.prefill_buckets)
-        # From the largest size on: a graph reuses the pool's memory only if a larger graph has left it.
+        # Largest first, so that smaller graphs reuse the memory that a larger one allocated in the pool.
         shapes = ((bucket, shape) for bucket in captured_buckets for shape in reversed(self._plan.graph_shapes(bucket)))
         keys = (StepKey(bucket, *shape) for bucket, shape in shapes)
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: StepKey, runs_first: bool = False) -> bool:
-        """Capture a graph after warm-up. A failure is logged, and limits or ends late captures."""
+        """Capture a graph after warm-up; False if that failed.
+
+        A failure is logged. After it, steps run once before they are captured, or no further graph is captured.
+        """
         start = time.perf_counter()
         try:
             self._capture(key, runs_first)
         except torch.OutOfMemoryError:
             self._stop("no memory for another CUDA graph")
-        except Exception as error:  # of torch, Triton or CUDA; a step does not need this graph
+        except Exception as error:  # from torch, Triton or CUDA; not fatal, since steps can use a larger graph
             if runs_first:
                 self._stop(f"a CUDA graph could not be captured ({error})")
             else:
                 self._needs_first_run = True
-                log.warning("a CUDA graph could not be captured, the others follow when no request is open: %s", error)
+                log.warning("a CUDA graph could not be captured; no more captures while requests are open: %s", error)
         else:
             self.late_captures += 1
             self.longest_late_capture_seconds = max(self.longest_late_capture_seconds, time.perf_counter() - start)
@@ -201,7 +212,7 @@ class StepGraphs:
             self._graphs[key] = capture_graph(partial(self._forward, buffers), self._pools[-1])
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # torch 2.11 may go on recording to the pool of an invalid capture
+        except Exception:  # torch 2.11 may still allocate from the pool of an invalid capture
             self._pools.append(torch.cuda.MemPool())
             raise
         del self.wanted[key]
@@ -210,7 +221,7 @@ class StepGraphs:
     def _stop(self, reason: str) -> None:
         self._captures_late = False
         self.wanted.clear()
-        log.warning("%s: no further one is captured, and steps are padded to the captured sizes", reason)
+        log.warning("%s; no further CUDA graph is captured, and steps are padded to the captured sizes", reason)
 
     def _forget_sizes(self) -> None:
         self._sizes.clear()

@@ -1,15 +1,17 @@
-"""Chooses how many tokens a mixed step has: decode rows, and chunks of prompts beside them. Does not import torch.
+"""Chooses how many tokens a mixed step has: its decode rows and chunks of prompts. Does not import torch.
 
-Large steps finish prompts earlier, since a token costs less in them. But they delay the next token of every sequence
-that decodes, and a prompt token costs least in a small step: it is bound by reading the weights, which the decode rows
-need anyway. A size is therefore chosen so that this sum is smallest, until all prompts that are here now are computed:
+A large step completes prompts earlier, because it takes less time per token. But it delays the next token of every
+sequence that decodes. Prompt tokens add least to the time of a small step: it is bound by reading the weights, which
+the decode rows need anyway. The chosen size minimizes the following sum over the steps until all present prompts are
+computed:
 
-    FIRST_TOKEN_WEIGHT * (milliseconds of the steps, for each prompt)
-    + (milliseconds by which the steps are longer than decode steps, for each decode row)
+    FIRST_TOKEN_WEIGHT * number of prompts * milliseconds of the steps
+    + number of decode rows * (milliseconds of the steps - milliseconds of as many decode steps)
 
-Few rows or many prompts lead to large steps. A step is predicted to take at most the target (`--itl-target`), except
-that it always has room for a small chunk, so that prompts progress. Behind a long prefix even a small chunk may take
-longer than the target, because of its attention; then a step may take SMALLEST_STEP_FACTOR times that.
+Few rows or many prompts lead to large steps. The predicted time of a step is limited to the target (`--itl-target`),
+with two exceptions. A step always has room for MIN_CHUNK_TOKENS prompt tokens, so that prompts progress. And after a
+long prefix, attention may make even this smallest step about as long as the target, or longer; then a step may take
+SMALLEST_STEP_FACTOR times as long as the smallest one.
 """
 
 from __future__ import annotations
@@ -20,26 +22,29 @@ from typing import NamedTuple
 from tcdeploy.engine.step_costs import StepPredictor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
 
-# A millisecond of a prompt that waits for its first token, as milliseconds of a sequence that waits for its next one.
-# In a simulation of an 8B shape (scripts/simulate-traffic, 12 requests/s, four seeds), the weights 5, 10, 20 and 40
-# lead to a median first token of 48, 42, 41 and 41 ms, and a mean time per token of 7.6, 7.8, 7.9 and 8.2 ms.
+# Weight of a delay of a prompt's first token, relative to the same delay of a decoding sequence's next token. In a
+# simulation of an 8B shape (scripts/simulate-traffic, 12 requests/s, four seeds), the weights 5, 10, 20 and 40 lead to
+# a median time to the first token of 48, 42, 41 and 41 ms, and a mean time per token of 7.6, 7.8, 7.9 and 8.2 ms.
 FIRST_TOKEN_WEIGHT = 20
-# The least prompt tokens of a mixed step, whatever the target. A step of so few tokens is bound by reading the weights:
-# a smaller chunk would take as long, and a prompt would need more steps.
+# Prompt tokens that a mixed step has room for, whatever the target. A step of so few tokens is bound by reading the
+# weights: a smaller chunk would take as long, and a prompt would need more steps.
 MIN_CHUNK_TOKENS = 32
-# In a simulation of 16 chats among which prompts of 32,768 tokens arrive (8B shape), 1.0, 1.1 and 1.2 lead to a first
-# token after 11.1, 2.2 and 1.8 s, and to gaps between the tokens of the chats of 25.7, 26.4 and 28.0 ms (p99).
+# Limit of a step's predicted time, relative to the smallest step, if that exceeds the target. In a simulation of 16
+# chats during which prompts of 32,768 tokens arrive (8B shape), the factors 1.0, 1.1 and 1.2 lead to a time to the
+# first token of these prompts of 11.1, 2.2 and 1.8 s, and to a p99 gap between tokens of the chats of 25.7, 26.4 and
+# 28.0 ms.
 SMALLEST_STEP_FACTOR = 1.2
 
 
 class Backlog(NamedTuple):
-    """The decode rows, at least one, and the prompts that the next step may compute, at least one token.
+    """The work from which the next step is chosen: decode rows and prompt tokens.
 
-    row_context: tokens in the KV cache of all decode rows together.
-    prompts: number of prompts that wait or are computed in part, as far as decode rows are free.
-    prompt_tokens: tokens of these prompts that no step has computed.
-    prefix: the most tokens of one of them that earlier steps have computed. What the prefix cache will supply to a
-        waiting prompt is not known, so its first step may exceed the target.
+    rows: number of decode rows; at least 1.
+    row_context: tokens in the KV cache, summed over the decode rows.
+    prompts: number of prompts that wait or are computed in part, the waiting ones limited to the free decode rows.
+    prompt_tokens: tokens of these prompts that are not computed yet; at least 1.
+    prefix: tokens of such a prompt that are already computed; the maximum over the prompts. It does not include tokens
+        that a waiting prompt will find in the prefix cache, so the first step of such a prompt may exceed the target.
     """
 
     rows: int
@@ -54,7 +59,9 @@ def choose_step_tokens(
 ) -> int:
     """Tokens of the next step, those of the decode rows included: one of the predictor's step sizes.
 
-    `target_ms`: limit of the predicted time; None: ITL_TARGET_DECODE_STEPS times the decode step of the same rows.
+    target_ms: limit of the predicted time; None: ITL_TARGET_DECODE_STEPS times the predicted time of a decode step of
+        the same rows.
+    min_chunk_tokens: prompt tokens that the step has room for even if it then exceeds the target.
     """
     costs, rows = predictor.costs, backlog.rows
     sizes = predictor.step_sizes(rows)
@@ -74,7 +81,7 @@ def choose_step_tokens(
         largest = max(smallest, within_limit - 1)
 
     def delay(size: int) -> float:
-        """Until all prompts are computed, in steps of `size` tokens and a last, smaller one."""
+        """The sum of the module docstring, for steps of `size` tokens and a smaller last step."""
         full_steps, rest = divmod(backlog.prompt_tokens, size - rows)
         total = full_steps * step_delay(size)
         return total + step_delay(predictor.padded_size(rows + rest, rows)) if rest else total

@@ -52,15 +52,16 @@ def measure_step_ms(
     limits: TimingLimits = THOROUGH,
     length: int | None = None,
 ) -> float:
-    """Median ms of the bucket's step on its timing batch (`length` is described there).
+    """Median milliseconds of the bucket's step on its timing batch.
 
-    `captured=False` runs the programs without the graph.
+    captured: replay the CUDA graph; False: run the programs without it.
+    length: tokens of the prompt, or of each decode row's context (make_timing_batch has the defaults).
     """
     batch = make_timing_batch(runner, bucket, length)
     first_seconds = _seconds(batch.run)
     if limits.min_runs == 1 and first_seconds > limits.seconds:  # a slow step runs once
         return first_seconds * 1e3
-    if bucket.min_size:  # of a dynamic bucket, the buffers depend on the length
+    if bucket.min_size:  # `rerun` would use the buffers of the bucket's largest size
         return _median_ms(batch.run, limits)
     rerun = runner.rerun if captured else runner.rerun_uncaptured
     if bucket.is_prefill:
@@ -71,9 +72,9 @@ def measure_step_ms(
 
 
 def measure_step_costs(runner: ModelRunner) -> StepCosts:
-    """Time the steps of all buckets briefly, and how they slow down with the tokens in the KV cache.
+    """Time the steps of all buckets briefly, and how their time grows with the tokens in the KV cache.
 
-    A dynamic bucket is timed at each size that is captured now.
+    A dynamic bucket is timed at each captured size.
     """
     plan = runner.plan
     prefill_ms: dict[int, float] = {}
@@ -100,7 +101,10 @@ def measure_step_costs(runner: ModelRunner) -> StepCosts:
 
 
 def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: float) -> float:
-    """What a decode step of `context` tokens per row and `ms` milliseconds takes longer per token in the KV cache."""
+    """Additional milliseconds of the bucket's decode step per token in the KV cache.
+
+    `ms`: its time with `context` tokens in each row. 0 if `context` is too short to compare.
+    """
     if context < 2 * SHORT_CONTEXT:
         return 0.0
     shorter_ms = measure_step_ms(runner, bucket, limits=BRIEF, length=SHORT_CONTEXT)
@@ -110,7 +114,7 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
     """(prefix_pair_ms, prefix_token_ms) of StepCosts, from a large and a small chunk with and without a long prefix.
 
-    Zeros if no long prompt fits.
+    Zeros if no prompt fits whose prefix is as long as the largest bucket.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
     longest = min(plan.context, (plan.kv_blocks - 1) * plan.block_size, largest + MAX_TIMED_PREFIX)

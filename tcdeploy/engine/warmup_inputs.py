@@ -84,8 +84,10 @@ def _make_check_batch(
 
 
 def make_timing_batch(runner: ModelRunner, bucket: Bucket, length: int | None = None) -> WarmupBatch:
-    """Prefill: one prompt of `length` tokens, by default as many as fill the bucket. Decode: every row at `length`
-    tokens, by default `timed_context`. Keys and values are unset.
+    """A batch of random tokens. The keys and values that are in the KV cache before the step are not initialized.
+
+    length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
+        `timed_context`).
 
     Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
     prefix, are not timed.

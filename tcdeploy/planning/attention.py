@@ -12,7 +12,7 @@ from tcdeploy.planning.recipe import Attention, Graphs, Recipe
 
 # Shorter prefill buckets are not tuned over backends: attention is too small a part of their step.
 TUNED_ATTENTION_MIN_TOKENS = 4096
-ITL_TARGET_DECODE_STEPS = 3  # default limit of a mixed step, in decode steps of the same rows
+ITL_TARGET_DECODE_STEPS = 3  # default ITL target, in predicted times of a decode step of the same rows
 
 
 def decide_prefill_attention(inputs: PlanInputs, decisions: list[Decision]) -> Attention:
@@ -122,7 +122,7 @@ def decide_mixed_steps(inputs: PlanInputs, graphs: Graphs, decisions: list[Decis
 
 
 def decide_itl_target(recipe: Recipe, mixed_steps: bool, decisions: list[Decision]) -> float | None:
-    """Milliseconds that a mixed step may take; None: ITL_TARGET_DECODE_STEPS decode steps of the same rows.
+    """Limit of a mixed step's predicted time in ms; None: ITL_TARGET_DECODE_STEPS decode steps of its rows.
 
     Raises UsageError if the requested target is not a positive, finite number.
     """
@@ -134,7 +134,7 @@ def decide_itl_target(recipe: Recipe, mixed_steps: bool, decisions: list[Decisio
         decisions.append(Decision("ITL target", f"{target:g} ms", reason, is_fallback=not mixed_steps))
     elif mixed_steps:
         value = f"{ITL_TARGET_DECODE_STEPS} decode steps"
-        decisions.append(Decision("ITL target", value, "default; of the same rows, as predicted from timed steps"))
+        decisions.append(Decision("ITL target", value, "default; of the same rows, predicted from timed steps"))
     return target
 
 

@@ -34,7 +34,8 @@ HOST_KV_FRACTION = 0.25  # of host memory beyond the weights, on a CPU
 class CacheDemand(NamedTuple):
     """What the buckets require of memory: context and prefill in tokens, batch sizes in sequences, blocks in slots.
 
-    captured_sizes: token counts of the CUDA graphs of each captured prefill bucket.
+    captured_sizes: for each captured prefill bucket, the token counts of its CUDA graphs.
+    captures_decode: whether decode steps are captured as CUDA graphs.
     """
 
     context: int
@@ -83,9 +84,11 @@ def predict_workspace(
     max_prefill_sequences: int,
     num_graphs: int,
 ) -> Workspace:
-    """For a GPU. Each decode bucket has its own logits, and all prefill steps share theirs.
+    """Predict the memory on a GPU beside weights and KV cache.
 
-    All steps share the activations of the largest one, and each size of a prefill bucket has its own inputs.
+    Each decode bucket has its own logits; all prefill steps share one logits buffer. All steps share the memory for
+    activations, which the largest step determines. Each captured size of a prefill bucket has its own input buffers.
+    num_graphs: CUDA graphs of all buckets once every size is captured.
     """
     element_bytes = DTYPE_BYTES[compute_dtype]
     rows = demand.max_batch + 1

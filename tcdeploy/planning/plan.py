@@ -282,7 +282,7 @@ def _missing_internals(environment: Environment) -> list[Decision]:
 def _decide_shapes(
     recipe: Recipe, device: Device, graphs: Graphs, environment: Environment, decisions: list[Decision]
 ) -> Recipe:
-    """The recipe with its shapes decided. One program per bucket if torch cannot mark dynamic sizes."""
+    """The recipe with the requested or default `shapes`; "bucket" if torch cannot mark dynamic sizes."""
     by_default: Shapes = "dynamic" if device == "cuda" and graphs == "step" and recipe.buckets is None else "bucket"
     shapes = recipe.shapes or by_default
     if shapes == "dynamic" and DYNAMIC_SIZES in dict(environment.missing_internals):
@@ -342,7 +342,7 @@ def _decide_dtype(recipe: Recipe, architecture: Architecture, device: Device) ->
 def _captured_sizes(
     recipe: Recipe, graphs: Graphs, attention: Attention, lengths: tuple[int, ...]
 ) -> tuple[tuple[int, ...], ...]:
-    """The token counts that each prefill bucket is captured at."""
+    """For each prefill bucket, the token counts that it is captured at; () if prefill is not captured."""
     if graphs == "none" or not BACKENDS[attention].is_capturable:
         return ()
     return tuple(capture_sizes(length, recipe.shapes == "dynamic") for length in lengths)

@@ -80,7 +80,7 @@ class Recipe:
     shapes: Shapes | None = _option(
         None,
         "bucket: one program per prefill bucket; dynamic: one program for all prefill lengths, captured at many sizes "
-        "on a GPU; default: dynamic on a GPU without --buckets",
+        "on a GPU; default: dynamic on a GPU with --graphs step and without --buckets, otherwise bucket",
     )
     buckets: tuple[int, ...] | None = _option(
         None, "prefill buckets in tokens, ascending: 128,512,2048; the plan shows the default"
@@ -96,8 +96,8 @@ class Recipe:
     )
     itl_target: float | None = _option(
         None,
-        "predicted milliseconds that a mixed step may take, which limits the time between two tokens of a sequence; "
-        "default: three times a decode step of the same rows, which is predicted from steps that are timed at start-up",
+        "limit of a mixed step's predicted time in milliseconds, which also limits the time between two tokens; "
+        "default: three times the predicted time of a decode step of the same rows",
     )
     max_consecutive_prefills: int = _option(
         4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"

@@ -32,14 +32,15 @@ DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program st
 BLOCK_SIZE = 16
 
 
-# (up to this number of tokens, distance between two sizes). Steps of 160 to 2,048 tokens have 2.5% padding on average,
-# if all numbers of tokens are equally frequent.
+# (up to this number of tokens, distance between two sizes). Steps of 160 to 2,048 tokens have 2.5% padding on average
+# if all token counts are equally frequent.
 GRAPH_SIZE_STEPS = ((512, 32), (2048, 64), (8192, 256))
 LARGEST_GRAPH_SIZE_STEP = 1024
 # Without graphs, steps of a dynamic program are not padded. Predictions of their time round up to a multiple of this.
 DYNAMIC_STEP_TOKENS = 16
-# Few numbers of decode rows are enough for mixed steps, since unused rows take little time: a step of 512 tokens took
-# 14.0 ms with 32 and with 128 row slots, and 14.3 ms with 256 (8B model, H100). Each number multiplies the graphs.
+# Mixed steps are captured for a few numbers of row slots only. Unused row slots take little time: a step of 512 tokens
+# took 14.0 ms with 32 and with 128 row slots, and 14.3 ms with 256 (8B model, H100). Each number of row slots needs a
+# graph at almost every size.
 MIN_ROW_SLOTS = 32
 ROW_SLOTS_FACTOR = 4  # between one number of row slots and the next
 
@@ -57,9 +58,10 @@ def graph_sizes(max_tokens: int) -> tuple[int, ...]:
 
 @functools.cache  # called in each prefill step
 def mixed_row_slots(batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The numbers of decode rows that mixed steps have outputs for, ascending; 0 for a step without decode rows.
+    """The numbers of decode rows that prefill steps have outputs for, ascending.
 
-    The others are batch sizes from MIN_ROW_SLOTS on, at least ROW_SLOTS_FACTOR times apart, and the largest one.
+    The first is 0, for steps without decode rows. The others are decode batch sizes of at least MIN_ROW_SLOTS, each at
+    least ROW_SLOTS_FACTOR times the previous one, and the largest batch size.
     """
     row_slots = [0]
     for size in batch_sizes:
@@ -71,7 +73,8 @@ def mixed_row_slots(batch_sizes: tuple[int, ...]) -> tuple[int, ...]:
 def graph_shapes(sizes: tuple[int, ...], row_slots: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
     """(tokens, row slots) of the graphs of a prefill bucket, ascending, without those that no step can use.
 
-    A mixed step has the fewest row slots that hold its decode rows, and at least one token of a prompt.
+    A mixed step uses the smallest number of row slots that holds its decode rows, and has at least one prompt token. So
+    if 128 and 256 are consecutive numbers of row slots, a graph with 256 has at least 130 tokens.
     """
     min_tokens = (1, *(fewer_slots + 2 for fewer_slots in row_slots))
     shapes = itertools.product(sizes, zip(row_slots, min_tokens, strict=False))
@@ -119,7 +122,7 @@ def decide_context(recipe: Recipe, architecture: Architecture, decisions: list[D
 def decide_batch_sizes(inputs: PlanInputs, demand: CacheDemand, decisions: list[Decision]) -> tuple[int, ...]:
     """The requested sizes, or the default, which on a GPU depends on the memory for KV.
 
-    The batch sizes of `demand` are not read.
+    `demand.batch_sizes` is ignored.
     """
     requested = inputs.recipe.batch_sizes
     if requested is not None:

@@ -22,7 +22,7 @@ class ModelFigures:
     padding_tokens: Mapping[str, int]  # padding by bucket name: tokens of prefill, rows of decode
     step_totals: Mapping[str, StepTotals]  # measured and predicted time by kind of step
     step_corrections: Mapping[str, float]  # factor of the predictions by kind of step
-    late_launches: int  # steps that were launched after the device had completed the previous one
+    late_launches: int  # steps launched after the device had completed the previous one
     uncaptured_runs: int  # forward passes without the CUDA graph of their bucket
     late_captures: int  # CUDA graphs captured since the model was loaded
     longest_late_capture_seconds: float  # the longest pause that one of these captures caused

@@ -132,19 +132,19 @@ def sleep_after_first_token(tokens: Iterable[NewToken]) -> None:
 
 
 def seconds_until_launch(due: float | None, hot_path: HotPath) -> float:
-    """`delayed_launch`: how long the engine thread takes requests in before it launches the next step.
+    """`delayed_launch`: seconds for which the engine thread accepts requests before it launches the next step.
 
-    engine/launch_timer.py has the reason. If the switch is off, each step is launched at once, and a request waits for
-    the step in flight and the one behind it.
+    `due`: time of the launch, in seconds of time.perf_counter; None: at once. engine/launch_timer.py explains why. If
+    the switch is off, each step is launched at once, and a new request waits for the step in flight and the next one.
     """
     return max(0.0, due - time.perf_counter()) if due is not None and hot_path.delayed_launch else 0.0
 
 
 def shorten_switch_interval() -> None:
-    """`short_switch_interval`: the engine thread and the event loop pass the GIL after 0.5 ms, not after 5 ms.
+    """`short_switch_interval`: set Python's switch interval to 0.5 ms.
 
-    The engine thread has to launch a step in time while the event loop sends the tokens of the previous one. Each call
-    in which it releases the GIL may cost it a switch interval. If the switch is off, Python's default stays.
+    The engine thread has to launch a step in time while the event loop sends the tokens of the previous one. Each time
+    it releases the GIL, it may wait a switch interval to reacquire it. If the switch is off, the default of 5 ms stays.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
 

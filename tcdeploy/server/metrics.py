@@ -157,7 +157,7 @@ def _step_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _counter("step_predicted_seconds", "Predicted time of the same steps", _labelled(predicted), ("kind",))
     yield _counter("steps_measured", "Steps whose time was measured, by kind", _labelled(steps), ("kind",))
     yield _gauge("step_correction", "Factor of the predictions by kind of step", corrections, ("kind",))
-    yield _counter("late_launches", "Steps launched after the previous one was complete", {(): model.late_launches})
+    yield _counter("late_launches", "Steps launched after the previous one had completed", {(): model.late_launches})
 
 
 def _labelled(values: Mapping[str, float]) -> dict[tuple[str, ...], float]:

@@ -1,11 +1,11 @@
 """Runs the engine in a thread, and passes requests and tokens between the event loop and that thread.
 
-The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, until
-the next step is due (engine/launch_timer.py); the tokens of a step leave in one callback of the event loop. While no
-request is open, the thread captures the CUDA graphs that are left (engine/step_graphs.py) and runs the canary
-(canary.py), and checks the queue after each graph or step. Under load it captures one graph in CAPTURE_INTERVAL_S, if
-steps would use it. An exception in a step is fatal, because the state of the device is unknown afterwards: every open
-request fails with EngineDeadError, and the server exits.
+The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
+the thread reads until the next step is due (engine/launch_timer.py). The tokens of a step leave in one callback of the
+event loop. While no request is open, the thread captures the remaining CUDA graphs (engine/step_graphs.py) and runs the
+canary (canary.py), and checks the queue after each graph or step. Under load, it captures at most one graph every
+CAPTURE_INTERVAL_S, and only if steps would use it. An exception in a step is fatal, because the state of the device is
+unknown afterwards: every open request fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
 
 STOP = None  # inbox message that ends the thread
 CAPTURE_AFTER_IDLE_S = 0.2  # a capture delays the next request by about 0.05 s, and by up to 0.3 s with a first run
-CAPTURE_INTERVAL_S = 5.0  # under load: so rare a pause does not affect the 99th percentile of gaps between tokens
+CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
@@ -162,13 +162,13 @@ class Worker(Generic[LoadedT]):
             self._capture_if_due(engine)
 
     def _note_start_of_load(self) -> None:
-        """Delay captures under load, if the engine was idle for so long that it may have captured graphs meanwhile."""
+        """After an idle time, in which graphs may have been captured, restart the interval of captures under load."""
         now = time.monotonic()
         if now - self._busy_at >= CAPTURE_AFTER_IDLE_S:
             self._capture_due_at = now + CAPTURE_INTERVAL_S
 
     def _capture_if_due(self, engine: Engine) -> None:
-        """Capture a CUDA graph that steps would use, at most one in CAPTURE_INTERVAL_S."""
+        """Capture a CUDA graph that steps would use, at most one every CAPTURE_INTERVAL_S."""
         if self._busy_at >= self._capture_due_at and engine.wants_graph:
             engine.capture_wanted_graph()
             self._capture_due_at = time.monotonic() + CAPTURE_INTERVAL_S
@@ -180,7 +180,10 @@ class Worker(Generic[LoadedT]):
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
-        """Process messages until the next step is due; without work, until there is something to do. False: stop."""
+        """Process messages until the next step is due. False: stop.
+
+        While the engine is idle: until a request arrives, or a capture or the canary is due.
+        """
         while True:
             try:
                 message = self._inbox.get(timeout=self._seconds_to_wait(engine))
@@ -191,7 +194,7 @@ class Worker(Generic[LoadedT]):
             message(engine)
 
     def _seconds_to_wait(self, engine: Engine) -> float | None:
-        """How long to wait for a message. None: without limit."""
+        """Seconds to wait for the next message. None: no limit."""
         if engine.has_work:
             return seconds_until_launch(engine.launch_due, self.hot_path)
         timeouts = []

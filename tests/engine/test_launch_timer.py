@@ -1,4 +1,4 @@
-"""When the next step is due, and how late launches change the margin before the predicted end of a step."""
+"""When the next launch is due, and how late launches change the margin before the predicted end of a step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def timer_of_a_step(start: float | None = 100.0, predicted_ms: float | None = 20
 
 
 def launched(timer: LaunchTimer, *were_late: bool) -> list[float]:
-    """The margin after each launch, which takes no time."""
+    """The margin after each of these launches, which take 0 ms."""
     margins = []
     for was_late in were_late:
         timer.launched(0.0, was_late)

@@ -183,7 +183,7 @@ def test_a_mixed_step_decodes_every_row_and_gives_the_rest_of_its_tokens_to_prom
 
 
 def test_a_prompt_that_exceeds_a_step_size_by_little_is_split_if_two_steps_are_faster() -> None:
-    """512 tokens take 12 ms, and the last one 8 ms; at once they would take 44 ms, as 1,900 tokens do."""
+    """Steps of 512 and 128 tokens take 12 + 8 ms. One step is padded to 2,048 and takes 44 ms, as for 1,900 tokens."""
     costs = StepCosts(((128, 8.0), (512, 12.0), (2048, 44.0)), ((1, 5.0), (32, 6.0)))
     config = SchedulerConfig(8, 2048, max_prefill_sequences=4, mixed_steps=True, itl_target_ms=100.0)
     scheduler = Scheduler(config, BlockAllocator(2000, BLOCK), StepPredictor(costs, lambda rows: (128, 512, 2048)))
@@ -683,11 +683,10 @@ class FakeEngine:
             assert newly_admitted == waiting_before[: len(newly_admitted)]
 
     def check_time(self, step: SchedulerOutput, computed_before: dict[Sequence, int]) -> None:
-        """A mixed step is predicted to meet the target, or takes little longer than one of the smallest size.
+        """A mixed step meets the target, or takes at most SMALLEST_STEP_FACTOR times as long as the smallest size.
 
-        The size is chosen as if all chunks followed the part of the first prompt that earlier steps computed: tokens of
-        a waiting prompt in the prefix cache, and a longer part of the second prompt, are not known. Measured times
-        differ from predicted ones.
+        The prediction assumes that the prefix of all chunks is that of the first prompt. The scheduler does not know
+        which tokens of a waiting prompt are in the prefix cache. With `noise`, measured times differ from predictions.
         """
         config, predictor, rows = self.scheduler.config, self.scheduler.predictor, len(step.decode)
         if predictor is None:

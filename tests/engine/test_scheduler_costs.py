@@ -32,7 +32,7 @@ from tcdeploy.engine.step_size import Backlog
 from tests.engine.test_scheduler import Arrival, FakeEngine, check_end, read, request, run, running
 from tests.engine.test_step_size import H100_8B, H100_SIZES
 
-# Sizes take 10, 13, 16 and 19 ms, so that a prompt token costs least in the largest one.
+# Steps of these sizes take 10, 13, 16 and 19 ms, so a prompt token takes the least time in the largest.
 SIZES = (16, 32, 48, 64)
 COSTS = StepCosts(((16, 10.0), (64, 19.0)), ((1, 4.5), (4, 5.5), (8, 6.5)))
 
@@ -90,9 +90,9 @@ def test_a_prompt_of_600_tokens_is_computed_at_once_beside_few_rows_and_in_small
 
 
 def test_steps_shrink_as_the_computed_part_of_a_long_prompt_grows() -> None:
-    """With the target of 19 ms, steps of 64, 48 and 32 tokens have 0, 3 and 6 ms for attention to earlier tokens.
+    """The target is 19 ms, so attention to the prefix may take 0, 3 and 6 ms in steps of 64, 48 and 32 tokens.
 
-    It takes 0.0002 ms for each token of the chunk and each earlier token.
+    It takes 0.0002 ms per pair of a chunk token and a prefix token.
     """
     costs = StepCosts(COSTS.prefill_ms, COSTS.decode_ms_by_rows, prefix_pair_ms=0.0002)
     scheduler = make_mixed(19.0, costs)
@@ -108,7 +108,7 @@ def test_steps_shrink_as_the_computed_part_of_a_long_prompt_grows() -> None:
 
 
 def test_the_context_of_the_rows_counts_as_it_will_be_in_the_step() -> None:
-    """A row of 9 tokens feeds its next one, so the step reads 10: 15 ms + 10 * 0.1 ms meets a target of 16 ms."""
+    """A row of 9 tokens computes its next one, so attention reads 10: 15 ms + 10 * 0.1 ms meet a target of 16."""
     costs = StepCosts(((16, 10.0), (64, 15.0)), ((8, 4.0),), decode_context_ms=0.1)
     for target_ms, tokens in ((16.0, 64), (15.99, 48)):
         scheduler = make_mixed(target_ms, costs)
@@ -285,10 +285,10 @@ def max_wait_steps(head_tokens: int, other_tokens: list[int], min_budget: int) -
 
     - The head is long: it needs more than LONG_PROMPT_STEPS * budget tokens. So the step does not hold all prompts, and
       budget >= min_budget. The next prompt gets budget // 2 of them. If that is the one that waits, it starts;
-      otherwise the step ends the first of the prompts in between, or computes min_budget // 2 or more of its tokens.
+      otherwise the step completes the first prompt in between, or computes min_budget // 2 or more of its tokens.
     - The head is not long and budget is too small for it: the step computes at least 1 in LONG_PROMPT_STEPS of the
-      tokens that the head still needs. Such steps multiply them by 3/4 or less. Once they are min_budget or fewer,
-      which the first kind of step only hastens, the next such step ends the head.
+      tokens that the head still needs. So each such step leaves 3/4 of these tokens or fewer. Once min_budget or fewer
+      are left, the next such step completes the head. Steps of the first kind make this happen earlier.
     - The head has ended. The first of the prompts in between is now the head. It ends, or gets budget >= min_budget
       tokens, or budget - budget // 2 of them if it is long.
 
@@ -303,8 +303,8 @@ def max_wait_steps(head_tokens: int, other_tokens: list[int], min_budget: int) -
 
 
 class TimedEngine(FakeEngine):
-    """Captures graphs between steps. If `min_budget` is set, each step computes so many tokens while prompts wait, and
-    each prompt starts after at most `max_wait_steps`."""
+    """Captures graphs between steps. Checks, if `min_budget` is set, that each step computes at least so many prompt
+    tokens while prompts wait, and that each prompt starts after at most `max_wait_steps`."""
 
     min_budget = 0
     sizes: CapturedSizes | None = None
@@ -342,7 +342,7 @@ class TimedEngine(FakeEngine):
 
 
 class CapturedSizes:
-    """Sizes that depend on the rows, and to which one is added from time to time."""
+    """Step sizes that depend on the number of rows. `capture_next` adds one at random."""
 
     def __init__(self, source: random.Random, largest: int, max_rows: int) -> None:
         self.source, self.largest = source, largest

@@ -1,4 +1,4 @@
-"""Predicted times of steps: what a size and its context cost, and how measured times correct the prediction."""
+"""Predicted times of steps: how they depend on size and context, and how measured times correct them."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ def test_a_prefill_or_mixed_step_costs_the_context_of_its_rows_and_of_its_chunks
     assert table_ms(100, 4, 300, 2000) == pytest.approx(12.0)
 
 
-def test_attention_to_a_prefix_costs_at_least_the_walk_over_it() -> None:
-    """A chunk of 10 tokens behind 500 costs 5 ms for its tokens and 10 ms for the walk, and one of 100 costs 50 ms."""
+def test_attention_to_a_prefix_costs_at_least_one_read_of_the_prefix() -> None:
+    """A prefix of 500 tokens takes max(5, 10) ms with a chunk of 10 tokens, and max(50, 10) ms with one of 100."""
     assert table_ms(10, 0, 0, 10 * 500, 500) == pytest.approx(7.0 + 10.0)
     assert table_ms(100, 0, 0, 100 * 500, 500) == pytest.approx(7.0 + 50.0)
     assert table_ms(14, 4, 300, 10 * 500, 500) == pytest.approx(7.0 + 3.0 + 10.0), "the rows come on top"

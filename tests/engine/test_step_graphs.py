@@ -1,6 +1,6 @@
-"""Which CUDA graphs are captured, when, and what steps are padded to.
+"""Which CUDA graphs are captured, when, and which sizes steps are padded to.
 
-On a CPU: a captured step is a function that runs the programs again, and its capture runs nothing.
+Runs on a CPU: a captured step is a function that runs the programs again, and its capture runs nothing.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from tests.conftest import prepare_tiny
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 PARAMS = SamplingParams(max_new_tokens=6)
-SHORT = 20  # tokens of a prompt that fits a size of 32, which no start captures
-EARLY = (64, 128, 192, 256, 320)  # of the engine below
+SHORT = 20  # tokens of a prompt; padded to 32, a size that is not captured during start-up
+EARLY = (64, 128, 192, 256, 320)  # early sizes of the engine below
 
 
 class FakeGraph:
@@ -72,7 +72,7 @@ def engine(cache_dir: str, captured: list[FakeGraph]) -> Iterator[Engine]:
 
 
 def fail_captures(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int = 1000) -> list[Any]:
-    """The next captures fail, `times` at most; returns a list of their pools."""
+    """Let the next `times` captures raise `error`. Returns a list that receives the pools of these captures."""
     capture_graph, pools = step_graphs.capture_graph, []
 
     def fail(step: Any, pool: Any) -> Any:
@@ -86,7 +86,7 @@ def fail_captures(monkeypatch: pytest.MonkeyPatch, error: Exception, times: int 
 
 
 def count_forward_passes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[StepKey]:
-    """The steps that run from now on, graphs that are captured from now on included."""
+    """Returns a list that receives the key of each forward pass from now on, those of replays included."""
     keys: list[StepKey] = []
     forward = engine.runner.graphs._forward
 
@@ -104,7 +104,7 @@ def make_prompts(count: int, longest: int = 300) -> list[list[int]]:
 
 
 def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_new_tokens=1)) -> list[list[int]]:  # noqa: B008
-    """Generate from a prompt that fits a size of 32."""
+    """Generate from a prompt whose step fits the size 32."""
     engine.allocator.reset_prefix_cache()
     return engine.generate([list(range(3, 3 + SHORT))], params)
 
@@ -228,7 +228,7 @@ def test_the_step_sizes_without_graphs(cache_dir: str) -> None:
 def test_an_idle_engine_captures_the_most_wanted_graph_first_and_then_the_rest(
     engine: Engine, captured: list[FakeGraph]
 ) -> None:
-    """Without compiling anything or touching a key."""
+    """The captures compile nothing, and overwrite no cached keys and values."""
     graphs = engine.runner.graphs
     prompts = make_prompts(6)
     expected = engine.generate(prompts, PARAMS)
@@ -277,7 +277,7 @@ def test_prompt_logprobs_run_at_a_captured_size_and_are_counted(engine: Engine) 
 def test_a_canary_step_has_the_same_size_before_and_after_a_capture(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another size may round differently. Canary steps are not wanted either."""
+    """Another size may round differently. Canary steps do not count as wanted either."""
     graphs = engine.runner.graphs
     keys: list[StepKey] = []
     run = graphs.run
@@ -356,7 +356,7 @@ def test_a_capture_that_fails_twice_ends_late_captures(
     assert not engine.capture_next_graph() and not engine.capture_next_graph()
     assert generate_short(engine, PARAMS) == expected
     assert not engine.wants_graph and len(engine.runner.graphs) == before
-    assert caplog.text.count("no further one is captured") == 1
+    assert caplog.text.count("no further CUDA graph is captured") == 1
 
 
 def test_a_capture_that_would_compile_does_not_end_the_server(
@@ -381,7 +381,7 @@ def test_at_a_start_a_failed_capture_is_repeated_after_a_first_run(
     fail_captures(monkeypatch, RuntimeError("kernel loading"), times=1)
     graphs.capture(bucket)
     assert len(graphs) == 2 * len(EARLY) == len(passes), "all others run first too"
-    assert caplog.text.count("a capture failed") == 1
+    assert caplog.text.count("a capture failed, so steps now run once") == 1
     assert not graphs._needs_first_run, "another variant may be selected"
 
 

@@ -1,4 +1,4 @@
-"""The size of a mixed step: examples that were computed by hand, and random ones against trying all sizes.
+"""The size of a mixed step: examples computed by hand, and random ones compared with an exhaustive search.
 
 The times of the random examples are multiples of 1/1024 ms, and corrections are powers of two. So all sums are exact,
 and both implementations agree on ties.
@@ -47,7 +47,7 @@ def size_of(
     min_chunk: int = 4,
     corrections: dict[str, float] | None = None,
 ) -> int:
-    """From sizes of 16, 32, 48 and 64 tokens, which take 10, 13, 16 and 19 ms. So a token costs less in a larger one.
+    """The chosen size. Sizes of 16, 32, 48 and 64 tokens take 10, 13, 16 and 19 ms: a larger one takes less per token.
 
     Decode steps take 4.5, 5.5 and 6.5 ms with up to 1, 4 and 8 rows.
     """
@@ -99,7 +99,7 @@ def test_a_prompt_of_600_tokens_is_computed_at_once_unless_many_rows_wait(rows: 
 
 
 def test_a_prompt_beside_others_may_lead_to_a_smaller_step_since_it_brings_tokens() -> None:
-    """1,500 tokens fit in two steps of 768, but 1,600 do not. The number of prompts alone never has this effect."""
+    """1,500 tokens fit in two steps of 768, but 1,600 do not. More prompts with as many tokens never shrink a step."""
     assert size_on_h100(8, 1, 1500) == size_on_h100(8, 2, 1500) == 768
     assert size_on_h100(8, 2, 1600) == 576
 
@@ -169,7 +169,7 @@ def test_a_long_prefix_makes_steps_smaller() -> None:
 def test_if_the_smallest_step_takes_about_as_long_as_the_target_a_step_may_take_a_little_longer(
     prefix: int, size: int
 ) -> None:
-    """Each step walks over the prefix: 1 ms for 50 tokens, whatever its size. The target is 20 ms.
+    """Each step takes 1 ms per 50 tokens of the prefix, whatever its size. The target is 20 ms.
 
     With 200 tokens, the four sizes take 14, 17, 20 and 23 ms. With 500 they take 20, 23, 26 and 29 ms, and up to 24 is
     allowed. With 1,000 up to 36 is allowed, which 48 tokens take, and with 1,800 up to 55.2.
@@ -221,7 +221,7 @@ class Choice(NamedTuple):
         return min((size for size in sizes if size - self.backlog.rows >= prompt_tokens), default=max(sizes))
 
     def meets_target(self, size: int) -> bool:
-        """As the engine predicts a step of one chunk that fills the size; or little longer than the smallest step."""
+        """Whether the predicted time is within the limit, if one chunk fills the step."""
         rows, row_context = self.backlog.rows, self.backlog.row_context
         target_ms = self.target_ms
         if target_ms is None:
@@ -234,7 +234,7 @@ class Choice(NamedTuple):
         return self.predictor.estimate(size, rows, row_context, (size - rows) * prefix, prefix).predicted_ms
 
     def delay(self, size: int) -> float:
-        """The sum of the module's docstring, step by step: `size` limits each step until all prompts are computed."""
+        """The sum of the docstring of step_size.py, added step by step; no step has more than `size` tokens."""
         costs, (rows, row_context, prompts, left, prefix) = self.predictor.costs, self.backlog
         total = 0.0
         while left:
@@ -299,7 +299,7 @@ def test_the_size_is_the_one_that_trying_all_sizes_finds(choice: Choice) -> None
 
 
 def check_order(choice: Choice, change: Callable[[int], Choice], values: tuple[int, int]) -> None:
-    """The larger of two values of a property never leads to a smaller step."""
+    """`change` with the larger of two values does not lead to a smaller step."""
     smaller, larger = (change(value).size() for value in sorted(values))
     assert smaller <= larger, (choice, values)
 
@@ -310,8 +310,9 @@ COUNTS = st.tuples(st.integers(1, 64), st.integers(1, 64))
 @settings(max_examples=400)
 @given(choice=choices(), counts=COUNTS)
 def test_more_prompts_with_as_many_tokens_never_lead_to_a_smaller_step(choice: Choice, counts: tuple[int, int]) -> None:
-    """With a larger weight on the time of the prompts, their steps take no longer in all. A size with a shorter time
-    was not chosen before because its steps delay the rows more, so they are fewer, and larger."""
+    """More prompts give the total time of the steps more weight, so it does not increase. A size with a shorter total
+    was rejected with fewer prompts because its steps exceed decode steps by more in total: they are fewer, and larger.
+    """
     check_order(choice, lambda prompts: choice.changed(prompts=prompts), counts)
 
 

@@ -1,4 +1,4 @@
-"""Step costs from timed steps. The times of this file's fake steps are a formula of their sizes and lengths."""
+"""Step costs from timed steps. The times of the fake steps are computed from their sizes and lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DECODE_CONTEXT_MS, PREFIX_PAIR_MS, PREFIX_TOKEN_MS = 0.01, 0.001, 0.05
 
 
 class FakeRunner:
-    """Counts how often its rows are emptied. Its steps take the milliseconds of `step_ms`."""
+    """Counts how often its rows are cleared. Its steps take `step_ms` milliseconds."""
 
     def __init__(self, captured_sizes: tuple[int, ...] = (), context: int = 4096, **recipe: Any) -> None:
         values = {"buckets": (32, 64), "batch_sizes": (1, 4), **recipe}
@@ -49,7 +49,7 @@ def step_ms(bucket: Bucket, length: int | None = None) -> float:
 
 
 def measured_costs(monkeypatch: pytest.MonkeyPatch, runner: Any, noise: float = 0.0) -> StepCosts:
-    """`noise`: milliseconds that the steps with a short context, and without earlier tokens, take longer."""
+    """`noise`: milliseconds added to decode steps of SHORT_CONTEXT tokens and to chunks without a prefix."""
 
     def measure_step_ms(_: Any, bucket: Bucket, *, limits: TimingLimits, length: int) -> float:
         assert limits == BRIEF
@@ -70,7 +70,7 @@ def test_costs_come_from_the_steps_of_all_buckets(monkeypatch: pytest.MonkeyPatc
     assert runner.num_clears == 1
 
 
-def test_context_costs_what_longer_steps_take_longer_per_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_context_costs_are_the_slopes_between_two_timed_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = measured_costs(monkeypatch, FakeRunner())
     assert costs.decode_context_ms == pytest.approx(DECODE_CONTEXT_MS)
     assert costs.prefix_pair_ms == pytest.approx(PREFIX_PAIR_MS)
@@ -88,7 +88,7 @@ def test_context_costs_nothing_if_noise_made_the_shorter_steps_take_longer(monke
 def test_context_costs_nothing_if_no_long_step_can_be_timed(
     monkeypatch: pytest.MonkeyPatch, context: int, bucket: int, slopes: tuple[bool, bool]
 ) -> None:
-    """A decode step needs 32 tokens in each row, and a chunk needs as many tokens before it as it has."""
+    """Timing needs a context of 32 tokens per row in decode, and a prefix as long as the chunk in prefill."""
     costs = measured_costs(monkeypatch, FakeRunner(context=context, buckets=(bucket,)))
     assert costs.timed_context == context
     assert (costs.decode_context_ms > 0, costs.prefix_pair_ms > 0) == slopes

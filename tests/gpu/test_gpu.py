@@ -232,7 +232,7 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
 
 
 def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:
-    """A step that reads a tensor on the host cannot be captured. A capture runs nothing, and needs no first run."""
+    """A step that reads a tensor on the host cannot be captured. A capture executes nothing, and needs no first run."""
     x = torch.ones(1000, device="cuda")
 
     def step(reads_on_host: bool) -> StepOutput:

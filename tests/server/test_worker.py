@@ -31,7 +31,7 @@ class FakeEngine:
         self.scheduler = SimpleNamespace(stats=None)
         self.steps = threading.Semaphore(100)  # steps that may run
         self.launch_due: float | None = None
-        self.started_at: list[tuple[float, int]] = []  # time.perf_counter at each step, and its open requests
+        self.started_at: list[tuple[float, int]] = []  # time.perf_counter and number of open requests at each step
         self.graphs_left = 0
         self.wants_graph = False
         self.captured_at: list[float] = []  # graphs captured under load
@@ -216,7 +216,7 @@ def test_graphs_are_captured_while_no_request_is_open(monkeypatch: pytest.Monkey
 
 
 def run_requests(engine: FakeEngine, gaps: tuple[float, ...]) -> list[float]:
-    """Run requests with `gaps` seconds before each; returns when each was sent."""
+    """Run requests one after another, each after a pause of `gaps` seconds. Returns the time at which each was sent."""
     sent_at: list[float] = []
     engine.steps = threading.Semaphore(4 * len(gaps))
 
