@@ -129,6 +129,7 @@ class Engine:
         """
         with fail_on_recompile():
             self.runner.graphs.capture_wanted()
+        self.launch_timer.step_started(None, None)  # the capture took longer than the step in flight
 
     def stream(self, prompts: Iterable[Iterable[int]], params: SamplingParams) -> Iterator[NewToken]:
         """Yield the tokens of all prompts as they arrive. `request_id` is the index of the prompt.

@@ -10,7 +10,8 @@ launch is due at
 
 The duration is the longest of recent launches. The margin covers errors of the prediction. A launch is late if the
 device has completed the step in flight by then, and is idle. A late launch multiplies the margin by GROWTH, and any
-other by SHRINKAGE.
+other by SHRINKAGE. After a late launch, some steps are launched at once: only they can be measured, which corrects a
+prediction that is too long. The number of these steps doubles while launches remain late.
 
 With more than MAX_ROWS decode rows, steps are launched at once. Sending the tokens of so many rows keeps the process
 busy for as long as a step takes, and a delayed launch would have to wait for that. With delayed launches, 256
@@ -25,6 +26,8 @@ MARGIN_SHARE = 0.05  # of the predicted time
 # and the corrections of StepPredictor do not include such steps.
 FIRST_STEP_MARGIN_SHARE = 0.25
 GROWTH, SHRINKAGE = 1.5, 0.99
+MIN_PAUSE, MAX_PAUSE = 4, 256  # steps that are launched at once after a late launch
+PAUSE_DECAY = 0.98  # factor on the length of the next pause, per launch in time
 LAUNCH_TIME_DECAY = 0.95  # factor on the longest duration of a launch, per launch
 MAX_ROWS = 64  # decode rows up to which launches are delayed
 
@@ -36,6 +39,8 @@ class LaunchTimer:
         self.late_launches = 0  # launches after the device had completed the previous step
         self.margin_ms = MIN_MARGIN_MS
         self.launch_ms = 0.0  # the longest duration of a recent launch
+        self._next_pause = float(MIN_PAUSE)
+        self._pause_left = 0  # steps that are still launched at once
         self._due: float | None = None
 
     @property
@@ -53,7 +58,7 @@ class LaunchTimer:
         rows: number of its decode rows.
         is_first: whether the device was idle before it.
         """
-        if start is None or predicted_ms is None or rows > MAX_ROWS:
+        if start is None or predicted_ms is None or rows > MAX_ROWS or self._pause_left:
             self._due = None
             return
         share = FIRST_STEP_MARGIN_SHARE if is_first else MARGIN_SHARE
@@ -66,9 +71,13 @@ class LaunchTimer:
         """
         self.launch_ms = max(self.launch_ms * LAUNCH_TIME_DECAY, seconds * 1e3)
         if self._due is None:  # a launch that was not delayed does not test the margin
+            self._pause_left = max(0, self._pause_left - 1)
             return
         if was_late:
             self.late_launches += 1
             self.margin_ms = min(MAX_MARGIN_MS, self.margin_ms * GROWTH)
+            self._pause_left = round(self._next_pause)
+            self._next_pause = min(MAX_PAUSE, 2 * self._next_pause)
         else:
             self.margin_ms = max(MIN_MARGIN_MS, self.margin_ms * SHRINKAGE)
+            self._next_pause = max(MIN_PAUSE, self._next_pause * PAUSE_DECAY)

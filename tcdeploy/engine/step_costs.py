@@ -70,7 +70,7 @@ class StepCosts:
     def decode_ms(self, rows: int, row_context: int | None = None) -> float:
         """Milliseconds of a decode step of `rows` rows. `row_context` None: that of the timed step."""
         index = bisect_left(self._decode_rows, rows)
-        padded_rows, ms = self.decode_ms_by_rows[min(index, len(self._decode_rows) - 1)]
+        padded_rows, ms = self._decode_points[min(index, len(self._decode_rows) - 1)]
         if row_context is None:
             return ms
         difference = row_context - padded_rows * self.timed_context
@@ -94,15 +94,15 @@ class StepCosts:
         return tuple(rows for rows, _ in self.decode_ms_by_rows)
 
     @cached_property
-    def _size_points(self) -> list[tuple[int, float]]:
-        """The points (tokens, ms) that `size_ms` interpolates, ascending in tokens; ms never decrease.
+    def _decode_points(self) -> list[tuple[int, float]]:
+        """The points (rows, ms) of decode steps, ascending in rows."""
+        return _never_decreasing(list(self.decode_ms_by_rows))
 
-        A size that took longer than a larger one was interrupted while it was timed, so it gets the time of the larger.
-        """
+    @cached_property
+    def _size_points(self) -> list[tuple[int, float]]:
+        """The points (tokens, ms) that `size_ms` interpolates, ascending in tokens."""
         smallest, ms = self.prefill_ms[0]
-        points = [(1, min(ms, self.decode_ms(1)))] * (smallest > 1) + list(self.prefill_ms)
-        times = itertools.accumulate((ms for _, ms in reversed(points)), min)
-        return [(tokens, ms) for (tokens, _), ms in zip(points, list(times)[::-1], strict=True)]
+        return _never_decreasing([(1, min(ms, self.decode_ms(1)))] * (smallest > 1) + list(self.prefill_ms))
 
 
 class StepEstimate(NamedTuple):
@@ -148,6 +148,15 @@ class StepPredictor:
         """Update the correction with the measured time of a step."""
         ratio = min(max(measured_ms / estimate.table_ms, MIN_CORRECTION), MAX_CORRECTION)
         self.corrections[estimate.kind] += CORRECTION_WEIGHT * (ratio - self.corrections[estimate.kind])
+
+
+def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """The points (size, ms) with the smallest ms of all points from each size on.
+
+    A size that took longer than a larger one was interrupted while it was timed.
+    """
+    times = itertools.accumulate((ms for _, ms in reversed(points)), min)
+    return [(size, ms) for (size, _), ms in zip(points, list(times)[::-1], strict=True)]
 
 
 def _interpolate(points: list[tuple[int, float]], size: int) -> float:

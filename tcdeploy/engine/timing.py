@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import NamedTuple
@@ -28,6 +29,7 @@ class TimingLimits(NamedTuple):
 
 THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  # to compare variants
 BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.3)  # at each start, for step_costs.py
+SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
 MAX_TIMED_PREFIX = 8192  # tokens before a timed chunk
 SMALL_CHUNK = 16  # tokens
@@ -59,8 +61,8 @@ def measure_step_ms(
     """
     batch = make_timing_batch(runner, bucket, length)
     first_seconds = _seconds(batch.run)
-    if limits.min_runs == 1 and first_seconds > limits.seconds:  # a slow step runs once
-        return first_seconds * 1e3
+    if limits.min_runs == 1 and first_seconds > limits.seconds:  # a slow step runs once, an interrupted one again
+        return min(first_seconds, _seconds(batch.run) if first_seconds < SLOW_STEP_SECONDS else math.inf) * 1e3
     if bucket.min_size:  # `rerun` would use the buffers of the bucket's largest size
         return _median_ms(batch.run, limits)
     rerun = runner.rerun if captured else runner.rerun_uncaptured

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import time
 import weakref
 from typing import Any
 
 import pytest
 import torch
 
+from tcdeploy.engine import engine as engine_module
 from tcdeploy.engine import rows
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 from tcdeploy.engine.engine import Engine
@@ -17,6 +19,7 @@ from tcdeploy.engine.in_flight import InFlightStep
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.step_costs import StepCosts
 from tcdeploy.engine.warmup_inputs import timed_context
 from tcdeploy.errors import RecompileError, UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
@@ -241,3 +244,76 @@ def test_an_engine_without_costs_measures_nothing(tiny_deployment: Any) -> None:
         [[5, 6]], SamplingParams(max_new_tokens=3)
     )
     assert engine.clock is None and engine.scheduler.predictor is None and engine.launch_due is None
+
+
+# When launches are due
+
+
+class StepEvent:
+    """A CUDA event of a step that completes when the host waits for it, or when a test says so."""
+
+    def __init__(self) -> None:
+        self.is_complete = False
+
+    def query(self) -> bool:
+        return self.is_complete
+
+    def synchronize(self) -> None:
+        self.is_complete = True
+
+
+@pytest.fixture
+def timed_engine(tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Prefill steps are predicted to take 50 s, and decode steps 40 s."""
+    monkeypatch.setattr(engine_module, "record_event", lambda tensor: StepEvent())
+    return Engine(tiny_deployment.engine.runner, StepCosts(((128, 50e3),), ((4, 40e3),)))
+
+
+def seconds_until_due(engine: Engine) -> float:
+    assert engine.launch_due is not None
+    return engine.launch_due - time.perf_counter()
+
+
+def test_a_launch_is_due_before_the_predicted_end_of_the_step_in_flight(timed_engine: Engine) -> None:
+    assert timed_engine.launch_due is None
+    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    timed_engine.step()
+    assert 30 < seconds_until_due(timed_engine) < 40, "the first step has a large margin"
+    timed_engine.step()
+    assert 35 < seconds_until_due(timed_engine) < 39, "the device started the second step when it completed the first"
+    while timed_engine.has_work:
+        timed_engine.step()
+    assert timed_engine.launch_due is None and timed_engine.launch_timer.late_launches == 0
+
+
+def test_after_a_late_launch_the_next_steps_are_launched_at_once(timed_engine: Engine) -> None:
+    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
+    timed_engine.step()
+    assert timed_engine._in_flight is not None
+    timed_engine._in_flight.copy_done.is_complete = True  # type: ignore[union-attr]
+    dues = []
+    for _ in range(7):
+        timed_engine.step()
+        dues.append(timed_engine.launch_due is not None)
+    assert timed_engine.launch_timer.late_launches == 1
+    assert dues == [False] * 4 + [True] * 3
+    while timed_engine.has_work:
+        timed_engine.step()
+
+
+def test_steps_that_are_not_predicted_or_that_fail_make_no_launch_due(
+    timed_engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4, prompt_logprobs=1))
+    timed_engine.step()
+    assert timed_engine.launch_due is None, "a step with log-probabilities of prompts is not predicted"
+    timed_engine.step()
+    timed_engine.step()
+    assert timed_engine.launch_due is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(timed_engine.runner, "decode", lambda running: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            timed_engine.step()
+    assert timed_engine.launch_due is None
+    while timed_engine.has_work:
+        timed_engine.step()

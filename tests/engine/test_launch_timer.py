@@ -10,10 +10,15 @@ from tcdeploy.engine.launch_timer import (
     LAUNCH_TIME_DECAY,
     MARGIN_SHARE,
     MAX_MARGIN_MS,
+    MAX_PAUSE,
+    MAX_ROWS,
     MIN_MARGIN_MS,
+    MIN_PAUSE,
     SHRINKAGE,
     LaunchTimer,
 )
+from tcdeploy.engine.step_clock import StepClock
+from tcdeploy.engine.step_costs import StepCosts, StepEstimate, StepPredictor
 
 
 def timer_of_a_step(start: float | None = 100.0, predicted_ms: float | None = 20.0) -> LaunchTimer:
@@ -85,10 +90,79 @@ def test_each_late_launch_makes_the_next_one_due_earlier_up_to_a_limit() -> None
     due = timer.due
     assert launched(timer, True, True) == pytest.approx([MIN_MARGIN_MS * GROWTH, MIN_MARGIN_MS * GROWTH**2])
     assert timer.due == due, "the launch of the step in flight has happened"
-    timer.step_started(100.0, 20.0)
+    resumed_after_pause(timer)
     assert due is not None and timer.due == pytest.approx(due - (timer.margin_ms - MIN_MARGIN_MS) / 1e3)
     assert launched(timer, *[True] * 20)[-1] == MAX_MARGIN_MS
     assert timer.late_launches == 22
+
+
+def resumed_after_pause(timer: LaunchTimer) -> int:
+    """Launch steps until one is delayed again; returns how many were launched at once."""
+    for number in range(1000):
+        timer.step_started(100.0, 20.0)
+        if timer.due is not None:
+            return number
+        timer.launched(0.0, was_late=True)
+    raise AssertionError("no launch is delayed again")
+
+
+def test_after_a_late_launch_steps_are_launched_at_once_and_more_of_them_while_launches_remain_late() -> None:
+    timer = timer_of_a_step()
+    pauses = []
+    for _ in range(9):
+        launched(timer, True)
+        pauses.append(resumed_after_pause(timer))
+    assert pauses == [4, 8, 16, 32, 64, 128, 256, 256, 256] and (pauses[0], pauses[-1]) == (MIN_PAUSE, MAX_PAUSE)
+    launched(timer, *[False] * 1000, True)
+    assert resumed_after_pause(timer) == MIN_PAUSE
+
+
+def test_with_many_rows_steps_are_launched_at_once() -> None:
+    timer = LaunchTimer()
+    timer.step_started(100.0, 20.0, rows=MAX_ROWS)
+    assert timer.due is not None
+    timer.step_started(100.0, 20.0, rows=MAX_ROWS + 1)
+    assert timer.due is None
+
+
+def run_steps(actual_ms: float, table_ms: float, steps: int = 2000) -> tuple[float, LaunchTimer, StepClock]:
+    """Milliseconds per step on a simulated device with steps of `actual_ms`; a launch takes 0.5 ms.
+
+    The order of calls is that of Engine._launch_and_collect.
+    """
+    clock = StepClock(StepPredictor(StepCosts(((512, 2 * table_ms),), ((8, table_ms),)), lambda rows: (512,)))
+    timer, now, free = LaunchTimer(), 0.0, 0.0
+    in_flight: tuple[float, StepEstimate] | None = None
+    for _ in range(steps):
+        now = max(now, timer.due or 0.0)
+        start, now = now, now + 0.0005
+        estimate = clock.predictor.estimate(8, 8)
+        free = max(free, now) + actual_ms / 1e3
+        previous, in_flight = in_flight, (free, estimate)
+        if previous is None:
+            timer.step_started(start, estimate.predicted_ms, 8, is_first=True)
+            continue
+        end, previous_estimate = previous
+        timer.launched(now - start, was_late=end <= now)
+        has_waited, now = end > now, max(now, end)
+        clock.step_completed(previous_estimate, now, has_waited, is_next_launched=True)
+        timer.step_started(clock.started, estimate.predicted_ms, 8)
+    return 1e3 * now / steps, timer, clock
+
+
+@pytest.mark.parametrize(("actual_ms", "table_ms"), [(20, 20), (20, 30), (20, 39), (40, 60), (6, 9), (200, 225)])
+def test_a_prediction_that_is_too_long_is_corrected_and_costs_no_time(actual_ms: float, table_ms: float) -> None:
+    """Without pauses, each second launch was late for ever, and no step was measured."""
+    ms, timer, clock = run_steps(actual_ms, table_ms)
+    assert ms == pytest.approx(actual_ms, rel=0.01)
+    assert clock.predictor.corrections["decode"] == pytest.approx(actual_ms / table_ms, rel=0.02)
+    assert timer.late_launches < 20
+    assert timer.due is not None, "launches are delayed again"
+
+
+def test_a_prediction_beyond_the_limit_of_corrections_costs_little() -> None:
+    ms, _, clock = run_steps(6, 300)
+    assert ms < 1.5 * 6 and clock.predictor.corrections["decode"] == pytest.approx(0.5, rel=0.02)
 
 
 def test_launches_in_time_shrink_the_margin_slowly_down_to_a_limit() -> None:

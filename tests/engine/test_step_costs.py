@@ -163,6 +163,11 @@ def test_sizes_depend_on_the_rows_and_are_asked_for_at_each_step() -> None:
     assert predictor.estimate(100, 4).table_ms == 12.0
 
 
+def test_a_decode_step_that_was_interrupted_while_it_was_timed_gets_the_time_of_a_larger_one() -> None:
+    costs = StepCosts(((128, 7.0),), ((1, 350.0), (4, 6.0), (16, 8.0)))
+    assert [costs.decode_ms(rows) for rows in (1, 2, 16)] == [6.0, 6.0, 8.0]
+
+
 # Corrections
 
 

@@ -95,6 +95,22 @@ def test_context_costs_nothing_if_no_long_step_can_be_timed(
     assert (costs.prefix_token_ms > 0) == slopes[1]
 
 
+@pytest.mark.parametrize(
+    ("seconds", "ms"), [([0.35, 0.006], 6.0), ([0.35, 0.4], 350.0), ([4.0], 4000.0), ([0.2, 0.1, 0.09, 0.12], 100.0)]
+)
+def test_a_slow_first_run_is_repeated_unless_an_interruption_would_hardly_matter(
+    monkeypatch: pytest.MonkeyPatch, seconds: list[float], ms: float
+) -> None:
+    """In the last case the first run is not slow, and the median of three further runs counts."""
+    left = list(seconds)
+    batch = SimpleNamespace(run=lambda: None, sequences=[])
+    monkeypatch.setattr(timing, "make_timing_batch", lambda *_: batch)
+    monkeypatch.setattr(timing, "_seconds", lambda step: left.pop(0))
+    runner: Any = SimpleNamespace(rerun=lambda bucket: None)
+    assert timing.measure_step_ms(runner, Bucket("prefill", 64), limits=BRIEF) == pytest.approx(ms)
+    assert not left
+
+
 def test_a_dynamic_bucket_is_timed_at_each_captured_size(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = FakeRunner((16, 32, 40), buckets=(40,), shapes="dynamic")
     assert measured_costs(monkeypatch, runner).prefill_ms == ((16, 3.0), (32, 4.0), (40, 4.5))

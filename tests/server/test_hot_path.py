@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import build_recipe
-from tcdeploy.server.hot_path import DISABLE_VARIABLE, hot_path_from_environment
+from tcdeploy.server.hot_path import (
+    DISABLE_VARIABLE,
+    SWITCH_INTERVAL_S,
+    hot_path_from_environment,
+    shorten_switch_interval,
+)
 from tcdeploy.server.settings import HotPath
 
 
@@ -20,6 +27,15 @@ def test_an_unknown_name_is_an_error_that_lists_the_known_ones() -> None:
     with pytest.raises(UsageError, match="contains 'sleep'") as error:
         hot_path_from_environment({DISABLE_VARIABLE: "sleep"})
     assert error.value.hint is not None and "first_token_sleep" in error.value.hint
+
+
+def test_the_switch_interval_is_shortened() -> None:
+    before = sys.getswitchinterval()
+    try:
+        shorten_switch_interval()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_INTERVAL_S) and SWITCH_INTERVAL_S < 0.005
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_the_variable_is_not_a_recipe_key() -> None:
