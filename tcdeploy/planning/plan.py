@@ -29,7 +29,7 @@ from tcdeploy.planning.decision import Decision, DTypes, PlanInputs
 from tcdeploy.planning.environment import DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand
-from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region, Shapes
+from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
     capture_sizes,
@@ -187,10 +187,11 @@ def make_plan(
     prefill_attention = decide_prefill_attention(inputs, decisions)
     decode_attention = decide_decode_attention(inputs, decisions)
     graphs = decide_graphs(inputs, decode_attention, decisions)
-    recipe = _decide_shapes(recipe, device, graphs, environment, decisions)
-    inputs = dataclasses.replace(inputs, recipe=recipe)
-    mixed_steps = decide_mixed_steps(inputs, graphs, decisions)
     context = decide_context(recipe, architecture, decisions)
+    captures_prefill = graphs == "step" and BACKENDS[prefill_attention].is_capturable
+    recipe = _decide_shapes(recipe, captures_prefill, context, environment, decisions)
+    inputs = dataclasses.replace(inputs, recipe=recipe)
+    mixed_steps = decide_mixed_steps(inputs, graphs, captures_prefill, decisions)
     lengths = decide_prefill_lengths(recipe, context, decisions)
     block_size = decide_block_size(recipe, decisions)
     demand = CacheDemand(
@@ -280,11 +281,11 @@ def _missing_internals(environment: Environment) -> list[Decision]:
 
 
 def _decide_shapes(
-    recipe: Recipe, device: Device, graphs: Graphs, environment: Environment, decisions: list[Decision]
+    recipe: Recipe, captures_prefill: bool, context: int, environment: Environment, decisions: list[Decision]
 ) -> Recipe:
     """The recipe with the requested or default `shapes`; "bucket" if torch cannot mark dynamic sizes."""
-    by_default: Shapes = "dynamic" if device == "cuda" and graphs == "step" and recipe.buckets is None else "bucket"
-    shapes = recipe.shapes or by_default
+    is_dynamic_by_default = captures_prefill and recipe.buckets is None and context > DYNAMIC_MIN_SIZE
+    shapes = recipe.shapes or ("dynamic" if is_dynamic_by_default else "bucket")
     if shapes == "dynamic" and DYNAMIC_SIZES in dict(environment.missing_internals):
         reason = f"this torch cannot mark dynamic sizes (see the warning '{DYNAMIC_SIZES}')"
         decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))

@@ -169,6 +169,16 @@ def test_prefill_shapes_are_dynamic_by_default_where_steps_are_graphs_and_no_buc
     assert not is_dynamic(buckets=(512, 2048)) and is_dynamic(buckets=(2048,), shapes="dynamic")
     assert not is_dynamic(shapes="bucket") and is_dynamic(LAPTOP, shapes="dynamic")
     assert not is_dynamic(graphs="none") and not is_dynamic(graphs="region") and not is_dynamic(mode="default")
+    assert not is_dynamic(context=2) and is_dynamic(context=3)
+
+
+def test_prefill_attention_that_is_not_captured_has_buckets_and_separate_steps_by_default() -> None:
+    """Otherwise sequences would decode without a CUDA graph while prompts are computed."""
+    plan = plan_for(attention="torch-flash")
+    assert (plan.graphs, plan.mixed_steps) == ("step", False) and len(plan.prefill_buckets) == 3
+    assert "without one" in decision_named(plan, "mixed steps").reason
+    assert plan_for(attention="torch-flash", mixed_steps="on").mixed_steps
+    assert plan_for(graphs="none").mixed_steps, "no step is captured"
 
 
 def test_the_itl_target_is_no_input_of_a_program() -> None:
