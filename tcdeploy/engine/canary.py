@@ -10,7 +10,8 @@ buckets by load, and would reuse keys and values of the prefix cache instead of 
 engine's allocator, and differ between runs. Blocks of canaries are never registered in the prefix cache. If no block is
 free, the least recently used prefixes are evicted, as for a request: `max_blocks` at most.
 
-Prompts are short even in large buckets. A graph computes the whole bucket anyway, and short prompts need few blocks.
+Prompts are short even in large buckets. A graph computes its whole size anyway, and short prompts need few blocks. Of a
+dynamic bucket, three of the graphs without decode rows are checked; those of mixed steps are not.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 DECODE_STEPS = 4
 MAX_PROMPT_BLOCKS = 4  # a prompt of a single prefill step also reaches into a fifth block
 LONG_ROW_BLOCKS = 2  # the first row of a decode batch also reaches into a third block
+CHECKED_SIZES = (512,)  # of a dynamic bucket, beside its largest size and the smallest that holds the prompt
 SEED = 77
 ROWS_PER_PASS = 16  # of the log-probabilities: 8 MB of float32 at a vocabulary of 128,256
 # Nats, by compute dtype, also for near ties: another token is accepted if both tokens are this close to the recorded
@@ -42,12 +44,16 @@ LOGPROB_TOLERANCE = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 1e-2}
 
 
 class CanaryCase(NamedTuple):
-    """Fixed prompts for one bucket. Only the first prompt is prefilled, in steps of at most `chunk_size` tokens."""
+    """Fixed prompts for one bucket. Only the first prompt is prefilled, in steps of at most `chunk_size` tokens.
+
+    min_step_tokens: each prefill step is padded to a captured size of at least so many tokens.
+    """
 
     name: str
     bucket: Bucket
     prompts: tuple[tuple[int, ...], ...]
     chunk_size: int
+    min_step_tokens: int = 0
 
 
 class StepResult(NamedTuple):
@@ -209,7 +215,7 @@ class Canary:
             chunk = Chunk(sequence, start, min(start + case.chunk_size, end))
             running = [sequence] if is_prefill and chunk.stop == end else []
             bucket = case.bucket if is_prefill else None
-            prefill = partial(runner.prefill, [chunk], running, bucket, early_sizes_only=True)
+            prefill = partial(runner.prefill, [chunk], running, bucket, early_size_from=case.min_step_tokens)
             yield self._step("prefill", prefill, 1, bool(running))
 
     def _step(self, phase: str, launch: Callable[[], StepOutput], rows: int, feeds_next: bool) -> Step:
@@ -223,7 +229,7 @@ class Canary:
 
 
 def make_cases(plan: Plan, vocab_size: int, num_blocks: int) -> list[CanaryCase]:
-    """One case for each bucket, and one prompt in two chunks in the smallest prefill bucket.
+    """One case for each bucket, or three for a dynamic one, and a prompt in two chunks in the smallest prefill bucket.
 
     A prefill case also decodes one token, so that the keys and values it wrote are read through the block table. A
     decode bucket that needs more rows than `num_blocks` is left out: no load can fill it either.
@@ -238,6 +244,12 @@ def make_cases(plan: Plan, vocab_size: int, num_blocks: int) -> list[CanaryCase]
     for bucket in plan.prefill_buckets:
         length = min(bucket.size, MAX_PROMPT_BLOCKS * plan.block_size + 5)
         cases.append(CanaryCase(bucket.name, bucket, (prompt(length),), bucket.size))
+        if bucket.min_size and plan.uses_cuda_graph(bucket):
+            sizes = sorted({size for size in CHECKED_SIZES if length < size < bucket.size} | {bucket.size})
+            cases += [
+                CanaryCase(f"{bucket.name} at {size} tokens", bucket, (prompt(length),), bucket.size, size)
+                for size in sizes
+            ]
     smallest = plan.prefill_buckets[0]
     chunk_size = min(smallest.size, MAX_PROMPT_BLOCKS * plan.block_size)
     two_chunks = prompt(2 * chunk_size - 1)

@@ -75,7 +75,7 @@ class ModelRunner:
         running: ListLike[Sequence] = (),
         bucket: Bucket | None = None,
         num_decoding: int = 0,
-        early_sizes_only: bool = False,
+        early_size_from: int | None = None,
     ) -> StepOutput:
         """One packed step over the chunks, in `bucket` or else in the smallest one that holds them.
 
@@ -85,9 +85,9 @@ class ModelRunner:
         In a mixed step the first `num_decoding` sequences of `running` also decode one token each; output
         max_prefill_sequences + i belongs to sequence i.
 
-        With `early_sizes_only`, the step is padded to one of the sizes that are captured during start-up, so a step of
-        the same length always has the same size and its results can be compared. Otherwise, it is padded less once a
-        smaller size is captured.
+        With `early_size_from`, the step is padded to a size that is captured during start-up and has at least so many
+        tokens. So a step of the same length always has the same size, and its results can be compared. Without it, a
+        step is padded less once a smaller size is captured.
         """
         tokens = num_decoding + sum(stop - start for _, start, stop in chunks)
         bucket = bucket or smallest_bucket(self.plan.prefill_buckets, tokens)
@@ -95,7 +95,9 @@ class ModelRunner:
         if num_decoding:
             self.row_assignment.upload_block_table()
         row_slots = self._row_slots_for(num_decoding)
-        sizes = self.graphs.early_sizes(bucket) if early_sizes_only else self.graphs.sizes(bucket, row_slots)
+        sizes = self.graphs.sizes(bucket, row_slots)
+        if early_size_from is not None:
+            sizes = tuple(size for size in self.graphs.early_sizes(bucket) if size >= early_size_from)
         prefill = self._prefill_for(bucket, tokens, sizes)
         prefill.fill(chunks, self.row_assignment.rows_for_chunks(chunks), running[:num_decoding])
         self._count_step(bucket, tokens, prefill.tokens)

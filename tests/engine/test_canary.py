@@ -14,6 +14,8 @@ from tcdeploy.engine.canary import Canary, Difference, make_cases
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.planning.plan import make_plan
+from tests.machines import H100, LLAMA_8B, make_recipe
 
 EXPONENT_BIT = 30  # the highest exponent bit of a float32
 
@@ -290,6 +292,18 @@ def test_cases_fit_into_a_small_cache(engine: Engine) -> None:
         for case in cases:
             assert sum(-(-(len(prompt) + 4) // block) for prompt in case.prompts) <= num_blocks
         assert ("decode:4" in {case.name for case in cases}) == (num_blocks >= 4)
+
+
+def test_a_dynamic_bucket_with_graphs_is_checked_at_three_sizes() -> None:
+    plan = make_plan(make_recipe(), H100, LLAMA_8B)
+    sizes = [(case.name, case.min_step_tokens) for case in make_cases(plan, 1000, 1000) if case.bucket.is_prefill]
+    assert sizes == [
+        ("prefill:2-2048", 0), ("prefill:2-2048 at 512 tokens", 512), ("prefill:2-2048 at 2048 tokens", 2048),
+        ("prefill:2-2048 in two chunks", 0),
+    ]  # fmt: skip
+    [small] = [case for case in make_cases(make_plan(make_recipe(context=64), H100, LLAMA_8B), 1000, 1000)
+               if case.min_step_tokens]  # fmt: skip
+    assert small.min_step_tokens == 64
 
 
 def test_a_failed_launch_is_counted(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -453,3 +453,25 @@ def test_a_step_that_does_not_replay_its_graph_is_counted(engine: Engine) -> Non
     runner.graphs.run(runner._buffers_of(StepKey(bucket, 32, 0)))
     assert runner.uncaptured_runs == before + 1
     engine.allocator.release(sequence.blocks)
+
+
+def test_the_canary_runs_its_steps_at_sizes_that_do_not_change_while_graphs_are_captured(engine: Engine) -> None:
+    [bucket] = engine.plan.prefill_buckets
+    ran: list[StepKey] = []
+    run = engine.runner.graphs.run
+    engine.runner.graphs.run = lambda buffers: ran.append(buffers.key) or run(buffers)  # type: ignore[method-assign, func-returns-value]
+
+    def sizes_of_prefill_steps() -> list[int]:
+        ran.clear()
+        for number in range(len(canary.cases)):
+            for _ in canary.check(number):
+                pass
+        return [key.tokens for key in ran if key.bucket == bucket and key.row_slots == 0]
+
+    canary = Canary(engine)
+    sizes = sizes_of_prefill_steps()
+    assert sizes[:4] == [128, 320, 64, 64], "the prompt, at the largest size, and in two chunks"
+    while engine.capture_next_graph():
+        pass
+    assert engine.runner.step_sizes(0) == engine.plan.step_sizes(bucket)
+    assert sizes_of_prefill_steps() == sizes
