@@ -195,7 +195,7 @@ class Scheduler:
 
     def _mixed_step_tokens(self, decode: tuple[Sequence, ...]) -> int:
         """Tokens that a mixed step may have, those of the decode rows included."""
-        if self.predictor is None:
+        if self.predictor is None or not decode:  # all running sequences may just have been preempted
             return self.config.prefill_tokens
         free_rows = self.config.max_rows - len(self._admitted)
         prompts = [*self.prefilling, *itertools.islice(self.waiting, min(free_rows, MAX_BACKLOG_PROMPTS))]

@@ -184,6 +184,12 @@ def test_if_no_sequence_decodes_a_step_has_all_tokens() -> None:
     assert chunk_sizes(scheduler) == {1: 64}
 
 
+def test_if_all_rows_were_just_preempted_a_step_has_all_tokens() -> None:
+    scheduler = make_mixed(1.0)
+    scheduler.submit(request(70, first=1))
+    assert scheduler._mixed_step_tokens(()) == 64
+
+
 def test_the_size_follows_the_correction() -> None:
     scheduler = make_mixed()
     running(scheduler, 5)
