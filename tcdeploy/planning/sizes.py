@@ -32,8 +32,8 @@ DYNAMIC_MIN_SIZE = 2  # torch specialises sizes 0 and 1, so a dynamic program st
 BLOCK_SIZE = 16
 
 
-# (up to this number of tokens, distance between two sizes). Steps of 160 to 2,048 tokens have 2.5% padding on average
-# if all token counts are equally frequent.
+# (up to this number of tokens, distance between two sizes). If all token counts from 160 to 2,048 are equally frequent,
+# 2.5% of the computed tokens are padding.
 GRAPH_SIZE_STEPS = ((512, 32), (2048, 64), (8192, 256))
 LARGEST_GRAPH_SIZE_STEP = 1024
 # Without graphs, steps of a dynamic program are not padded. Predictions of their time round up to a multiple of this.
