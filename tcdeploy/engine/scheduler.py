@@ -117,7 +117,8 @@ class Scheduler:
     def __init__(
         self, config: SchedulerConfig, allocator: BlockAllocator, predictor: StepPredictor | None = None
     ) -> None:
-        assert predictor is None or predictor.step_sizes(0)[-1] == config.prefill_tokens
+        largest_step = predictor.step_sizes(0)[-1] if predictor else config.prefill_tokens
+        assert largest_step == config.prefill_tokens, "every prompt is computed in steps that exist"
         self.config = config
         self.allocator = allocator
         self.predictor = predictor
