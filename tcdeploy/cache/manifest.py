@@ -31,6 +31,7 @@ from tcdeploy.planning.recipe import Recipe
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
 OPTIONAL_FIELDS = {"compiled_at"}  # of a manifest; version 0.2 did not record them
+OBSOLETE_BUCKET_FIELDS = {"step_ms"}  # development versions after 0.2 recorded them
 
 
 @dataclass(frozen=True)
@@ -291,10 +292,19 @@ def parse_manifest(text: str, path: Path) -> Manifest:
         )
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
         raise _corruption_error(path, f"{type(error).__name__}: {error}") from error
-    content = {name: value for name, value in asdict(manifest).items() if name in document}
+    content = _with_fields_of(document, asdict(manifest))
     if digest != _digest(document) or text != _text_with_checksum(content):
         raise _corruption_error(path, "its checksum does not match")
     return manifest
+
+
+def _with_fields_of(document: dict[str, Any], content: dict[str, Any]) -> dict[str, Any]:
+    """The content of a manifest that was read from `document`, with the same optional and obsolete fields."""
+    buckets = [
+        {**record, **{name: written[name] for name in OBSOLETE_BUCKET_FIELDS if name in written}}
+        for record, written in zip(content["buckets"], document["buckets"], strict=True)
+    ]
+    return {name: value for name, value in {**content, "buckets": buckets}.items() if name in document}
 
 
 def _check_date(seconds: Any) -> None:
@@ -312,6 +322,7 @@ def _read_origin(document: dict[str, Any]) -> Origin:
 
 
 def _read_record(document: dict[str, Any]) -> BucketRecord:
+    document = {name: value for name, value in document.items() if name not in OBSOLETE_BUCKET_FIELDS}
     _check_fields(document, BucketRecord)
     nested: dict[str, Any] = {
         "parity": Parity(**document["parity"]),

@@ -275,6 +275,14 @@ def test_a_manifest_of_the_earlier_format_has_no_date(written: Path) -> None:
     assert read_manifest(written) == expected and expected is not None and expected.compiled_at is None
 
 
+def test_a_manifest_with_the_step_times_of_a_development_version_is_read(written: Path) -> None:
+    expected = read_manifest(written)
+    change(written, lambda document: [record.update(step_ms=7.5) for record in document["buckets"]])
+    assert read_manifest(written) == expected
+    written.write_text(written.read_text().replace('"step_ms": 7.5', '"step_ms": 7.6', 1))
+    assert "checksum" in corruption(written).message
+
+
 @pytest.mark.parametrize("date", ["1", 1.5, -1, True, 1 << 62, [1]])
 def test_an_invalid_date_is_corrupt(path: Path, date: Any) -> None:
     write_manifest(path, replace(MANIFEST, compiled_at=date))
