@@ -28,7 +28,7 @@ class TimingLimits(NamedTuple):
 
 
 THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  # to compare variants
-BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.3)  # at each start, for step_costs.py
+BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.1)  # at each start, for step_costs.py
 SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
 MAX_TIMED_PREFIX = 8192  # tokens before a timed chunk
