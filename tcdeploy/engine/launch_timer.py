@@ -15,7 +15,7 @@ prediction that is too long. The number of these steps doubles while launches re
 
 With more than MAX_ROWS decode rows, steps are launched at once. Sending the tokens of so many rows keeps the process
 busy for as long as a step takes, and a delayed launch would have to wait for that. With delayed launches, 256
-simultaneous requests were served 15% slower (8B model, H100).
+simultaneous requests were served 2% slower (8B model, one run on one H100; docs/performance.md).
 """
 
 from __future__ import annotations
