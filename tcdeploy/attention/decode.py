@@ -6,9 +6,9 @@ applies RoPE to q and k first (passes/rotary.py).
 At large batches the kernel is limited by memory bandwidth, and at batch 1 by latency. Three choices keep the chain of
 dependent loads short ("program" means a Triton program instance here, one thread block):
 
-- A program's rows are the query heads that share a kv head, so each key is read once. To fill the GPU, the key tiles of
-  a sequence are dealt round-robin to `splits` programs. Which tiles a program reads does not depend on the length, so
-  it loads its first block ids in parallel with the length, and prefetches those of the next tile.
+- A program's rows are the query heads that share a kv head, so each key is read once. `splits` programs share the keys
+  of a sequence: they take turns of some consecutive tiles (splits.py). Which tiles a program reads does not depend on
+  the length, so it loads its first block ids in parallel with the length, and prefetches those of the next tile.
 - The new token does not pass through memory. Split 0 takes its key and value from registers after its last tile and
   stores them in the cache. The loops end before the new token, so no program reads what another program writes.
 - The last split to finish merges all splits in index order, so the result does not depend on which one finished last.
@@ -17,7 +17,8 @@ dependent loads short ("program" means a Triton program instance here, one threa
   threads.
 
 The host reads no lengths, and `splits` is an argument, so a captured CUDA graph replays with any lengths. Splits
-without tiles exit at once, so many splits cost little for a short sequence.
+without tiles exit at once, and a sequence that fits one turn needs no merge, so many splits cost little for a short
+sequence.
 
 The op is opaque (ops.py) and not a `triton_op`, because Inductor does not pass `launch_pdl` through, and programmatic
 dependent launch (torch_compat/pdl.py) takes a decode step of Llama 3.1 8B from 5.73 to 5.67 ms at batch 4.
@@ -47,6 +48,7 @@ from tcdeploy.attention.online_softmax import (
     scaled_tanh,
     store_rows,
 )
+from tcdeploy.attention.splits import tiles_per_turn
 from tcdeploy.torch_compat.pdl import supports_pdl
 from tcdeploy.torch_compat.triton_source import ignore_comments
 
@@ -77,7 +79,9 @@ def paged_decode(
     padded_group = triton.next_power_of_2(group)
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
     scale_log2, tanh_scale = log2_score_scales(scale, softcap)
-    stages = HIGH_OCCUPANCY_STAGES if kv_heads * splits * batch >= HIGH_OCCUPANCY_PROGRAMS else STAGES
+    turn = tiles_per_turn(batch, kv_heads)
+    busy_programs = kv_heads * batch * (splits if turn == 1 else 1)  # at least, unless sequences are very short
+    stages = HIGH_OCCUPANCY_STAGES if busy_programs >= HIGH_OCCUPANCY_PROGRAMS else STAGES
     use_pdl = supports_pdl(q.device)
     keeps_padding = out is not None
     out = q.new_empty(batch, heads, v_head_dim) if out is None else out
@@ -86,13 +90,13 @@ def paged_decode(
     if splits > 1:
         partial_out = q.new_empty(batch, kv_heads, splits, group, v_head_dim, dtype=torch.float32)
         partial_lse = q.new_empty(batch, kv_heads, splits, group, dtype=torch.float32)
-    _decode_kernel[kv_heads, splits, batch](
+    _decode_kernel[kv_heads, batch, splits](
         out, partial_out, partial_lse, split_counters,
         q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
         cos.stride(0) if cos is not None else 0,
         block_table.stride(0), block_table.shape[1], splits, window or NO_WINDOW, scale_log2, tanh_scale,
-        kv_heads, group, max(16, padded_group), padded_group, head_dim, v_head_dim, block_size, keys, dim, v_dim,
+        turn, kv_heads, group, max(16, padded_group), padded_group, head_dim, v_head_dim, block_size, keys, dim, v_dim,
         max(MERGE_ELEMENTS // (padded_group * v_dim), 1), window > 0, softcap > 0, use_pdl, keeps_padding,
         num_warps=WARPS, num_stages=stages, **({"launch_pdl": True} if use_pdl else {}),
     )  # fmt: skip
@@ -105,13 +109,14 @@ def _decode_kernel(
     out, partial_out, partial_lse, split_counters, q, k, v, cos, sin, k_cache, v_cache, block_table, seq_lens, sinks,
     q_stride_sequence, q_stride_head, k_stride_sequence, k_stride_head, v_stride_sequence, v_stride_head,
     rotary_stride, table_stride, table_width, splits, window, scale_log2, tanh_scale,
-    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
+    TURN: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, PADDED_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SPLITS_PER_STEP: tl.constexpr,
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr, KEEPS_PADDING: tl.constexpr,
 ):  # fmt: skip
-    """One program: the GROUP query heads of one kv head, padded to ROWS for tl.dot, over every `splits`-th key tile."""
-    kv_head, split_idx, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """One program: the GROUP query heads of one kv head, padded to ROWS for tl.dot, over its turns of TURN tiles."""
+    # The first splits of all sequences start first. Programs without tiles end while those compute.
+    kv_head, sequence, split_idx = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = block_table + sequence * table_stride
 
     # Before the PDL wait: only loads of data that no earlier kernel of this step writes. `advance` writes seq_lens at
@@ -124,7 +129,12 @@ def _decode_kernel(
     if WINDOWED:
         oldest = tl.maximum(length - window, 0)
         first = oldest // KEYS * KEYS
-    ids = block_ids(table, first + split_idx * KEYS, table_width, BLOCK_SIZE, KEYS)
+    ids = block_ids(table, first + split_idx * TURN * KEYS, table_width, BLOCK_SIZE, KEYS)
+    cached = length - 1
+    tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
+    active_splits = tl.maximum(tl.minimum(tl.cdiv(tiles, TURN), splits), 1)
+    if split_idx >= active_splits:
+        return
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -150,21 +160,19 @@ def _decode_kernel(
         q_tile = _apply_rotary(q_tile, q_partner, cos_row[None, :], sin_row[None, :])
         k_new = _apply_rotary(k_new, tl.load(k + partner, mask=k_mask, other=0.0), cos_row, sin_row)
 
-    cached = length - 1
-    tiles = tl.cdiv(tl.maximum(cached - first, 0), KEYS)
-    active_splits = tl.maximum(tl.minimum(tiles, splits), 1)
-    if split_idx >= active_splits:
-        return
     stores_new_token = (split_idx == 0) & (length > 0)
     new_block = tl.load(table + cached // BLOCK_SIZE, mask=stores_new_token, other=0).to(tl.int64)
 
     acc = tl.zeros([ROWS, V_DIM], tl.float32)
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
-    for tile in range(split_idx, tiles, splits):
-        start = first + tile * KEYS
+    full_turns = tiles // (splits * TURN)
+    last_turn = tl.minimum(tl.maximum(tiles - (full_turns * splits + split_idx) * TURN, 0), TURN)
+    for number in range(full_turns * TURN + last_turn):
+        start = first + _tile(number, split_idx, splits, TURN) * KEYS
         blocks = ids.to(tl.int64)
-        ids = block_ids(table, start + splits * KEYS, table_width, BLOCK_SIZE, KEYS)
+        next_start = first + _tile(number + 1, split_idx, splits, TURN) * KEYS
+        ids = block_ids(table, next_start, table_width, BLOCK_SIZE, KEYS)
         keys = start + tl.arange(0, KEYS)
         key_mask = (keys >= oldest) & (keys < cached)
         acc, row_max, row_sum = attend_tile(
@@ -186,7 +194,7 @@ def _decode_kernel(
         row_max, row_sum = new_row_max, row_sum * rescale + weight
 
     pair = sequence * KV_HEADS + kv_head
-    if partial_out is None:
+    if partial_out is None or active_splits == 1:
         acc = acc * output_scale(row_max, row_sum, sinks, heads, rows < GROUP)[:, None]
         store_rows(out, pair * GROUP + rows, acc, rows < GROUP, V_HEAD_DIM, V_DIM)
     else:
@@ -202,6 +210,13 @@ def _decode_kernel(
                 out, partial_out, partial_lse, sinks, pair, kv_head, splits, active_splits,
                 GROUP, PADDED_GROUP, V_HEAD_DIM, V_DIM, SPLITS_PER_STEP,
             )  # fmt: skip
+
+
+@ignore_comments
+@triton.jit
+def _tile(number, split_idx, splits, TURN: tl.constexpr):
+    """The tile that a split reads as its `number`th: the splits take turns of TURN consecutive tiles."""
+    return (number // TURN * splits + split_idx) * TURN + number % TURN
 
 
 @ignore_comments

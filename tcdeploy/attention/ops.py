@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.attention import backends
+from tcdeploy.attention.splits import decode_splits
 
 # The entries of host_scalars. `tokens` includes the `decoding` tokens of the decode rows. `rows` is the number of rows
 # that a mixed step launches, padding rows included; a CUDA graph of the step contains it as a constant.
@@ -220,9 +221,6 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-# Targets of the default number of splits; measured on an H100.
-PROGRAMS_PER_SM = 1
-MIN_KEYS_PER_SPLIT = 64
 UNBOUNDED_CONTEXT_TOKENS = 1 << 20  # decode splits must not depend on the context, which is not part of a program
 
 
@@ -232,15 +230,3 @@ def choose_decode_splits(batch_size: int, split_counters: Tensor) -> int:
         return 1
     num_sms = torch.cuda.get_device_properties(split_counters.device).multi_processor_count
     return decode_splits(batch_size, split_counters.shape[1], UNBOUNDED_CONTEXT_TOKENS, num_sms)
-
-
-def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:
-    """The default number of splits: a power of two that gives the GPU about one wave of thread blocks.
-
-    It depends on static values only, so it is constant for a bucket. `max_context` bounds a sequence's length in
-    tokens; the engine passes UNBOUNDED_CONTEXT_TOKENS, because programs must not depend on the context. On 132 SMs with
-    8 KV heads, one sequence is split 16 ways and 16 sequences are not split.
-    """
-    programs = PROGRAMS_PER_SM * num_sms // max(batch * kv_heads, 1)
-    splits = min(programs, max_context // MIN_KEYS_PER_SPLIT)
-    return 1 << (max(splits, 1).bit_length() - 1)

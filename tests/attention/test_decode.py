@@ -133,6 +133,21 @@ def test_a_long_sequence_can_be_cut_into_any_number_of_splits(sinks, splits, dev
     assert_step_result(step, step.run(splits), expected)
 
 
+@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("window", [0, 300], ids=["", "window"])
+def test_splits_take_turns_of_several_tiles(window, splits, device, monkeypatch):
+    """Lengths: within a turn, whole turns with and without the new token, several rounds, and padding."""
+    turn = 2
+    case = Case(group=2, window=window, head_dim=128)
+    monkeypatch.setattr(decode, "tiles_per_turn", lambda batch, kv_heads: turn)
+    monkeypatch.setattr(decode, "TILE_BYTES", 16 * case.head_dim * 4)  # tiles of 16 keys
+    keys = 16 * turn
+    step = make_step(case, [5, keys, keys + 1, 0, 2 * keys + 17, 5 * splits * keys + 3], device)
+    expected = step.expected()
+    assert_step_result(step, step.run(splits), expected)
+    assert not step.split_counters.any()
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 def test_keys_older_than_the_window_are_not_read(splits, device):
     step = make_step(Case(window=37), [150], device)
