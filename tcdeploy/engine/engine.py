@@ -12,6 +12,8 @@ device waits only if reading and masks take longer than the forward pass. Steps 
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -40,12 +42,18 @@ class Engine:
     """Owns the open requests and the KV blocks. Not thread-safe.
 
     `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
+
+    On a GPU, `launch_lock` is held while a step is launched. Other threads may wait for it, so that they do not compete
+    for the GIL (server/hot_path.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
         self.runner = runner
         self.runner.graphs.warmed()
         self.plan = plan = runner.plan
+        self.launch_lock = threading.Lock()
+        # On a CPU a launch computes the step, which is too long to wait for.
+        self._launch_guard = self.launch_lock if plan.device == "cuda" else contextlib.nullcontext()
         self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
@@ -164,12 +172,14 @@ class Engine:
         with fail_on_recompile():
             try:
                 start = time.perf_counter()
-                forward_pass = self._launch_forward()
+                with self._launch_guard:
+                    forward_pass = self._launch_forward()
                 if forward_pass and previous and forward_pass.masks_need_unread_tokens:
                     unread, previous = previous, None
                     forward_pass = forward_pass._replace(estimate=None)
                     self._deliver(self._collect(unread))
-                self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
+                with self._launch_guard:
+                    self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
                     self.launch_timer.launched(time.perf_counter() - start, was_late=previous.copy_done.query())
             except BaseException:

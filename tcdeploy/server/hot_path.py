@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import fields, replace
@@ -33,6 +34,7 @@ BODY_TIMEOUT_S = 60.0
 FIRST_TOKEN_SLEEP_S = 0.0002
 SWITCH_INTERVAL_S = 0.0005
 MAX_LAUNCH_WAIT_S = 0.02
+MAX_YIELD_S = 0.01
 
 
 def hot_path_from_environment(environ: Mapping[str, str]) -> HotPath:
@@ -157,3 +159,14 @@ async def wait_for_launch(wait: Callable[[float], Awaitable[None]]) -> None:
     and the first token comes 0.4 ms later.
     """
     await wait(MAX_LAUNCH_WAIT_S)
+
+
+def yield_to_launch(launch_lock: threading.Lock, hot_path: HotPath) -> None:
+    """`yield_to_launch`: block the event loop while the engine thread launches a step, at most MAX_YIELD_S.
+
+    A launch releases the GIL in each of its calls to torch. While the event loop has tokens to send, it takes the GIL
+    every time, and keeps it for a switch interval. If the switch is off, the two threads compete: with 256 requests at
+    once, a launch took 10.7 ms instead of 3.1, and the throughput was 4% lower.
+    """
+    if hot_path.yield_to_launch and launch_lock.locked() and launch_lock.acquire(timeout=MAX_YIELD_S):
+        launch_lock.release()

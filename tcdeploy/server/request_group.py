@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from tcdeploy.engine.sequence import NewToken, SamplingParams
-from tcdeploy.server.hot_path import wait_for_launch
+from tcdeploy.server.hot_path import wait_for_launch, yield_to_launch
 from tcdeploy.server.worker import PendingRequest, Worker
 
 _group_ids = itertools.count()
@@ -33,6 +33,7 @@ class RequestGroup:
 
     async def start(self) -> None:
         """Submit all requests, and wait for their launch if `wait_for_launch` is on. `close` must follow."""
+        yield_to_launch(self._worker.launch_lock, self._worker.hot_path)
         for pending in self.pending_requests:
             self._worker.submit(pending)
         if self._failure is None and self._worker.hot_path.wait_for_launch:
@@ -51,6 +52,7 @@ class RequestGroup:
         while any(pending.is_open for pending in self.pending_requests):
             if not self._new_tokens and self._failure is None:
                 await self._wait(timeout_s)
+            yield_to_launch(self._worker.launch_lock, self._worker.hot_path)
             arrived, self._new_tokens = self._new_tokens, []
             if arrived or self._failure is None:
                 yield arrived

@@ -15,6 +15,7 @@ class HotPath:
     own_body_reader: bool = True
     short_switch_interval: bool = True
     wait_for_launch: bool = True
+    yield_to_launch: bool = True
 
 
 @dataclass(frozen=True)

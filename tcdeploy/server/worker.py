@@ -88,6 +88,7 @@ class Worker(Generic[LoadedT]):
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
+        self.launch_lock = threading.Lock()  # the engine's, once it is loaded
         self._load, self._on_ready, self._on_death = load, on_ready, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
@@ -129,6 +130,7 @@ class Worker(Generic[LoadedT]):
     def _run(self) -> None:
         try:
             loaded = self._load()
+            self.launch_lock = loaded.engine.launch_lock
             self._loop.call_soon_threadsafe(self._on_ready, loaded)
             self._serve(loaded.engine)
         except BaseException as error:

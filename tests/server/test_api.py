@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import inspect
 import logging
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import fields
 from types import SimpleNamespace
@@ -55,7 +56,12 @@ def send_request(state: ServerState, method: str, path: str, body: Any, **header
 
 def fake_worker(hot_path: HotPath, **attributes: Any) -> Any:
     return SimpleNamespace(
-        failure=None, canary=None, stats=SchedulerStats(0, 0, 0, 0, 0), hot_path=hot_path, **attributes
+        failure=None,
+        canary=None,
+        stats=SchedulerStats(0, 0, 0, 0, 0),
+        launch_lock=threading.Lock(),
+        hot_path=hot_path,
+        **attributes,
     )
 
 

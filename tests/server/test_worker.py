@@ -29,6 +29,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(stats=None)
+        self.launch_lock = threading.Lock()
         self.steps = threading.Semaphore(100)  # steps that may run
         self.launch_due: float | None = None
         self.started_at: list[tuple[float, int]] = []  # time.perf_counter and number of open requests at each step
@@ -261,3 +262,50 @@ def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytes
     assert not engine.captured_at, "each request follows an idle time, when graphs could be captured"
     sent_at = run_requests(engine, (0.5, *(0.02,) * 70))
     assert engine.captured_at[0] >= sent_at[0] + 1.0
+
+
+@pytest.mark.parametrize("yield_to_launch", [True, False])
+def test_the_event_loop_waits_while_a_step_is_launched(yield_to_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread holds the lock when a request is submitted, and when its tokens have arrived."""
+    monkeypatch.setattr(hot_path, "MAX_YIELD_S", 60.0)
+    engine = FakeEngine()
+
+    def launch_for_a_moment() -> threading.Thread:
+        engine.launch_lock.acquire()
+        released.clear()
+        timer = threading.Timer(0.05, release)
+        timer.start()
+        return timer
+
+    def release() -> None:
+        released.append(True)
+        engine.launch_lock.release()
+
+    released: list[bool] = []
+
+    async def run() -> list[bool]:
+        switches = HotPath(yield_to_launch=yield_to_launch, wait_for_launch=False)
+        waited = []
+        async with request_group(engine, switches) as group:
+            timer = launch_for_a_moment()
+            await group.start()
+            waited.append(bool(released))
+            timer.join()
+            tokens = group.tokens()
+            timer = launch_for_a_moment()
+            await anext(tokens)
+            waited.append(bool(released))
+            timer.join()
+            group.close()
+            await tokens.aclose()
+        return waited
+
+    assert asyncio.run(run()) == [yield_to_launch] * 2
+
+
+def test_the_event_loop_waits_for_a_launch_for_a_limited_time() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    start = time.perf_counter()
+    hot_path.yield_to_launch(lock, HotPath())
+    assert hot_path.MAX_YIELD_S <= time.perf_counter() - start < 10 and lock.locked()
