@@ -35,6 +35,7 @@ from tcdeploy.engine.scheduler import Scheduler, SchedulerConfig, SchedulerOutpu
 from tcdeploy.engine.sequence import Chunk, NewToken, SamplingParams, Sequence
 from tcdeploy.engine.step_clock import StepClock
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
+from tcdeploy.engine.timing import time_next_size
 from tcdeploy.errors import SpaceError, UsageError
 
 
@@ -55,6 +56,7 @@ class Engine:
         # On a CPU a launch computes the step, which is too long to wait for.
         self._launch_guard = self.launch_lock if plan.device == "cuda" else contextlib.nullcontext()
         self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
+        self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
@@ -117,13 +119,25 @@ class Engine:
         return tokens
 
     def capture_next_graph(self) -> bool:
-        """Capture one more CUDA graph while no request is open. False if none can be captured.
+        """Capture one more CUDA graph, or time a captured size, while no request is open. False if there is none.
 
         See engine/step_graphs.py. If the capture fails or would compile, a warning is logged.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
-            return self.runner.graphs.capture_next()
+            return self._time_next_size() or self.runner.graphs.capture_next()
+
+    def _time_next_size(self) -> bool:
+        """Time the steps of a captured size that was not captured at start-up. False if all sizes are timed."""
+        if self.clock is None:
+            return False
+        with self.runner.uncounted_steps():
+            costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator)
+        if costs is None:
+            return False
+        self.clock.predictor.costs = costs
+        self.runner.graphs.skip_sizes(costs.slow_sizes)
+        return True
 
     @property
     def wants_graph(self) -> bool:

@@ -27,12 +27,13 @@ import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 CORRECTION_WEIGHT = 0.05  # of the latest step, in the moving average: it spans about 20 steps
 MIN_CORRECTION, MAX_CORRECTION = 0.5, 2.0
+SLOW_SIZE_FACTOR = 1.02  # differences below 2% may be noise
 MIN_DECODE_SHARE = 0.5  # least predicted time of a decode step with short contexts, as a share of its measured time
 
 StepKind = Literal["decode", "mixed", "prefill"]
@@ -88,6 +89,23 @@ class StepCosts:
         """Milliseconds of a prefill or mixed step that is padded to `size` tokens."""
         prefix_ms = max(self.prefix_pair_ms * prefix_pairs, self.prefix_token_ms * prefix)
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
+
+    def is_timed(self, size: int) -> bool:
+        """Whether a prefill step of `size` tokens was timed."""
+        return any(tokens == size for tokens, _ in self.prefill_ms)
+
+    def with_prefill_ms(self, size: int, ms: float) -> StepCosts:
+        """These costs, with the time of another prefill step."""
+        return replace(self, prefill_ms=tuple(sorted({**dict(self.prefill_ms), size: ms}.items())))
+
+    @cached_property
+    def slow_sizes(self) -> frozenset[int]:
+        """The timed prefill sizes that take longer than a larger one, as some sizes do with the GEMMs of cuBLAS."""
+        times = list(self.prefill_ms)
+        least_above = list(itertools.accumulate((ms for _, ms in reversed(times)), min))[::-1][1:]
+        return frozenset(
+            size for (size, ms), least in zip(times, least_above, strict=False) if ms > SLOW_SIZE_FACTOR * least
+        )
 
     @cached_property
     def _decode_rows(self) -> tuple[int, ...]:
@@ -153,7 +171,7 @@ class StepPredictor:
 def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """The points (size, ms) with the smallest ms of all points from each size on.
 
-    A size that took longer than a larger one was interrupted while it was timed.
+    A size that took longer than a larger one was interrupted while it was timed, or is not used (`slow_sizes`).
     """
     times = itertools.accumulate((ms for _, ms in reversed(points)), min)
     return [(size, ms) for (size, _), ms in zip(points, list(times)[::-1], strict=True)]

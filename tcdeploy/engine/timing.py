@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from tcdeploy.compiler.stances import force_eager
+from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk
@@ -71,6 +72,31 @@ def measure_step_ms(
     return _median_ms(
         lambda: rerun(bucket), limits, reset=lambda: runner.row_assignment.assign_prefilled(batch.sequences)
     )
+
+
+def time_next_size(runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator) -> StepCosts | None:
+    """`costs` with the time of a captured size that they lack; None if they have all sizes that fit the KV cache."""
+    fitting = allocator.num_allocatable * allocator.block_size
+    for bucket in runner.plan.prefill_buckets:
+        if bucket.min_size and runner.graphs.is_captured(bucket):
+            for size in runner.graphs.sizes(bucket, 0):
+                if size <= fitting and not costs.is_timed(size):
+                    return costs.with_prefill_ms(size, _measure_prefill_ms(runner, bucket, size, allocator))
+    return None
+
+
+def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator) -> float:
+    """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed.
+
+    The prompt's KV blocks are from `allocator`, so that the blocks of cached prefixes are not overwritten.
+    """
+    batch = make_timing_batch(runner, bucket, size, allocator)
+    try:
+        batch.run()
+        return min(_seconds(batch.run) for _ in range(2)) * 1e3
+    finally:
+        for sequence in batch.sequences:
+            allocator.release(sequence.blocks)
 
 
 def measure_step_costs(runner: ModelRunner) -> StepCosts:

@@ -2,7 +2,8 @@
 
 Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
 rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
-scheduler: each batch takes its KV blocks from a new allocator, so two batches overwrite each other's cache.
+scheduler. Unless an allocator is given, each batch takes its KV blocks from a new one, so two batches overwrite each
+other's cache.
 """
 
 from __future__ import annotations
@@ -83,11 +84,14 @@ def _make_check_batch(
     return _make_batch(runner, bucket, [prompts.token_ids(prefix) for prefix in prefixes])
 
 
-def make_timing_batch(runner: ModelRunner, bucket: Bucket, length: int | None = None) -> WarmupBatch:
+def make_timing_batch(
+    runner: ModelRunner, bucket: Bucket, length: int | None = None, allocator: BlockAllocator | None = None
+) -> WarmupBatch:
     """A batch of random tokens. The keys and values that are in the KV cache before the step are not initialized.
 
     length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
         `timed_context`).
+    allocator: of the KV blocks, which the caller releases; default: a new one.
 
     Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
     prefix, are not timed.
@@ -97,7 +101,8 @@ def make_timing_batch(runner: ModelRunner, bucket: Bucket, length: int | None = 
     else:
         lengths = [length or timed_context(runner.plan, bucket)] * bucket.size
     source = random.Random(SEED)
-    return _make_batch(runner, bucket, [[source.randrange(runner.vocab_size) for _ in range(n)] for n in lengths])
+    token_ids = [[source.randrange(runner.vocab_size) for _ in range(n)] for n in lengths]
+    return _make_batch(runner, bucket, token_ids, allocator)
 
 
 def timed_context(plan: Plan, bucket: Bucket) -> int:
@@ -106,8 +111,10 @@ def timed_context(plan: Plan, bucket: Bucket) -> int:
     return min(MAX_TIMED_CONTEXT, plan.context, available)
 
 
-def _make_batch(runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]]) -> WarmupBatch:
-    allocator = BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
+def _make_batch(
+    runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None
+) -> WarmupBatch:
+    allocator = allocator or BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
     sequences = []
     for tokens in token_ids:
         sequence = Sequence(0, tokens, len(tokens), SamplingParams())

@@ -53,6 +53,20 @@ def test_below_the_smallest_measurement_a_size_approaches_a_decode_step() -> Non
     assert StepCosts(((101, 3.0),), DECODE).size_ms(1) == 3.0, "a decode step that took longer is not used"
 
 
+def test_a_size_that_takes_longer_than_a_larger_one_is_slow_unless_the_difference_is_small() -> None:
+    costs = StepCosts(((64, 10.0), (128, 16.0), (192, 12.2), (256, 12.0), (512, 20.0)), DECODE)
+    assert costs.slow_sizes == {128}
+    assert costs.with_prefill_ms(1024, 11.0).slow_sizes == {128, 192, 256, 512}
+    assert StepCosts(((512, 12.0),), DECODE).slow_sizes == frozenset()
+
+
+def test_the_time_of_another_size_is_added_in_order() -> None:
+    costs = BUCKETS.with_prefill_ms(256, 9.0)
+    assert costs.prefill_ms == ((128, 7.0), (256, 9.0), (512, 12.0), (2048, 44.0))
+    assert costs.size_ms(256) == 9.0 and costs.is_timed(256) and not BUCKETS.is_timed(256)
+    assert costs.decode_ms_by_rows == DECODE
+
+
 def test_a_size_that_was_interrupted_while_it_was_timed_gets_the_time_of_a_larger_one() -> None:
     costs = StepCosts(((128, 30.0), (512, 12.0)), DECODE)
     assert [costs.size_ms(size) for size in (128, 300, 512)] == [12.0] * 3
