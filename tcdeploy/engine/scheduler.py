@@ -47,7 +47,7 @@ from tcdeploy.engine.step_costs import StepPredictor
 from tcdeploy.engine.step_size import MIN_CHUNK_TOKENS, Backlog, choose_step_tokens
 
 LOOKAHEAD_BLOCKS = 8  # with blocks of 16 tokens, a row's block table changes once in 128 steps
-MAX_BACKLOG_PROMPTS = 64  # most waiting prompts that are considered when the size of a step is chosen
+MAX_BACKLOG_PROMPTS = 256  # most waiting prompts that are considered when the size of a step is chosen
 LONG_PROMPT_STEPS = 4  # a prompt that needs more steps than this shares them with the prompts behind it
 
 

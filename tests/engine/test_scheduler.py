@@ -21,7 +21,7 @@ from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.scheduler import LOOKAHEAD_BLOCKS, Scheduler, SchedulerConfig, SchedulerOutput, SchedulerStats
 from tcdeploy.engine.sequence import SamplingParams, Sequence
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
-from tcdeploy.engine.step_size import SMALLEST_STEP_FACTOR
+from tcdeploy.engine.step_size import SMALLEST_STEP_FACTOR, target_factor
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
 
 BLOCK = 4
@@ -694,7 +694,9 @@ class FakeEngine:
         if step.decode and step.chunks:
             known_prefix = computed_before[step.chunks[0].sequence]
             decode_ms = predictor.estimate(rows, rows, step.row_context).predicted_ms
-            target_ms = config.itl_target_ms or ITL_TARGET_DECODE_STEPS * decode_ms
+            prompts = sum(sequence not in step.decode and not sequence.finish_reason for sequence in computed_before)
+            default_target_ms = ITL_TARGET_DECODE_STEPS * decode_ms * target_factor(prompts, rows)
+            target_ms = config.itl_target_ms or default_target_ms
             sizes = predictor.step_sizes(rows)
             least = min((size for size in sizes if size >= rows + config.min_chunk_tokens), default=sizes[-1])
             ms, least_ms = (

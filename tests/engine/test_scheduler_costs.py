@@ -161,9 +161,9 @@ def test_the_backlog_has_the_prompts_for_which_rows_are_free(monkeypatch: pytest
 
 
 def test_the_backlog_counts_a_limited_number_of_waiting_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
-    backlogs, scheduler = recorded_backlogs(monkeypatch), make_mixed(max_rows=200, sizes=(16, 512))
+    backlogs, scheduler = recorded_backlogs(monkeypatch), make_mixed(max_rows=400, sizes=(16, 2048))
     running(scheduler, 5)
-    for first in range(1, 100):
+    for first in range(1, 300):
         scheduler.submit(request(3, first=first))
     scheduler.schedule()
     assert backlogs == [Backlog(1, 6, MAX_BACKLOG_PROMPTS, 3 * MAX_BACKLOG_PROMPTS, 0)]

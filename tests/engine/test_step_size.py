@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
 from tcdeploy.engine.step_size import (
     FIRST_TOKEN_WEIGHT,
+    MAX_TARGET_FACTOR,
     MIN_CHUNK_TOKENS,
     SMALLEST_STEP_FACTOR,
     Backlog,
     choose_step_tokens,
+    target_factor,
 )
 from tcdeploy.planning.attention import ITL_TARGET_DECODE_STEPS
 
@@ -139,6 +141,17 @@ def test_the_default_target_is_a_multiple_of_the_decode_step_of_the_same_rows(ro
     assert size_of(rows=rows, target_ms=None) == size
 
 
+@pytest.mark.parametrize(("rows", "prompts", "size"), [(4, 4, 48), (4, 5, 64), (1, 1, 32), (1, 2, 64)])
+def test_the_default_target_is_larger_if_there_are_more_prompts_than_rows(rows: int, prompts: int, size: int) -> None:
+    """It is 16.5 ms with 4 rows, and 13.5 ms with 1. A step of 64 tokens takes 19 ms."""
+    assert size_of(rows=rows, prompts=prompts, target_ms=None) == size
+    assert size_of(rows=rows, prompts=prompts, target_ms=13.5) == 32, "a given target is kept"
+
+
+def test_the_factor_of_the_default_target_is_limited() -> None:
+    assert [target_factor(prompts, 10) for prompts in (1, 10, 15, 20, 200)] == [1.0, 1.0, 1.5, 2.0, MAX_TARGET_FACTOR]
+
+
 def test_the_default_target_counts_the_context_of_the_rows() -> None:
     """300 tokens of context: a decode step takes 7.5 ms, and a step of 64 tokens 22 ms, less than 22.5."""
     assert size_of(target_ms=None) == 32
@@ -226,6 +239,7 @@ class Choice(NamedTuple):
         target_ms = self.target_ms
         if target_ms is None:
             target_ms = ITL_TARGET_DECODE_STEPS * self.predictor.estimate(rows, rows, row_context).predicted_ms
+            target_ms *= min(max(1, self.backlog.prompts / rows), MAX_TARGET_FACTOR)
         smallest_ms = self.predicted_ms(self.smallest_holding(self.min_chunk))
         return self.predicted_ms(size) <= max(target_ms, SMALLEST_STEP_FACTOR * smallest_ms)
 
