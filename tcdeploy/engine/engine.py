@@ -53,7 +53,7 @@ class Engine:
         self.runner.graphs.warmed()
         self.plan = plan = runner.plan
         self.launch_lock = threading.Lock()
-        # On a CPU a launch computes the step, which is too long to wait for.
+        # On a CPU a launch computes the step, so waiting for it would take too long.
         self._launch_guard = self.launch_lock if plan.device == "cuda" else contextlib.nullcontext()
         self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
         self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
@@ -105,7 +105,7 @@ class Engine:
     @property
     def launch_due(self) -> float | None:
         """Time at which to call `step`, in seconds of time.perf_counter. None: at once. Earlier calls are allowed."""
-        return self.launch_timer.due
+        return self.launch_timer.due(self.scheduler.has_prompts)
 
     def step(self) -> list[NewToken]:
         """Launch one step; returns the new tokens of submitted requests. Tokens of a `stream` go to that stream.
@@ -119,7 +119,7 @@ class Engine:
         return tokens
 
     def capture_next_graph(self) -> bool:
-        """Capture one more CUDA graph, or time a captured size, while no request is open. False if there is none.
+        """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
         See engine/step_graphs.py. If the capture fails or would compile, a warning is logged.
         """
@@ -128,7 +128,7 @@ class Engine:
             return self._time_next_size() or self.runner.graphs.capture_next()
 
     def _time_next_size(self) -> bool:
-        """Time the steps of a captured size that was not captured at start-up. False if all sizes are timed."""
+        """Time a prefill step of one captured size that is not timed yet. False if there is none."""
         if self.clock is None:
             return False
         with self.runner.uncounted_steps():
@@ -195,7 +195,10 @@ class Engine:
                 with self._launch_guard:
                     self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
-                    self.launch_timer.launched(time.perf_counter() - start, was_late=previous.copy_done.query())
+                    seconds, was_late = time.perf_counter() - start, previous.copy_done.query()
+                    self.launch_timer.launched(
+                        seconds, was_late, has_prompts=bool(forward_pass and forward_pass.chunks)
+                    )
             except BaseException:
                 self._discard_step(previous)
                 raise
@@ -210,13 +213,15 @@ class Engine:
         start: time of its launch, if the device was idle and started it at once. None: the device started it when it
             completed the previous step.
         """
-        step, rows = self._in_flight, len(self.scheduler.running)
+        step, rows, has_prompts = self._in_flight, len(self.scheduler.running), self.scheduler.has_prompts
         if step is None or step.copy_done is None or step.estimate is None or self.clock is None:
             self.launch_timer.step_started(None, None)
         elif start is None:
-            self.launch_timer.step_started(self.clock.started, step.estimate.predicted_ms, rows)
+            self.launch_timer.step_started(
+                self.clock.started, step.estimate.predicted_ms, rows, has_prompts=has_prompts
+            )
         else:
-            self.launch_timer.step_started(start, step.estimate.predicted_ms, rows, is_first=True)
+            self.launch_timer.step_started(start, step.estimate.predicted_ms, rows, True, has_prompts)
 
     def _discard_step(self, previous: InFlightStep | None) -> None:
         """Recover from a scheduled step that did not run.

@@ -136,6 +136,11 @@ class Scheduler:
         return bool(self.waiting or self.prefilling or self.running)
 
     @property
+    def has_prompts(self) -> bool:
+        """Whether a prompt waits or is computed in part."""
+        return bool(self.waiting or self.prefilling)
+
+    @property
     def stats(self) -> SchedulerStats:
         used = self.allocator.capacity - self.allocator.num_allocatable
         return SchedulerStats(len(self.waiting), len(self.prefilling), len(self.running), used, self.preemptions)

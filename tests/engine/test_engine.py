@@ -286,6 +286,20 @@ def test_a_launch_is_due_before_the_predicted_end_of_the_step_in_flight(timed_en
     assert timed_engine.launch_due is None and timed_engine.launch_timer.late_launches == 0
 
 
+def test_a_launch_is_due_earlier_once_a_prompt_is_pending(timed_engine: Engine) -> None:
+    """A launch with chunks of prompts takes longer."""
+    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    timed_engine.step()
+    timed_engine.launch_timer.launch_ms = {False: 1e3, True: 7e3}
+    due = timed_engine.launch_due
+    timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=4))
+    assert due is not None and timed_engine.launch_due == pytest.approx(due - 6)
+    timed_engine.step()
+    assert timed_engine.launch_due is not None and not timed_engine.scheduler.has_prompts
+    while timed_engine.has_work:
+        timed_engine.step()
+
+
 def test_after_a_late_launch_the_next_steps_are_launched_at_once(timed_engine: Engine) -> None:
     timed_engine.submit([5, 6, 7], SamplingParams(max_new_tokens=20))
     timed_engine.step()
