@@ -7,7 +7,7 @@ At large batches the kernel is limited by memory bandwidth, and at batch 1 by la
 dependent loads short ("program" means a Triton program instance here, one thread block):
 
 - A program's rows are the query heads that share a kv head, so each key is read once. `splits` programs share the keys
-  of a sequence: they take turns of some consecutive tiles (splits.py). Which tiles a program reads does not depend on
+  of a sequence, in round-robin turns of consecutive tiles (splits.py). Which tiles a program reads does not depend on
   the length, so it loads its first block ids in parallel with the length, and prefetches those of the next tile.
 - The new token does not pass through memory. Split 0 takes its key and value from registers after its last tile and
   stores them in the cache. The loops end before the new token, so no program reads what another program writes.
@@ -80,7 +80,7 @@ def paged_decode(
     keys = min(max(TILE_BYTES // (max(dim, v_dim) * q.element_size()), 16), 128)
     scale_log2, tanh_scale = log2_score_scales(scale, softcap)
     turn = tiles_per_turn(batch, kv_heads)
-    busy_programs = kv_heads * batch * (splits if turn == 1 else 1)  # at least, unless sequences are very short
+    busy_programs = kv_heads * batch * (splits if turn == 1 else 1)  # a lower bound, except for very short sequences
     stages = HIGH_OCCUPANCY_STAGES if busy_programs >= HIGH_OCCUPANCY_PROGRAMS else STAGES
     use_pdl = supports_pdl(q.device)
     keeps_padding = out is not None
@@ -115,7 +115,7 @@ def _decode_kernel(
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, USE_PDL: tl.constexpr, KEEPS_PADDING: tl.constexpr,
 ):  # fmt: skip
     """One program: the GROUP query heads of one kv head, padded to ROWS for tl.dot, over its turns of TURN tiles."""
-    # The first splits of all sequences start first. Programs without tiles end while those compute.
+    # Split 0 of every sequence is scheduled first. Programs without tiles exit while these compute.
     kv_head, sequence, split_idx = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     table = block_table + sequence * table_stride
 
@@ -215,7 +215,7 @@ def _decode_kernel(
 @ignore_comments
 @triton.jit
 def _tile(number, split_idx, splits, TURN: tl.constexpr):
-    """The tile that a split reads as its `number`th: the splits take turns of TURN consecutive tiles."""
+    """Index of a split's `number`th tile. The splits alternate after TURN consecutive tiles."""
     return (number // TURN * splits + split_idx) * TURN + number % TURN
 
 

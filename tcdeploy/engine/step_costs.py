@@ -100,7 +100,7 @@ class StepCosts:
 
     @cached_property
     def slow_sizes(self) -> frozenset[int]:
-        """The timed prefill sizes that take longer than a larger one, as some sizes do with the GEMMs of cuBLAS."""
+        """The timed prefill sizes that take longer than a larger one, as with some GEMMs of cuBLAS."""
         times = list(self.prefill_ms)
         least_above = list(itertools.accumulate((ms for _, ms in reversed(times)), min))[::-1][1:]
         return frozenset(
@@ -171,7 +171,7 @@ class StepPredictor:
 def _never_decreasing(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
     """The points (size, ms) with the smallest ms of all points from each size on.
 
-    A size that took longer than a larger one was interrupted while it was timed, or is not used (`slow_sizes`).
+    A size that took longer than a larger one was interrupted while it was timed, or is skipped (`slow_sizes`).
     """
     times = itertools.accumulate((ms for _, ms in reversed(points)), min)
     return [(size, ms) for (size, _), ms in zip(points, list(times)[::-1], strict=True)]

@@ -11,9 +11,8 @@ A capture may load kernels, and compiles nothing. If it fails, the step runs onc
 attempt, which is possible only during start-up and while the engine is idle. During warm-up, steps are padded to any
 planned size. Most of these sizes have no graph yet, so their steps run without one, and may run uncompiled.
 
-Some sizes take longer than larger ones, because cuBLAS selects another kernel: 448 tokens took 17.2 ms, and 480 took
-13.7 ms (8B model, H100). The engine times each size after its capture, and steps are not padded to such a size
-(`skip_sizes`).
+Some sizes take longer than larger ones, because cuBLAS selects another kernel: 448 tokens took 16.1 ms, and 480 took
+12.2 ms (8B shape, H100). The engine times each size after its capture, and pads no step to a slow one (`skip_sizes`).
 
 Rejected: running a step of a new size without a graph, and capturing it at its second use. Under load, almost every
 step has a new size for a while, and the 99th percentile of the gaps between tokens was 74 ms (8B model, H100). It is 20

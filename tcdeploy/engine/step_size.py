@@ -9,9 +9,9 @@ computed:
     + number of decode rows * (milliseconds of the steps - milliseconds of as many decode steps)
 
 Few rows or many prompts lead to large steps. The predicted time of a step is limited to the target (`--itl-target`).
-The default is ITL_TARGET_DECODE_STEPS decode steps of the same rows, and more if there are more prompts than rows: up
-to MAX_TARGET_FACTOR times as much. Many prompts beside few rows are the start of a burst, in which larger steps raise
-the throughput.
+The default is ITL_TARGET_DECODE_STEPS times the predicted time of a decode step of the same rows, and up to
+MAX_TARGET_FACTOR times as much if there are more prompts than rows. This happens at the start of a burst, when larger
+steps raise the throughput.
 
 A step may exceed the target in two cases. It always has room for MIN_CHUNK_TOKENS prompt tokens, so that prompts
 progress. And after a long prefix, attention may make even this smallest step about as long as the target, or longer;
@@ -40,8 +40,8 @@ MIN_CHUNK_TOKENS = 32
 SMALLEST_STEP_FACTOR = 1.2
 
 
-# In a simulation of 256 simultaneous requests (8B shape, 512 tokens in, 128 out), the factors 1, 2 and 3 lead to 6,518,
-# 6,676 and 6,689 tokens/s, and to a p99 gap between tokens of 38, 45 and 44 ms.
+# In a simulation of 256 simultaneous requests, the factors 1, 2 and 3 lead to 6,520, 6,680 and 6,690 tokens/s, and to
+# a p99 gap between tokens of 38, 45 and 44 ms (docs/performance.md, "Under traffic").
 MAX_TARGET_FACTOR = 2.0
 
 
@@ -68,7 +68,7 @@ def choose_step_tokens(
 ) -> int:
     """Tokens of the next step, those of the decode rows included: one of the predictor's step sizes.
 
-    target_ms: limit of the predicted time; None: the default target of the module docstring.
+    target_ms: limit of the predicted time; None: the default (see the module docstring).
     min_chunk_tokens: prompt tokens that the step has room for even if it then exceeds the target.
     """
     costs, rows = predictor.costs, backlog.rows
@@ -107,5 +107,5 @@ def choose_step_tokens(
 
 
 def target_factor(prompts: int, rows: int) -> float:
-    """The factor on the default target: 1, or more if there are more prompts than decode rows."""
+    """Multiplier of the default target: 1, or more if there are more prompts than decode rows."""
     return min(max(1.0, prompts / rows), MAX_TARGET_FACTOR)

@@ -75,7 +75,7 @@ def measure_step_ms(
 
 
 def time_next_size(runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator) -> StepCosts | None:
-    """`costs` with the time of a captured size that they lack; None if they have all sizes that fit the KV cache."""
+    """`costs` with the time of one more captured size; None if every size that fits the KV cache is timed."""
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:
         if bucket.min_size and runner.graphs.is_captured(bucket):

@@ -2,8 +2,8 @@
 
 Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
 rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
-scheduler. Unless an allocator is given, each batch takes its KV blocks from a new one, so two batches overwrite each
-other's cache.
+scheduler. Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's
+cache.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def make_timing_batch(
 
     length: in prefill, tokens of the one prompt (default: the bucket's size); in decode, tokens of each row (default:
         `timed_context`).
-    allocator: of the KV blocks, which the caller releases; default: a new one.
+    allocator: source of the KV blocks, which the caller releases; default: a new one.
 
     Variants are compared on the default batch only. Many short prompts in one bucket, and chunks that follow a cached
     prefix, are not timed.

@@ -97,8 +97,8 @@ class Recipe:
     itl_target: float | None = _option(
         None,
         "limit of a mixed step's predicted time in milliseconds, which also limits the time between two tokens; "
-        "default: three times the predicted time of a decode step of the same rows, and up to six times while there are "
-        "more prompts than decoding sequences",
+        "default: three times the predicted time of a decode step of the same rows, and up to six times while there "
+        "are more prompts than decoding sequences",
     )
     max_consecutive_prefills: int = _option(
         4, "most prefill steps in a row before running sequences decode a token, if steps are not mixed"

@@ -4,9 +4,9 @@ Every function here has a simpler equivalent, which runs if its switch in `HotPa
 exist for benchmarks: `TCDEPLOY_HOT_PATH_OFF=direct_routes,wait_for_launch tcdeploy serve ...`, or `scripts/bench-serve
 --hot-path-off`. They are not command-line flags, because no deployment should need them.
 
-The figures below are effects on the median first token of one client (512 tokens in, 8B shape, H100, 2026-11-23,
-`scripts/bench-compare --serve --without ...`), which is about 13.2 ms. Two starts of the same server differ by 0.1 to
-0.3 ms.
+Unless noted, the figures below are effects on the median first token of one client (512 tokens in, 8B shape, H100,
+2026-11-23, `scripts/bench-compare --serve --without ...`), which is about 13.2 ms. Two starts of the same server differ
+by 0.1 to 0.3 ms.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ async def wait_for_launch(wait: Callable[[float], Awaitable[None]]) -> None:
 def yield_to_launch(launch_lock: threading.Lock, hot_path: HotPath) -> None:
     """`yield_to_launch`: block the event loop while the engine thread launches a step, at most MAX_YIELD_S.
 
-    A launch releases the GIL in each of its calls to torch. While the event loop has tokens to send, it takes the GIL
-    every time, and keeps it for a switch interval. If the switch is off, the two threads compete: with 256 requests at
-    once, a launch took 10.7 ms instead of 3.1, and the throughput was 4% lower.
+    A launch releases the GIL repeatedly. An event loop with tokens to send acquires it each time, for a switch
+    interval. With the switch off, a launch with 256 requests at once took 10.7 ms instead of 3.1, and the throughput
+    was 4% lower (8B shape, H100, 2026-11-24).
     """
     if hot_path.yield_to_launch and launch_lock.locked() and launch_lock.acquire(timeout=MAX_YIELD_S):
         launch_lock.release()

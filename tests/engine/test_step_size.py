@@ -143,7 +143,7 @@ def test_the_default_target_is_a_multiple_of_the_decode_step_of_the_same_rows(ro
 
 @pytest.mark.parametrize(("rows", "prompts", "size"), [(4, 4, 48), (4, 5, 64), (1, 1, 32), (1, 2, 64)])
 def test_the_default_target_is_larger_if_there_are_more_prompts_than_rows(rows: int, prompts: int, size: int) -> None:
-    """It is 16.5 ms with 4 rows, and 13.5 ms with 1. A step of 64 tokens takes 19 ms."""
+    """Before scaling it is 16.5 ms with 4 rows, and 13.5 ms with 1. A step of 64 tokens takes 19 ms."""
     assert size_of(rows=rows, prompts=prompts, target_ms=None) == size
     assert size_of(rows=rows, prompts=prompts, target_ms=13.5) == 32, "a given target is kept"
 
