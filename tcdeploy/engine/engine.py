@@ -13,7 +13,6 @@ device waits only if reading and masks take longer than the forward pass. Steps 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterable, Iterator
 
@@ -28,6 +27,7 @@ from tcdeploy.engine.in_flight import (
     to_host,
     token_logprobs_of,
 )
+from tcdeploy.engine.launch_lock import LaunchLock
 from tcdeploy.engine.launch_timer import LaunchTimer
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sampling import Logprobs, logprobs
@@ -44,17 +44,18 @@ class Engine:
 
     `costs` limit the time of mixed steps. Without them, steps are neither predicted nor measured.
 
-    On a GPU, `launch_lock` is held while a step is launched. Other threads may wait for it, so that they do not compete
-    for the GIL (server/hot_path.py).
+    If steps are CUDA graphs, `launch_lock` is held while one is launched. Other threads may wait for it, so that they
+    do not compete for the GIL (server/hot_path.py).
     """
 
     def __init__(self, runner: ModelRunner, costs: StepCosts | None = None) -> None:
         self.runner = runner
         self.runner.graphs.warmed()
         self.plan = plan = runner.plan
-        self.launch_lock = threading.Lock()
-        # On a CPU a launch computes the step, so waiting for it would take too long.
-        self._launch_guard = self.launch_lock if plan.device == "cuda" else contextlib.nullcontext()
+        self.launch_lock = LaunchLock()
+        # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
+        self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
+        self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
         self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
         self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
         self.launch_timer = LaunchTimer()
@@ -121,18 +122,19 @@ class Engine:
     def capture_next_graph(self) -> bool:
         """Capture one more CUDA graph, or time a captured size, while no request is open. False if nothing is left.
 
-        See engine/step_graphs.py. If the capture fails or would compile, a warning is logged.
+        See engine/step_graphs.py. If the capture fails or would compile, a warning is logged. Exceptions of a timed
+        step are raised.
         """
         assert not self.has_work and self.runner.row_assignment.is_empty, "the step may run before its capture"
         with fail_on_recompile():
             return self._time_next_size() or self.runner.graphs.capture_next()
 
     def _time_next_size(self) -> bool:
-        """Time a prefill step of one captured size that is not timed yet. False if there is none."""
+        """Time a prefill step of one captured size. False if all are timed."""
         if self.clock is None:
             return False
         with self.runner.uncounted_steps():
-            costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator)
+            costs = time_next_size(self.runner, self.clock.predictor.costs, self.allocator, self._timed_sizes)
         if costs is None:
             return False
         self.clock.predictor.costs = costs
@@ -192,8 +194,7 @@ class Engine:
                     unread, previous = previous, None
                     forward_pass = forward_pass._replace(estimate=None)
                     self._deliver(self._collect(unread))
-                with self._launch_guard:
-                    self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
+                self._in_flight = self._launch_sampling(forward_pass, start) if forward_pass else None
                 if previous and previous.copy_done and self._in_flight:
                     seconds, was_late = time.perf_counter() - start, previous.copy_done.query()
                     self.launch_timer.launched(
@@ -255,7 +256,8 @@ class Engine:
 
     def _launch_sampling(self, forward_pass: ForwardPass, start: float) -> InFlightStep:
         """`start`: when the launch of the step began (time.perf_counter)."""
-        launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
+        with self._launch_guard:
+            launched = self._sample_and_copy(forward_pass.output, forward_pass.sequences)
         logprob_chunks = self._prompt_logprobs(forward_pass.chunks)  # overwrites the step's buffers, so after sampling
         return (
             launched._replace(logprob_chunks=logprob_chunks, copy_done=record_event(forward_pass.output.tokens))

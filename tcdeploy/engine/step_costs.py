@@ -90,12 +90,8 @@ class StepCosts:
         prefix_ms = max(self.prefix_pair_ms * prefix_pairs, self.prefix_token_ms * prefix)
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
-    def is_timed(self, size: int) -> bool:
-        """Whether a prefill step of `size` tokens was timed."""
-        return any(tokens == size for tokens, _ in self.prefill_ms)
-
     def with_prefill_ms(self, size: int, ms: float) -> StepCosts:
-        """These costs, with the time of another prefill step."""
+        """These costs, with the time of a prefill step of `size` tokens added or replaced."""
         return replace(self, prefill_ms=tuple(sorted({**dict(self.prefill_ms), size: ms}.items())))
 
     @cached_property

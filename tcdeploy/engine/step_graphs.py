@@ -85,9 +85,17 @@ class StepGraphs:
         if not (self._is_warm and bucket.min_size and self.is_captured(bucket)):
             return self._plan.step_sizes(bucket)
         if (bucket, row_slots) not in self._sizes:
-            captured = {key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots}
-            self._sizes[bucket, row_slots] = tuple(sorted({bucket.size} | (captured - self._skipped_sizes)))
+            sizes = {bucket.size, *self.captured_sizes(bucket, row_slots)}
+            self._sizes[bucket, row_slots] = tuple(size for size in sorted(sizes) if self._is_used(bucket, size))
         return self._sizes[bucket, row_slots]
+
+    def captured_sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
+        """The bucket's captured sizes, ascending, those that are skipped included."""
+        captured = (key.tokens for key in self._graphs if key.bucket == bucket and key.row_slots == row_slots)
+        return tuple(sorted(captured))
+
+    def _is_used(self, bucket: Bucket, size: int) -> bool:
+        return size == bucket.size or size not in self._skipped_sizes
 
     def step_sizes(self, row_slots: int) -> tuple[int, ...]:
         """The current sizes of all prefill buckets together, ascending.
@@ -106,7 +114,8 @@ class StepGraphs:
         """Count the graph that a step of `tokens` tokens would replay if all were captured, if it is missing."""
         if not (self._is_warm and self._captures_late and self.is_captured(bucket)):
             return
-        key = StepKey(bucket, next(size for size in self._plan.step_sizes(bucket) if size >= tokens), row_slots)
+        sizes = (size for size in self._plan.step_sizes(bucket) if size >= tokens and self._is_used(bucket, size))
+        key = StepKey(bucket, next(sizes), row_slots)
         if key not in self._graphs:
             self.wanted[key] += 1
 
@@ -173,6 +182,9 @@ class StepGraphs:
         """Do not pad steps of dynamic buckets to these sizes, except the largest size of a bucket."""
         if sizes != self._skipped_sizes:
             self._skipped_sizes = sizes
+            self.wanted = Counter(
+                {key: count for key, count in self.wanted.items() if self._is_used(key.bucket, key.tokens)}
+            )
             self._forget_sizes()
 
     def warmed(self) -> None:
@@ -181,13 +193,21 @@ class StepGraphs:
         self._forget_sizes()
 
     def _next_key(self) -> StepKey | None:
-        """The most wanted graph, or else the first that is not captured. Buckets without graphs are left out."""
+        """The most wanted graph, or else the first that is not captured.
+
+        Buckets without graphs are left out, and of a skipped size the graphs with decode rows.
+        """
         if self.wanted:
             return self.wanted.most_common(1)[0][0]
         captured_buckets = filter(self.is_captured, self._plan.prefill_buckets)
-        # Largest first, so that smaller graphs reuse the memory that a larger one allocated in the pool.
-        shapes = ((bucket, shape) for bucket in captured_buckets for shape in reversed(self._plan.graph_shapes(bucket)))
-        keys = (StepKey(bucket, *shape) for bucket, shape in shapes)
+        # Largest size first, so that smaller graphs reuse the memory that a larger one allocated in the pool. The graph
+        # without decode rows is first, because the size is timed with it.
+        keys = (
+            StepKey(bucket, tokens, row_slots)
+            for bucket in captured_buckets
+            for tokens, row_slots in sorted(self._plan.graph_shapes(bucket), key=lambda shape: (-shape[0], shape[1]))
+            if row_slots == 0 or self._is_used(bucket, tokens)
+        )
         return next((key for key in keys if key not in self._graphs), None)
 
     def _capture_late(self, key: StepKey, runs_first: bool = False) -> bool:

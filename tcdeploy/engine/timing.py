@@ -74,13 +74,20 @@ def measure_step_ms(
     )
 
 
-def time_next_size(runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator) -> StepCosts | None:
-    """`costs` with the time of one more captured size; None if every size that fits the KV cache is timed."""
+def time_next_size(
+    runner: ModelRunner, costs: StepCosts, allocator: BlockAllocator, timed: set[int]
+) -> StepCosts | None:
+    """`costs` with the time of one more captured size; None if every size that fits the KV cache is in `timed`.
+
+    Adds the size to `timed`. The sizes that were timed at start-up are timed again: a GPU that has just been idle has
+    higher clocks, and times are compared with each other (StepCosts.slow_sizes).
+    """
     fitting = allocator.num_allocatable * allocator.block_size
     for bucket in runner.plan.prefill_buckets:
         if bucket.min_size and runner.graphs.is_captured(bucket):
-            for size in runner.graphs.sizes(bucket, 0):
-                if size <= fitting and not costs.is_timed(size):
+            for size in runner.graphs.captured_sizes(bucket, 0):
+                if size <= fitting and size not in timed:
+                    timed.add(size)
                     return costs.with_prefill_ms(size, _measure_prefill_ms(runner, bucket, size, allocator))
     return None
 
@@ -88,7 +95,7 @@ def time_next_size(runner: ModelRunner, costs: StepCosts, allocator: BlockAlloca
 def _measure_prefill_ms(runner: ModelRunner, bucket: Bucket, size: int, allocator: BlockAllocator) -> float:
     """Milliseconds of a prefill step of `size` tokens: the smaller of two times, after a run that is not timed.
 
-    The prompt's KV blocks are from `allocator`, so that the blocks of cached prefixes are not overwritten.
+    The prompt's KV blocks are from `allocator`, which evicts cached prefixes if too few blocks are free.
     """
     batch = make_timing_batch(runner, bucket, size, allocator)
     try:

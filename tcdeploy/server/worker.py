@@ -2,10 +2,11 @@
 
 The engine is not thread-safe, so only this thread calls it. Requests and cancellations enter through a queue, which
 the thread reads until the next step is due (engine/launch_timer.py). The tokens of a step leave in one callback of the
-event loop. While no request is open, the thread captures the remaining CUDA graphs (engine/step_graphs.py) and runs the
-canary (canary.py), and checks the queue after each graph or step. Under load, it captures at most one graph every
-CAPTURE_INTERVAL_S, and only if steps would use it. An exception in a step is fatal, because the state of the device is
-unknown afterwards: every open request fails with EngineDeadError, and the server exits.
+event loop. While no request is open, the thread captures the remaining CUDA graphs, times them (engine/step_graphs.py)
+and runs the canary (canary.py). It checks the queue after each capture, each timed graph and each step of the canary.
+Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would use it. An exception in a
+step is fatal, because the state of the device is unknown afterwards: every open request fails with EngineDeadError, and
+the server exits.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
+from tcdeploy.engine.launch_lock import LaunchLock
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.errors import TcdeployError
@@ -29,7 +31,8 @@ if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
-CAPTURE_AFTER_IDLE_S = 0.2  # a capture delays the next request by about 0.05 s; the longest one measured took 0.28 s
+# A capture delays the next request by about 0.05 s (the longest one measured took 0.28 s), and a timing by three steps.
+CAPTURE_AFTER_IDLE_S = 0.2
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
@@ -88,7 +91,7 @@ class Worker(Generic[LoadedT]):
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
-        self.launch_lock = threading.Lock()  # the engine's, once it is loaded
+        self.launch_lock = LaunchLock()  # the engine's, once it is loaded
         self._load, self._on_ready, self._on_death = load, on_ready, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
         self._open_requests: set[PendingRequest] = set()  # event loop: requests that may still receive tokens
@@ -176,7 +179,7 @@ class Worker(Generic[LoadedT]):
             self._capture_due_at = time.monotonic() + CAPTURE_INTERVAL_S
 
     def _capture_if_idle(self, engine: Engine) -> None:
-        """Capture one CUDA graph, unless there was a request just now or a case of the canary is running."""
+        """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
         is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
         if self._captures_when_idle and is_idle and not (self.canary and self.canary.is_running):
             self._captures_when_idle = engine.capture_next_graph()

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import time
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -244,6 +245,39 @@ def test_an_engine_without_costs_measures_nothing(tiny_deployment: Any) -> None:
         [[5, 6]], SamplingParams(max_new_tokens=3)
     )
     assert engine.clock is None and engine.scheduler.predictor is None and engine.launch_due is None
+
+
+@pytest.mark.parametrize("graphs", ["step", "none"])
+def test_the_launch_lock_is_held_while_a_captured_step_is_launched_and_not_while_its_tokens_are_read(
+    tiny_deployment: Any, monkeypatch: pytest.MonkeyPatch, graphs: Any
+) -> None:
+    runner = tiny_deployment.engine.runner
+    monkeypatch.setattr(runner, "plan", dataclasses.replace(runner.plan, graphs=graphs))
+    engine, locked = Engine(runner), Counter[tuple[str, bool]]()
+
+    def record(name: str, owner: Any, method: str) -> None:
+        call = getattr(owner, method)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            locked[name, engine.launch_lock._lock.locked()] += 1
+            return call(*args, **kwargs)
+
+        monkeypatch.setattr(owner, method, recorded)
+
+    record("launch", engine.scheduler, "schedule")
+    for name in ("prefill", "decode"):
+        record("launch", runner, name)
+    record("launch", engine, "_sample_and_copy")
+    record("read", engine, "_collect")
+    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    while engine.has_work:
+        engine.step()
+    assert set(locked) == {("launch", graphs == "step"), ("read", False)}
+    monkeypatch.setattr(engine.scheduler, "schedule", lambda: 1 / 0)
+    engine.submit([5, 6, 7], SamplingParams(max_new_tokens=3))
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    assert not engine.launch_lock._lock.locked()
 
 
 # When launches are due

@@ -63,7 +63,8 @@ def test_a_size_that_takes_longer_than_a_larger_one_is_slow_unless_the_differenc
 def test_the_time_of_another_size_is_added_in_order() -> None:
     costs = BUCKETS.with_prefill_ms(256, 9.0)
     assert costs.prefill_ms == ((128, 7.0), (256, 9.0), (512, 12.0), (2048, 44.0))
-    assert costs.size_ms(256) == 9.0 and costs.is_timed(256) and not BUCKETS.is_timed(256)
+    assert costs.size_ms(256) == 9.0
+    assert costs.with_prefill_ms(256, 8.0).prefill_ms == ((128, 7.0), (256, 8.0), (512, 12.0), (2048, 44.0))
     assert costs.decode_ms_by_rows == DECODE
 
 

@@ -69,8 +69,10 @@ def engine(cache_dir: str, captured: list[FakeGraph]) -> Iterator[Engine]:
     engine.runner.graphs.late_captures = 0
     assert engine.clock is not None
     costs = engine.clock.predictor.costs
+    engine._timed_sizes.update(EARLY)  # so that the next graph is captured at once
     yield engine
     engine.clock.predictor.costs = costs
+    engine._timed_sizes.clear()
     engine.runner.graphs.skip_sizes(frozenset())
     engine.runner.set_variant(bucket, engine.runner._variants[bucket])  # drops the fake graphs
     engine.runner._prefill_buffers.clear()
@@ -301,8 +303,12 @@ def test_a_canary_step_has_the_same_size_before_and_after_a_capture(
 
 
 def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each size once, on KV blocks that no cached prefix uses. The timed steps are not counted as served."""
+    """Each size once, also those of the start, on KV blocks that no cached prefix uses.
+
+    The timed steps are not counted as served.
+    """
     assert engine.clock is not None
+    engine._timed_sizes.clear()
     predictor, runner, [bucket] = engine.clock.predictor, engine.runner, engine.plan.prefill_buckets
     engine.generate(make_prompts(2), PARAMS)
     used = {block for block in range(1, 100) if block in engine.allocator._nodes}
@@ -323,14 +329,12 @@ def test_an_idle_engine_times_each_size_that_it_has_captured(engine: Engine, mon
 
     monkeypatch.setattr(timing, "_measure_prefill_ms", measure_and_check)
     monkeypatch.setattr(PrefillBuffers, "fill", fill_and_record)
-    before = [dict(predictor.costs.prefill_ms), runner.computed_tokens[bucket], engine.allocator.num_allocatable]
+    before = [runner.computed_tokens[bucket], engine.allocator.num_allocatable]
     while engine.capture_next_graph():
         pass
     sizes = engine.plan.step_sizes(bucket)
-    assert sorted(timed) == [size for size in sizes if size not in EARLY]
-    assert [size for size, _ in predictor.costs.prefill_ms] == list(sizes)
-    assert before[0].items() <= dict(predictor.costs.prefill_ms).items(), "the times of the start are kept"
-    assert before[1:] == [runner.computed_tokens[bucket], engine.allocator.num_allocatable]
+    assert sorted(timed) == [size for size, _ in predictor.costs.prefill_ms] == list(sizes)
+    assert before == [runner.computed_tokens[bucket], engine.allocator.num_allocatable]
     assert used and written and not used & written
 
 
@@ -340,13 +344,25 @@ def test_steps_are_not_padded_to_a_size_that_takes_longer_than_a_larger_one(
     """The largest size of a bucket is always used."""
     graphs, [bucket] = engine.runner.graphs, engine.plan.prefill_buckets
     monkeypatch.setattr(StepCosts, "slow_sizes", frozenset({96, 128, 320}))
+    engine._timed_sizes.discard(64)
+    assert engine.capture_next_graph() and 128 not in engine.runner.step_sizes(0)
+    generate_short(engine)
+    graphs.wanted.clear()
+    engine.allocator.reset_prefix_cache()
+    engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
+    assert list(graphs.wanted) == [key_of(engine, 160)], "96 tokens are not wanted"
     while engine.capture_next_graph():
         pass
     sizes = tuple(size for size in engine.plan.step_sizes(bucket) if size not in (96, 128))
+    assert key_of(engine, 96) in graphs and key_of(engine, 96, 4) not in graphs, "it was captured to be timed"
     assert engine.runner.step_sizes(0) == engine.runner.step_sizes(4) == sizes
     before = engine.runner.computed_tokens[bucket]
+    engine.allocator.reset_prefix_cache()
     engine.generate([list(range(3, 83))], SamplingParams(max_new_tokens=1))
     assert engine.runner.computed_tokens[bucket] - before == 160 and not graphs.wanted
+    graphs.wanted[key_of(engine, 96, 4)] += 1
+    graphs.skip_sizes(frozenset({96}))
+    assert not graphs.wanted and 128 in engine.runner.step_sizes(0)
     graphs.skip_sizes(frozenset())
     assert engine.runner.step_sizes(0) == engine.plan.step_sizes(bucket)
 

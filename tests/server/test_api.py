@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import inspect
 import logging
-import threading
 from collections.abc import AsyncIterator
 from dataclasses import fields
 from types import SimpleNamespace
@@ -17,6 +16,7 @@ import pytest
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from tcdeploy.engine.generation_defaults import GenerationDefaults
+from tcdeploy.engine.launch_lock import LaunchLock
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.server.admission import Admission
@@ -59,7 +59,7 @@ def fake_worker(hot_path: HotPath, **attributes: Any) -> Any:
         failure=None,
         canary=None,
         stats=SchedulerStats(0, 0, 0, 0, 0),
-        launch_lock=threading.Lock(),
+        launch_lock=LaunchLock(),
         hot_path=hot_path,
         **attributes,
     )

@@ -7,12 +7,13 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tcdeploy.engine.launch_lock import LaunchLock
 from tcdeploy.engine.sequence import NewToken, SamplingParams
 from tcdeploy.server import hot_path
 from tcdeploy.server import worker as worker_module
@@ -29,7 +30,7 @@ class FakeEngine:
 
     def __init__(self) -> None:
         self.scheduler = SimpleNamespace(stats=None)
-        self.launch_lock = threading.Lock()
+        self.launch_lock = LaunchLock()
         self.steps = threading.Semaphore(100)  # steps that may run
         self.launch_due: float | None = None
         self.started_at: list[tuple[float, int]] = []  # time.perf_counter and number of open requests at each step
@@ -264,48 +265,53 @@ def test_after_an_idle_time_the_interval_begins_with_the_load(monkeypatch: pytes
     assert engine.captured_at[0] >= sent_at[0] + 1.0
 
 
-@pytest.mark.parametrize("yield_to_launch", [True, False])
-def test_the_event_loop_waits_while_a_step_is_launched(yield_to_launch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another thread holds the lock when a request is submitted, and when its tokens have arrived."""
+def test_the_event_loop_waits_while_a_step_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread launches a step when a request is submitted, and when its tokens have arrived."""
     monkeypatch.setattr(hot_path, "MAX_YIELD_S", 60.0)
-    engine = FakeEngine()
-
-    def launch_for_a_moment() -> threading.Thread:
-        engine.launch_lock.acquire()
-        released.clear()
-        timer = threading.Timer(0.05, release)
-        timer.start()
-        return timer
-
-    def release() -> None:
-        released.append(True)
-        engine.launch_lock.release()
-
-    released: list[bool] = []
 
     async def run() -> list[bool]:
-        switches = HotPath(yield_to_launch=yield_to_launch, wait_for_launch=False)
-        waited = []
-        async with request_group(engine, switches) as group:
-            timer = launch_for_a_moment()
-            await group.start()
-            waited.append(bool(released))
-            timer.join()
+        engine, waited = FakeEngine(), []
+        async with request_group(engine, HotPath(wait_for_launch=False)) as group:
+            with launch_of(engine, 0.05) as is_complete:
+                await group.start()
+                waited.append(is_complete())
             tokens = group.tokens()
-            timer = launch_for_a_moment()
-            await anext(tokens)
-            waited.append(bool(released))
-            timer.join()
+            with launch_of(engine, 0.05) as is_complete:
+                await anext(tokens)
+                waited.append(is_complete())
             group.close()
             await tokens.aclose()
         return waited
 
-    assert asyncio.run(run()) == [yield_to_launch] * 2
+    assert asyncio.run(run()) == [True, True]
 
 
-def test_the_event_loop_waits_for_a_launch_for_a_limited_time() -> None:
-    lock = threading.Lock()
-    lock.acquire()
-    start = time.perf_counter()
-    hot_path.yield_to_launch(lock, HotPath())
-    assert hot_path.MAX_YIELD_S <= time.perf_counter() - start < 10 and lock.locked()
+def test_without_the_switch_the_event_loop_does_not_wait_for_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hot_path, "MAX_YIELD_S", 60.0)
+
+    async def run() -> list[int]:
+        engine = FakeEngine()
+        with engine.launch_lock:  # released only after all tokens have arrived
+            async with request_group(engine, HotPath(yield_to_launch=False, wait_for_launch=False)) as group:
+                await group.start()
+                return await collect_tokens(group)
+
+    assert asyncio.run(run()) == [1, 2, 3]
+
+
+@contextlib.contextmanager
+def launch_of(engine: FakeEngine, seconds: float) -> Iterator[Callable[[], bool]]:
+    """A thread launches a step for `seconds`. Yields whether the launch is complete."""
+    has_begun, is_complete = threading.Event(), threading.Event()
+
+    def launch() -> None:
+        with engine.launch_lock:
+            has_begun.set()
+            time.sleep(seconds)
+            is_complete.set()
+
+    thread = threading.Thread(target=launch)
+    thread.start()
+    assert has_begun.wait(60)
+    yield is_complete.is_set
+    thread.join()
