@@ -72,9 +72,11 @@ def warm_buckets(
             warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, measure)
         records[bucket] = warmed.record
         tuning_left -= warmed.tuning_seconds
-        progress.bucket_finished(warmed.record)
-        raise_if_failed(warmed.record.parity, bucket)
-        on_finished(warmed.record)
+        try:
+            raise_if_failed(warmed.record.parity, bucket)
+            on_finished(warmed.record)  # first, so that a bucket that is reported as finished is kept after a kill
+        finally:
+            progress.bucket_finished(warmed.record)
     runner.row_assignment.clear()
     _raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets]
