@@ -42,6 +42,7 @@ TORCH_FREE = (
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress",
     "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.step_costs", "engine.step_clock",
+    "engine.step_size", "engine.launch_lock", "engine.launch_timer", "attention.splits",
     "engine.constraint", "server.protocol", "server.validation", "server.admission",
     "remote.transfer", "cache.signed_header", "cache.bundle_header", "cache.signing", "cache.provenance",
     "cache.integrity", "temporary_files", "bundle.container", "bundle.pack", "bundle.unpack",
