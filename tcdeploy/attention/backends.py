@@ -198,6 +198,24 @@ def _triton_decode(
     return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
 
 
+def _triton_mixed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prompts: PagedBatch,
+    rows: PagedDecodeBatch,
+    prefill_counters: Tensor,
+    params: AttentionParams,
+    splits: int,
+) -> Tensor:
+    from tcdeploy.attention import mixed
+
+    return mixed.paged_mixed(
+        q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
+        params.scale, params.window, params.softcap, params.sinks, splits,
+    )  # fmt: skip
+
+
 def _reference_decode(
     q: Tensor,
     k: Tensor,
@@ -229,20 +247,25 @@ PrefillFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, AttentionParams]
 DecodeFunction = Callable[
     [Tensor, Tensor, Tensor, PagedDecodeBatch, AttentionParams, int, RotaryCosSin | None, Tensor | None], Tensor
 ]
+MixedFunction = Callable[[Tensor, Tensor, Tensor, PagedBatch, PagedDecodeBatch, Tensor, AttentionParams, int], Tensor]
 WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 class Implementation(NamedTuple):
-    """The functions of one backend; None for an op that it does not implement."""
+    """The functions of one backend; None for an op that it does not implement.
+
+    mixed: computes a mixed step if both of its backends are this one. Without it, `prefill` and then `decode` do.
+    """
 
     prefill: PrefillFunction | None = None
     decode: DecodeFunction | None = None
     write_kv: WriteKVFunction | None = None
+    mixed: MixedFunction | None = None
 
 
 IMPLEMENTATIONS: dict[str, Implementation] = {
     "reference": Implementation(_reference_prefill, _reference_decode, _reference_write),
-    "triton": Implementation(_triton_prefill, _triton_decode, _triton_write),
+    "triton": Implementation(_triton_prefill, _triton_decode, _triton_write, _triton_mixed),
     "torch-flash": Implementation(functools.partial(_flash_prefill, _torch_flash)),
     "flash-attn-2": Implementation(functools.partial(_flash_prefill, _flash_attn_2)),
     "flash-attn-3": Implementation(functools.partial(_flash_prefill, _flash_attn_3)),

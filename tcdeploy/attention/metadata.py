@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tcdeploy.attention.splits import num_prefill_counters
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
@@ -42,7 +43,7 @@ class DecodeMetadata(NamedTuple):
 
     block_table: Tensor  # [rows, width] int32
     seq_lens: Tensor  # [rows] int32: the new token included; 0 for padding
-    split_counters: Tensor  # [max batch + 1, kv_heads] int32: zeros before and after each launch
+    split_counters: Tensor  # [max batch + 1 or more, kv_heads] int32: see `make_split_counters`
 
 
 class AttentionMetadata(NamedTuple):
@@ -88,8 +89,16 @@ class StepHolder:
 
 
 def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
-    """Zeroed counters [max batch + 1, kv_heads] int32, shared by all layers and decode buckets."""
+    """Counters [max batch + 1 or more, kv_heads] int32 that all layers and buckets share.
+
+    They are zeros before and after each launch. The first max batch + 1 rows are for decode attention. With mixed
+    steps, the others are for the splits of prompts (attention/prefill.py).
+    """
     kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
-    counters = torch.zeros(plan.decode_buckets[-1].size + 1, kv_heads, dtype=torch.int32, device=plan.device)
+    rows = plan.decode_buckets[-1].size + 1
+    if plan.mixed_steps:
+        heads = max(spec.heads for spec in architecture.attention_layers)
+        rows += -(-num_prefill_counters(heads, plan.max_prefill_sequences + 1) // kv_heads)
+    counters = torch.zeros(rows, kv_heads, dtype=torch.int32, device=plan.device)
     mark_dynamic(counters, 0)  # programs must not depend on the largest batch
     return counters

@@ -22,8 +22,9 @@ LOG2_E = 1.4426950408889634
 
 # Arguments that vary between calls. Specialising on them would recompile a kernel for a batch of one, or for a view
 # that starts at an unaligned address.
-DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "sinks", "split_counters"]
-DO_NOT_SPECIALIZE += ["table_stride", "table_width", "splits", "tokens", "sequences", "window"]
+DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "row_seq_lens", "sinks"]
+DO_NOT_SPECIALIZE += ["split_counters", "table_stride", "table_width", "splits", "tokens", "sequences", "window"]
+DO_NOT_SPECIALIZE += ["concurrent_programs"]
 
 
 def padded_head_dim(dim: int) -> int:

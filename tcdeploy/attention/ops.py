@@ -178,21 +178,25 @@ def mixed_attention(
     Token i below `rows` (host_scalars) belongs to decode row i if row_seq_lens[i] is not 0, and is computed as in
     `decode_attention`, which also writes its K and V. row_block_table [max rows, width] and row_seq_lens [max rows] are
     int32. The other tokens are computed as in `prefill_attention`; the first sequence of the prefill tensors has length
-    0 and holds the tokens of the rows. With 0 rows no decode kernel is launched.
+    0 and holds the tokens of the rows. With 0 rows no decode kernel is launched. The first `max rows` rows of
+    split_counters are used as in `decode_attention`, and the others to split the keys of prompts (mixed.py).
     """
-    implementation, rows = backends.IMPLEMENTATIONS[prefill_backend], int(host_scalars[HOST_SCALARS.index("rows")])
-    assert implementation.prefill is not None
+    rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
     params = backends.AttentionParams(scale, window, softcap, sinks)
     batch = backends.PagedBatch(k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, host_scalars)
-    out = implementation.prefill(q, k, v, batch, params)
-    rows = min(rows, q.shape[0])
+    decode_batch = backends.PagedDecodeBatch(
+        k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
+    )
+    splits = choose_decode_splits(rows, split_counters)
+    prefill, _, _, mixed = backends.IMPLEMENTATIONS[prefill_backend]
+    if mixed is not None and prefill_backend == decode_backend:
+        prefill_counters = split_counters[row_block_table.shape[0] :]
+        return mixed(q, k, v, batch, decode_batch, prefill_counters, params, splits)
+    assert prefill is not None
+    out = prefill(q, k, v, batch, params)
     if rows:
         decode = backends.IMPLEMENTATIONS[decode_backend].decode
         assert decode is not None
-        decode_batch = backends.PagedDecodeBatch(
-            k_cache, v_cache, row_block_table[:rows], row_seq_lens[:rows], split_counters
-        )
-        splits = choose_decode_splits(rows, split_counters)
         decode(q[:rows], k[:rows], v[:rows], decode_batch, params, splits, None, out[:rows])
     return out
 

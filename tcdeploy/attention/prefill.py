@@ -5,7 +5,12 @@ in full run without masks; only those that cross the diagonal or the window's ed
 `reference.paged_prefill`, against which the kernel is tested.
 
 Launch shapes are static and the host reads no lengths, so calls can be captured in a CUDA graph and replayed with any
-lengths.
+lengths. The number of programs per head is the largest number of query tiles that any lengths can lead to, and usually
+several times what a step needs.
+
+With a `SplitWorkspace`, the programs without a tile share the keys of long sequences (splits.py). Each tile gets the
+same number of programs (`_prefill_splits`), and its keys are split among as many of them as have enough. As in
+decode.py, the last split of a tile to finish merges all of them, in index order.
 
 Rejected: autotuning at start-up, because the head size alone decides the tile and timing costs seconds of cold start;
 a grid of (tiles x sequences), most of whose programs would only exit (`_sequence_of_tile` needs tiles + sequences);
@@ -14,6 +19,7 @@ tiles of 128 queries at head size 128 (104 us instead of 100 at 2,048 tokens on 
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -32,6 +38,12 @@ from tcdeploy.attention.online_softmax import (
     output_scale,
     padded_head_dim,
     store_rows,
+)
+from tcdeploy.attention.splits import (
+    EXTRA_PREFILL_BLOCKS,
+    MAX_PREFILL_TILES_TO_SPLIT,
+    MIN_KEYS_PER_PREFILL_SPLIT,
+    PREFILL_BLOCKS_PER_SM,
 )
 from tcdeploy.torch_compat.triton_source import ignore_comments
 
@@ -54,30 +66,82 @@ PREFILL_TILES = {
     512: TileConfig(64, 32, 8, 2),
 }
 PREFILL_TILES_FLOAT32 = TileConfig(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
+MAX_SPLIT_SEQUENCES = 63  # sequences whose tiles `_split_of_program` counts, in one vector with the padding
+CPU_MULTIPROCESSORS = 132  # as on an H100, for Triton's interpreter
+
+
+class SplitWorkspace(NamedTuple):
+    """Memory for the splits' results: see `make_split_workspace`."""
+
+    out: Tensor  # [heads, programs, queries, v_head_dim] float32
+    lse: Tensor  # [heads, programs, queries] float32: the base-2 log-sum-exp of the scores
+    counters: Tensor  # [heads * programs or more] int32: zeros before and after each launch
+
+
+def make_split_workspace(q: Tensor, v_cache: Tensor, sequences: int, counters: Tensor) -> SplitWorkspace | None:
+    """The workspace for a call of `paged_prefill` with `sequences` sequences; None if it should not split keys.
+
+    counters: zeros, int32, contiguous, of any shape; `splits.num_prefill_counters` are enough.
+    """
+    (tokens, heads, _), tile = q.shape, _tile_config(q, v_cache)
+    programs, tiles = _programs_per_head(tokens, sequences, tile, splits_keys=True), heads * (tokens // tile.queries)
+    if tiles > min(5 * _concurrent_programs(q.device) // 8, MAX_PREFILL_TILES_TO_SPLIT):
+        return None  # splits are not faster than whole tiles
+    if sequences > MAX_SPLIT_SEQUENCES or counters.numel() < heads * programs:
+        return None
+    out = q.new_empty(heads, programs, tile.queries, v_cache.shape[-1], dtype=torch.float32)
+    return SplitWorkspace(out, q.new_empty(out.shape[:-1], dtype=torch.float32), counters)
 
 
 def paged_prefill(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, cu_seqlens_q: Tensor, seq_lens: Tensor,
     scale: float, window: int, softcap: float, sinks: Tensor | None,
+    workspace: SplitWorkspace | None = None, out: Tensor | None = None, row_seq_lens: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `reference.paged_prefill`.
+    """As `reference.paged_prefill`; with a `workspace`, the keys of long prefixes are split.
 
-    The block size is a power of two, at least 16. q may have any strides except in the last dimension.
+    The block size is a power of two, at least 16. q may have any strides except in the last dimension. If a contiguous
+    `out` is given, it is written and returned. With row_seq_lens [rows] int32, the first sequence has no keys and at
+    most `rows` tokens, and where row_seq_lens is not 0, the row of its token is not written.
     """
     (tokens, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
     sequences, dim, v_dim = block_table.shape[0], padded_head_dim(head_dim), padded_head_dim(v_head_dim)
-    tile = PREFILL_TILES_FLOAT32 if q.dtype == torch.float32 else PREFILL_TILES[max(dim, v_dim, 64)]
-    out = q.new_empty(tokens, heads, v_head_dim)
-    # The last tile of each sequence may be partial, and so may that of the padding after the last sequence.
-    _prefill_kernel[(heads, tokens // tile.queries + sequences + 1)](
-        out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,
-        q.stride(0), q.stride(1), block_table.stride(0), tokens, sequences, window or NO_WINDOW,
-        *log2_score_scales(scale, softcap),
+    tile = _tile_config(q, v_cache)
+    out = q.new_empty(tokens, heads, v_head_dim) if out is None else out
+    assert out.is_contiguous()
+    partial_out, partial_lse, split_counters = workspace or (None, None, None)
+    programs = _programs_per_head(tokens, sequences, tile, splits_keys=workspace is not None)
+    _prefill_kernel[heads, programs](
+        out, partial_out, partial_lse, split_counters,
+        q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks,
+        q.stride(0), q.stride(1), block_table.stride(0), tokens, sequences, _concurrent_programs(q.device),
+        window or NO_WINDOW, *log2_score_scales(scale, softcap),
         heads, kv_heads, tile.queries, head_dim, v_head_dim, block_size, tile.keys, dim, v_dim, softcap > 0,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        max(MIN_KEYS_PER_PREFILL_SPLIT // tile.keys, 1), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
     return out
+
+
+def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
+    dim = max(padded_head_dim(q.shape[-1]), padded_head_dim(v_cache.shape[-1]), 64)
+    return PREFILL_TILES_FLOAT32 if q.dtype == torch.float32 else PREFILL_TILES[dim]
+
+
+def _programs_per_head(tokens: int, sequences: int, tile: TileConfig, splits_keys: bool) -> int:
+    """The largest number of tiles, and EXTRA_PREFILL_BLOCKS if keys are split.
+
+    The last tile of each sequence may be partial, and so may that of the padding after them.
+    """
+    return tokens // tile.queries + sequences + 1 + EXTRA_PREFILL_BLOCKS * splits_keys
+
+
+@functools.cache
+def _concurrent_programs(device: torch.device) -> int:
+    """The number of programs that a GPU runs at once."""
+    if device.type != "cuda":
+        return PREFILL_BLOCKS_PER_SM * CPU_MULTIPROCESSORS
+    return PREFILL_BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @ignore_comments
@@ -93,6 +157,54 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
         first_tile = tl.load(cu_seqlens_q + rows, mask=rows <= sequences, other=0) // QUERIES + rows
         sequence += tl.sum(((first_tile <= tile) & (rows <= sequences)).to(tl.int32), 0)
     return sequence
+
+
+@ignore_comments
+@triton.jit
+def _prefill_splits(tiles, max_splits, concurrent_programs):
+    """The number of splits of each of `tiles` tiles (of all heads) that takes the least time.
+
+    With s splits, the programs run in ceil(tiles * s / concurrent_programs) rounds of 1 / s of the time of a whole
+    tile. Each further split is assumed to add 1% of that time.
+    """
+    splits = tl.arange(0, 16) + 1
+    time = tl.cdiv(tiles * splits, concurrent_programs) / splits + 0.01 * splits
+    time = tl.where(splits <= max_splits, time, float("inf"))
+    return tl.min(tl.where(time == tl.min(time, 0), splits, 16), 0)
+
+
+@ignore_comments
+@triton.jit
+def _split_of_program(
+    cu_seqlens_q, seq_lens, tokens, sequences, concurrent_programs, program, programs,
+    HEADS: tl.constexpr, QUERIES: tl.constexpr, MIN_KEYS_TO_SPLIT: tl.constexpr,
+):  # fmt: skip
+    """(sequence, its first query, tile of the sequence, split, number of splits) of a program.
+
+    The program has nothing to do if the sequence is larger than `sequences`, or if it has no such tile. Tiles of
+    sequences without keys (padding, decode rows) are not split. The others share the remaining programs.
+    """
+    numbers = tl.arange(0, 64)  # MAX_SPLIT_SEQUENCES and the padding
+    lengths = tl.load(seq_lens + numbers, mask=numbers < sequences, other=0)
+    if tl.max(lengths, 0) < MIN_KEYS_TO_SPLIT:  # this saves time in most steps
+        sequence = _sequence_of_tile(cu_seqlens_q, program, sequences, QUERIES)
+        q_start = tl.load(cu_seqlens_q + sequence)
+        tile = program - sequence - q_start // QUERIES
+        split_idx, splits = program * 0, program * 0 + 1
+    else:
+        starts = tl.load(cu_seqlens_q + numbers, mask=numbers <= sequences, other=0)
+        ends = tl.load(cu_seqlens_q + numbers + 1, mask=numbers < sequences, other=tokens)
+        tiles = tl.where(numbers <= sequences, tl.cdiv(ends - starts, QUERIES), 0)
+        tiles_with_keys = tl.maximum(tl.sum(tl.where(lengths > 0, tiles, 0), 0), 1)
+        max_splits = 1 + (programs - tl.sum(tiles, 0)) // tiles_with_keys
+        splits_of = _prefill_splits(HEADS * tiles_with_keys, max_splits, concurrent_programs)
+        splits_of = tl.where(lengths > 0, splits_of, 1)
+        sequence = tl.sum((tl.cumsum(tiles * splits_of, 0) <= program).to(tl.int32), 0)
+        program -= tl.sum(tl.where(numbers < sequence, tiles * splits_of, 0), 0)
+        q_start = tl.sum(tl.where(numbers == sequence, starts, 0), 0)
+        splits = tl.maximum(tl.sum(tl.where(numbers == sequence, splits_of, 0), 0), 1)
+        tile, split_idx = program // splits, program % splits
+    return sequence, q_start, tile, split_idx, splits
 
 
 @ignore_comments
@@ -117,27 +229,59 @@ def _attend_causal_tile(
 @ignore_comments
 @triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
 def _prefill_kernel(
-    out, q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, sinks,
-    q_stride_token, q_stride_head, table_stride, tokens, sequences, window, scale_log2, tanh_scale,
+    out, partial_out, partial_lse, split_counters,
+    q, k_cache, v_cache, block_table, cu_seqlens_q, seq_lens, row_seq_lens, sinks,
+    q_stride_token, q_stride_head, table_stride, tokens, sequences, concurrent_programs, window,
+    scale_log2, tanh_scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, QUERIES: tl.constexpr,
     HEAD_DIM: tl.constexpr, V_HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
+    MIN_TILES_PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program computes QUERIES queries of one head of one sequence.
+    """One program computes QUERIES queries of one head of one sequence, over all of their keys or over a split.
 
     The last tiles run first because they have the most keys. Padding rows after the last sequence form an additional
     sequence of length 0, so they see no key and their output is zero.
     """
-    head, tile = tl.program_id(0), tl.num_programs(1) - 1 - tl.program_id(1)
-    sequence = _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES)
-    q_start = tl.load(cu_seqlens_q + sequence)
+    head, programs = tl.program_id(0), tl.num_programs(1)
+    program = programs - 1 - tl.program_id(1)
+    if partial_out is None:
+        sequence = _sequence_of_tile(cu_seqlens_q, program, sequences, QUERIES)
+        q_start = tl.load(cu_seqlens_q + sequence)
+        tile, split_idx, splits = program - sequence - q_start // QUERIES, 0, 1
+    else:
+        sequence, q_start, tile, split_idx, splits = _split_of_program(
+            cu_seqlens_q, seq_lens, tokens, sequences, concurrent_programs, program, programs,
+            HEADS, QUERIES, 2 * MIN_TILES_PER_SPLIT * KEYS,
+        )  # fmt: skip
+        if sequence > sequences:
+            return
     q_end = tl.load(cu_seqlens_q + sequence + 1, mask=sequence < sequences, other=tokens)
-    first_row = q_start + (tile - sequence - q_start // QUERIES) * QUERIES
+    first_row = q_start + tile * QUERIES
     if first_row >= q_end:
         return
     length = tl.load(seq_lens + sequence, mask=sequence < sequences, other=0)
     first_position = length - q_end + first_row
     last_position = tl.minimum(first_position + QUERIES, length) - 1
+
+    # Keys in whole tiles: [left, inner_left) crosses the window's edge, [inner_left, inner_right) is visible to every
+    # row, [inner_right, end) crosses the diagonal. The online softmax does not depend on their order.
+    oldest, end = tl.maximum(first_position - window + 1, 0), last_position + 1
+    left = oldest // KEYS * KEYS
+    inner_right = tl.maximum((first_position + 1) // KEYS * KEYS, left)
+    inner_left = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS, inner_right)
+    active_splits = 1
+    if partial_out is not None:
+        tiles = tl.cdiv(tl.maximum(end - left, 0), KEYS)
+        active_splits = tl.maximum(tl.minimum(splits, tiles // MIN_TILES_PER_SPLIT), 1)
+        if split_idx >= active_splits:
+            return
+        # The split's part of the three ranges
+        split_end = tl.minimum(left + (split_idx + 1) * tiles // active_splits * KEYS, end)
+        left += split_idx * tiles // active_splits * KEYS
+        end = tl.where(split_idx + 1 == active_splits, end, split_end)
+        inner_left = tl.minimum(tl.maximum(inner_left, left), tl.maximum(end, left))
+        inner_right = tl.minimum(tl.maximum(inner_right, inner_left), tl.maximum(end, inner_left))
 
     rows = first_row + tl.arange(0, QUERIES)
     offsets = rows.to(tl.int64) * q_stride_token
@@ -148,13 +292,6 @@ def _prefill_kernel(
     row_sum = tl.zeros([QUERIES], tl.float32)
     table = block_table + sequence.to(tl.int64) * table_stride
     kv_head = head // (HEADS // KV_HEADS)
-
-    # Keys in whole tiles: [left, inner_left) crosses the window's edge, [inner_left, inner_right) is visible to every
-    # row, [inner_right, last_position] crosses the diagonal. The online softmax does not depend on their order.
-    oldest = tl.maximum(first_position - window + 1, 0)
-    left = oldest // KEYS * KEYS
-    inner_right = tl.maximum((first_position + 1) // KEYS * KEYS, left)
-    inner_left = tl.minimum(tl.cdiv(tl.maximum(last_position - window + 1, 0), KEYS) * KEYS, inner_right)
     table_width = tl.cdiv(length, BLOCK_SIZE)
     ids = block_ids(table, inner_left, table_width, BLOCK_SIZE, KEYS)
     for start in range(inner_left, inner_right, KEYS):
@@ -168,7 +305,7 @@ def _prefill_kernel(
             KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS, DIM, V_DIM, SOFTCAP, False,
         )  # fmt: skip
     left_tiles = (inner_left - left) // KEYS
-    for i in range(left_tiles + tl.cdiv(last_position + 1 - inner_right, KEYS)):
+    for i in range(left_tiles + tl.cdiv(end - inner_right, KEYS)):
         start = tl.where(i < left_tiles, left + i * KEYS, inner_right + (i - left_tiles) * KEYS)
         blocks = block_ids(table, start, table_width, BLOCK_SIZE, KEYS).to(tl.int64)
         acc, row_max, row_sum = _attend_causal_tile(
@@ -176,5 +313,47 @@ def _prefill_kernel(
             k_cache, v_cache, blocks, kv_head, scale_log2, tanh_scale,
             KV_HEADS, HEAD_DIM, V_HEAD_DIM, BLOCK_SIZE, KEYS, DIM, V_DIM, SOFTCAP, True,
         )  # fmt: skip
+
+    row_mask = rows < q_end
+    if partial_out is not None:  # noqa: SIM102 - Triton evaluates this condition when it compiles
+        if active_splits > 1:
+            first_slot = head * programs + program - split_idx
+            slots = (first_slot + split_idx).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+            row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no visible key: row_max is -inf, so its weight is 0
+            tl.store(partial_lse + slots, row_max + tl.log2(row_sum))
+            store_rows(partial_out, slots, acc / row_sum[:, None], row_mask, V_HEAD_DIM, V_DIM)
+            tl.debug_barrier()
+            finished_before = tl.atomic_add(split_counters + first_slot, 1, sem="acq_rel")
+            if finished_before < active_splits - 1:
+                return
+            tl.store(split_counters + first_slot, 0)
+            acc, row_max, row_sum = _merge_splits(
+                partial_out, partial_lse, first_slot, active_splits, row_mask, QUERIES, V_HEAD_DIM, V_DIM
+            )
+    if row_seq_lens is not None:  # noqa: SIM102
+        if sequence == 0:
+            row_mask = row_mask & (tl.load(row_seq_lens + rows, mask=row_mask, other=0) == 0)
     acc = acc * output_scale(row_max, row_sum, sinks, head, True)[:, None]
-    store_rows(out, rows.to(tl.int64) * HEADS + head, acc, rows < q_end, V_HEAD_DIM, V_DIM)
+    store_rows(out, rows.to(tl.int64) * HEADS + head, acc, row_mask, V_HEAD_DIM, V_DIM)
+
+
+@ignore_comments
+@triton.jit
+def _merge_splits(
+    partial_out, partial_lse, first_slot, active_splits, row_mask,
+    QUERIES: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+):  # fmt: skip
+    """The state of the online softmax (`attend_tile`) after all splits of a tile, in their order."""
+    acc = tl.zeros([QUERIES, V_DIM], tl.float32)
+    row_max = tl.full([QUERIES], float("-inf"), tl.float32)
+    row_sum = tl.zeros([QUERIES], tl.float32)
+    for split_idx in tl.range(0, active_splits, num_stages=1):
+        slots = (first_slot + split_idx).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+        lse = tl.load(partial_lse + slots)
+        values = load_rows(partial_out, slots * V_HEAD_DIM, row_mask, V_HEAD_DIM, V_DIM)
+        new_row_max = tl.maximum(row_max, lse)
+        shift = tl.where(new_row_max == float("-inf"), 0.0, new_row_max)
+        weights, rescale = tl.exp2(lse - shift), tl.exp2(row_max - shift)
+        acc = acc * rescale[:, None] + values * weights[:, None]
+        row_max, row_sum = new_row_max, row_sum * rescale + weights
+    return acc, row_max, row_sum

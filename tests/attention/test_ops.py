@@ -77,9 +77,9 @@ class Case:
         row_seq_lens = torch.tensor([20, 0, 17, 5], dtype=torch.int32, device=q.device)
         _, _, _, _, _, _, _, _, _, sinks, scale, window, softcap, _ = self.prefill_arguments(backend, **rules)
         return (
-            q, k, v, self.k_cache, self.v_cache, torch.cat([table[2:], table]),
-            torch.cat([starts[:1], starts + 3]), torch.cat([self.seq_lens[2:], self.seq_lens]), host_scalars,
-            row_table, row_seq_lens, torch.zeros(5, KV_HEADS, dtype=torch.int32, device=q.device),
+            q, k, v, self.k_cache, self.v_cache, torch.cat([table[-1:], table]),
+            torch.cat([starts[:1], starts + 3]), torch.cat([self.seq_lens[-1:], self.seq_lens]), host_scalars,
+            row_table, row_seq_lens, torch.zeros(100, KV_HEADS, dtype=torch.int32, device=q.device),
             sinks, scale, window, softcap, backend, "triton" if backend == "triton" else "reference",
         )  # fmt: skip
 
@@ -93,7 +93,7 @@ class Case:
 def test_each_backend_implements_exactly_the_ops_of_its_row() -> None:
     assert set(backends.IMPLEMENTATIONS) == set(BACKENDS)
     for name, row in BACKENDS.items():
-        implemented = [function is not None for function in backends.IMPLEMENTATIONS[name]]
+        implemented = [function is not None for function in backends.IMPLEMENTATIONS[name][:3]]
         assert implemented == [row.serves_prefill, row.serves_decode, row.writes_kv], name
 
 
@@ -192,6 +192,39 @@ def assert_mixed_equals_its_parts(case: Case, backend: str, rules: dict[str, Any
 @pytest.mark.parametrize("rules", [{}, {"window": 9, "softcap": 2.0, "sinks": True}])
 def test_mixed_attention_of_the_triton_kernels(rules: dict[str, Any], device: str) -> None:
     assert_mixed_equals_its_parts(Case(device), "triton", rules)
+
+
+def test_mixed_attention_of_the_triton_kernels_splits_the_keys_of_prompts(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tcdeploy.attention import prefill
+
+    monkeypatch.setattr(prefill, "MIN_KEYS_PER_PREFILL_SPLIT", 16)
+    workspaces = []
+
+    def make_split_workspace(*args: Any) -> Any:
+        workspaces.append(original(*args))
+        workspaces[-1].lse.fill_(float("nan"))
+        return workspaces[-1]
+
+    original = prefill.make_split_workspace
+    monkeypatch.setattr(prefill, "make_split_workspace", make_split_workspace)
+    case = Case(device, prefix=30)
+    case.block_table, case.cu_seqlens_q, case.seq_lens = (  # each further sequence leaves a program to the prompts
+        torch.cat([tensor, *[tensor[-1:]] * 8]) for tensor in (case.block_table, case.cu_seqlens_q, case.seq_lens)
+    )
+    assert_mixed_equals_its_parts(case, "triton", {})
+    assert (~workspaces[0].lse.isnan()).any()
+
+
+def test_mixed_attention_of_the_triton_kernels_without_rows_is_prefill(device: str) -> None:
+    case = Case(device)
+    case.write()
+    arguments = list(case.mixed_arguments("triton"))
+    arguments[8] = torch.tensor([29, *arguments[8].tolist()[1:6], 0])
+    out = ops.mixed_attention(*arguments)
+    torch.testing.assert_close(out[3:], case.prefill("reference"), atol=2e-2, rtol=2e-2)
+    assert not out[:3].any()
 
 
 def test_mixed_attention_without_rows_is_prefill() -> None:
