@@ -8,14 +8,15 @@ padding. Its attention also depends on the tokens in the KV cache. The predicted
 
 where
 
-    attention to prefixes = max(prefix_pair_ms * prefix_pairs, prefix_token_ms * prefix)
+    attention to prefixes = prefix_pair_ms * prefix_pairs + prefix_token_ms * prefix
 
     row_context     tokens in the KV cache, summed over the decode rows
     prefix          tokens before a chunk in its prompt, whose keys are in the KV cache; the maximum over the chunks
     prefix_pairs    pairs of a token of a chunk and a token of its prefix, summed over the chunks
 
-size_ms includes the attention of a chunk to itself. The second argument of `max` is for small chunks, which use only a
-part of the GPU: however few tokens a chunk has, one Triton program reads its whole prefix.
+size_ms includes the attention of a chunk to itself. The second term of the sum is the least time that a prefix takes,
+however few tokens the chunk has: a Triton program computes a tile of 64 queries, used or not, and few of them occupy a
+part of the GPU.
 
 GPU clocks, other processes and sliding-window attention change these times. `StepPredictor` multiplies the result by a
 factor for each kind of step, which follows the measured times of the steps that are served.
@@ -50,7 +51,7 @@ class StepCosts:
     timed_context: tokens in the KV cache of each row while decode steps were timed.
     decode_context_ms: ms of decode attention per token in the KV cache.
     prefix_pair_ms: ms of prefill attention per pair of a chunk token and a prefix token.
-    prefix_token_ms: ms of prefill attention per prefix token, if the chunk is small.
+    prefix_token_ms: ms of prefill attention per prefix token, whatever the size of the chunk.
     """
 
     prefill_ms: tuple[tuple[int, float], ...]
@@ -87,7 +88,7 @@ class StepCosts:
 
     def mixed_ms(self, size: int, row_context: int, prefix_pairs: int, prefix: int) -> float:
         """Milliseconds of a prefill or mixed step that is padded to `size` tokens."""
-        prefix_ms = max(self.prefix_pair_ms * prefix_pairs, self.prefix_token_ms * prefix)
+        prefix_ms = self.prefix_pair_ms * prefix_pairs + self.prefix_token_ms * prefix
         return self.size_ms(size) + self.decode_context_ms * row_context + prefix_ms
 
     def with_prefill_ms(self, size: int, ms: float) -> StepCosts:

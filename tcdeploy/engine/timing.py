@@ -32,7 +32,7 @@ THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  #
 BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.1)  # at each start, for step_costs.py
 SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
-MAX_TIMED_PREFIX = 8192  # tokens before a timed chunk
+MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk
 SMALL_CHUNK = 16  # tokens
 
 
@@ -147,7 +147,7 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 
 
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
-    """(prefix_pair_ms, prefix_token_ms) of StepCosts, from a large and a small chunk with and without a long prefix.
+    """(prefix_pair_ms, prefix_token_ms) of StepCosts: a large and a small chunk follow a prefix, and half of it.
 
     Zeros if no prompt fits whose prefix is as long as the largest bucket.
     """
@@ -162,8 +162,12 @@ def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
         return _median_ms(lambda: runner.prefill([Chunk(sequence, start, start + tokens)]), BRIEF)
 
     large, small = largest, min(largest, SMALL_CHUNK)
-    large_ms, small_ms = (max(0.0, step_ms(prefix, tokens) - step_ms(0, tokens)) for tokens in (large, small))
-    return large_ms / (large * prefix), small_ms / prefix
+    half = prefix // 2
+    large_ms, small_ms = (  # per token of the prefix
+        max(0.0, step_ms(prefix, tokens) - step_ms(half, tokens)) / (prefix - half) for tokens in (large, small)
+    )
+    pair_ms = max(0.0, large_ms - small_ms) / max(large - small, 1)
+    return pair_ms, max(0.0, small_ms - small * pair_ms)
 
 
 def synchronize() -> None:

@@ -37,8 +37,8 @@ class FakeRunner:
         """The milliseconds of the step, which the fake _median_ms returns."""
         [(sequence, start, stop)] = chunks
         assert 0 <= start < stop <= len(sequence.token_ids) <= self.plan.context
-        ms = step_ms(Bucket("prefill", stop - start)) + max(PREFIX_PAIR_MS * (stop - start), PREFIX_TOKEN_MS) * start
-        return ms if start else ms + self.noise
+        ms = step_ms(Bucket("prefill", stop - start)) + (PREFIX_PAIR_MS * (stop - start) + PREFIX_TOKEN_MS) * start
+        return ms + self.noise * (start <= self.plan.context // 2)
 
 
 def step_ms(bucket: Bucket, length: int | None = None) -> float:
@@ -49,7 +49,7 @@ def step_ms(bucket: Bucket, length: int | None = None) -> float:
 
 
 def measured_costs(monkeypatch: pytest.MonkeyPatch, runner: Any, noise: float = 0.0) -> StepCosts:
-    """`noise`: milliseconds added to decode steps of SHORT_CONTEXT tokens and to chunks without a prefix."""
+    """`noise`: milliseconds added to decode steps of SHORT_CONTEXT tokens and to chunks after half of the prefix."""
 
     def measure_step_ms(_: Any, bucket: Bucket, *, limits: TimingLimits, length: int) -> float:
         assert limits == BRIEF
