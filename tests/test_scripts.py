@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from argparse import Namespace
+from collections import Counter
 from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
@@ -101,6 +102,21 @@ def test_results_of_bench_traffic_that_failed_have_a_row() -> None:
     row = {"kind": "chat", "request_rate": None, "failures": {"HTTP 400": 2}, "requests": 2, "latencies": None}
     [line] = script.format_rows("chats", "ours", {"rows": [{**row, "kind": ""}, row]})
     assert line.split() == ["chats", "ours", "chat", "2", "of", "2", "failed:", "HTTP", "400"]
+
+
+def test_bench_traffic_describes_padding_by_kind_of_bucket() -> None:
+    script = load_script("bench-traffic")
+    lines = [
+        'tcdeploy:bucket_tokens_total{bucket="prefill:2-2048"} 1000.0',
+        'tcdeploy:bucket_tokens_total{bucket="decode:32"} 320.0',
+        'tcdeploy:bucket_tokens_total{bucket="decode:16"} 80.0',
+        'tcdeploy:bucket_padding_tokens_total{bucket="prefill:2-2048"} 20.0',
+        'tcdeploy:bucket_padding_tokens_total{bucket="decode:32"} 100.0',
+        'tcdeploy:bucket_padding_tokens_total{bucket="decode:16"} 20.0',
+        "tcdeploy:graph_captures_total 3.0",
+    ]
+    described = script.describe_metrics(Counter(), script.parse_metrics("\n".join(lines)))
+    assert described.startswith("padding 10.0% (2.0% of steps with prompts, 30.0% of decode steps); 3 captures")
 
 
 def test_flash_attn_kernels_that_are_not_built_are_functions_that_raise(tmp_path: Path) -> None:
