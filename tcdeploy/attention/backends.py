@@ -254,7 +254,8 @@ WriteKVFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 class Implementation(NamedTuple):
     """The functions of one backend; None for an op that it does not implement.
 
-    mixed: computes a mixed step if both of its backends are this one. Without it, `prefill` and then `decode` do.
+    mixed: attention of a mixed step whose prefill and decode backends are both this one. If None, `prefill` and then
+        `decode` run.
     """
 
     prefill: PrefillFunction | None = None

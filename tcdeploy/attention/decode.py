@@ -65,7 +65,7 @@ def paged_decode(
     split_counters: Tensor, scale: float, window: int, softcap: float, sinks: Tensor | None, splits: int,
     cos: Tensor | None = None, sin: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """As `ops.decode_attention`; split_counters [max batch + 1, kv_heads] int32 is zero before and after the call.
+    """As `ops.decode_attention`; split_counters is zero before and after the call.
 
     The block size is a power of two, at least 16. q, k, v, cos and sin may have any strides except in the last
     dimension. If a contiguous `out` is given, it is written and returned, and rows of length 0 keep their contents.

@@ -89,10 +89,10 @@ class StepHolder:
 
 
 def make_split_counters(plan: Plan, architecture: Architecture) -> Tensor:
-    """Counters [max batch + 1 or more, kv_heads] int32 that all layers and buckets share.
+    """Zeroed counters [max batch + 1 or more, kv_heads] int32, shared by all layers and buckets.
 
-    They are zeros before and after each launch. The first max batch + 1 rows are for decode attention. With mixed
-    steps, the others are for the splits of prompts (attention/prefill.py).
+    Every launch leaves them at zero. The first max batch + 1 rows are for decode attention. With mixed steps, further
+    rows are for the splits of prompts (attention/prefill.py).
     """
     kv_heads = max(spec.kv_heads for spec in architecture.attention_layers)
     rows = plan.decode_buckets[-1].size + 1

@@ -116,7 +116,7 @@ def decode_attention(
 
     q [sequences, heads, head_dim] -> [sequences, heads, v_head_dim]. k and v [sequences, kv_heads, dim] are written to
     the last slot of the sequence; `seq_lens` [sequences] int32 already counts it. A sequence of length 0 is padding: it
-    writes nothing, and its row of the result is zero. split_counters [max batch + 1, kv_heads] int32 is zero
+    writes nothing, and its row of the result is zero. split_counters [max batch + 1 or more, kv_heads] int32 is zero
     before and after; a step uses the first rows. `splits` is the number of parts that a sequence is divided into, fixed
     per bucket; it affects speed and rounding. The reference backend ignores `splits` and `split_counters`.
 
@@ -178,8 +178,8 @@ def mixed_attention(
     Token i below `rows` (host_scalars) belongs to decode row i if row_seq_lens[i] is not 0, and is computed as in
     `decode_attention`, which also writes its K and V. row_block_table [max rows, width] and row_seq_lens [max rows] are
     int32. The other tokens are computed as in `prefill_attention`; the first sequence of the prefill tensors has length
-    0 and holds the tokens of the rows. With 0 rows no decode kernel is launched. The first `max rows` rows of
-    split_counters are used as in `decode_attention`, and the others to split the keys of prompts (mixed.py).
+    0 and holds the tokens of the rows. With 0 rows no decode kernel is launched. Decode attention uses
+    split_counters[:max rows]; the Triton backend uses the rest to split the keys of prompts (prefill.py).
     """
     rows = min(int(host_scalars[HOST_SCALARS.index("rows")]), q.shape[0])
     params = backends.AttentionParams(scale, window, softcap, sinks)

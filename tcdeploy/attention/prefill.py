@@ -5,12 +5,13 @@ in full run without masks; only those that cross the diagonal or the window's ed
 `reference.paged_prefill`, against which the kernel is tested.
 
 Launch shapes are static and the host reads no lengths, so calls can be captured in a CUDA graph and replayed with any
-lengths. The number of programs per head is the largest number of query tiles that any lengths can lead to, and usually
-several times what a step needs.
+lengths. The number of programs per head is the maximum number of query tiles over all possible lengths, usually several
+times what a step needs.
 
-With a `SplitWorkspace`, the programs without a tile share the keys of long sequences (splits.py). Each tile gets the
-same number of programs (`_prefill_splits`), and its keys are split among as many of them as have enough. As in
-decode.py, the last split of a tile to finish merges all of them, in index order.
+With a `SplitWorkspace`, idle programs and EXTRA_PREFILL_BLOCKS additional ones share the keys of long sequences
+(splits.py). Each tile that has keys is assigned the same number of programs (`_prefill_splits`), and uses as many of
+them as can get MIN_KEYS_PER_PREFILL_SPLIT keys each. As in decode.py, the split of a tile that finishes last merges
+them all, in index order.
 
 Rejected: autotuning at start-up, because the head size alone decides the tile and timing costs seconds of cold start;
 a grid of (tiles x sequences), most of whose programs would only exit (`_sequence_of_tile` needs tiles + sequences);
@@ -66,12 +67,12 @@ PREFILL_TILES = {
     512: TileConfig(64, 32, 8, 2),
 }
 PREFILL_TILES_FLOAT32 = TileConfig(16, 16, 4, 2)  # no tensor cores: float32 is for exactness, not for speed
-MAX_SPLIT_SEQUENCES = 63  # sequences whose tiles `_split_of_program` counts, in one vector with the padding
-CPU_MULTIPROCESSORS = 132  # as on an H100, for Triton's interpreter
+MAX_SPLIT_SEQUENCES = 63  # `_split_of_program` holds these and the padding in one vector of 64
+CPU_MULTIPROCESSORS = 132  # SMs assumed on a CPU (Triton's interpreter): those of an H100
 
 
 class SplitWorkspace(NamedTuple):
-    """Memory for the splits' results: see `make_split_workspace`."""
+    """Scratch memory for the partial results of splits: see `make_split_workspace`."""
 
     out: Tensor  # [heads, programs, queries, v_head_dim] float32
     lse: Tensor  # [heads, programs, queries] float32: the base-2 log-sum-exp of the scores
@@ -79,14 +80,16 @@ class SplitWorkspace(NamedTuple):
 
 
 def make_split_workspace(q: Tensor, v_cache: Tensor, sequences: int, counters: Tensor) -> SplitWorkspace | None:
-    """The workspace for a call of `paged_prefill` with `sequences` sequences; None if it should not split keys.
+    """The workspace for a call of `paged_prefill` with `sequences` sequences.
 
-    counters: zeros, int32, contiguous, of any shape; `splits.num_prefill_counters` are enough.
+    None if splits are not supported or not faster.
+
+    counters: contiguous zeros, int32, of any shape; `splits.num_prefill_counters` gives a sufficient number.
     """
     (tokens, heads, _), tile = q.shape, _tile_config(q, v_cache)
     programs, tiles = _programs_per_head(tokens, sequences, tile, splits_keys=True), heads * (tokens // tile.queries)
     if tiles > min(5 * _concurrent_programs(q.device) // 8, MAX_PREFILL_TILES_TO_SPLIT):
-        return None  # splits are not faster than whole tiles
+        return None  # with more tiles, splits are slower: 624 us against 591 for 380 tokens after 30,000 (H100)
     if sequences > MAX_SPLIT_SEQUENCES or counters.numel() < heads * programs:
         return None
     out = q.new_empty(heads, programs, tile.queries, v_cache.shape[-1], dtype=torch.float32)
@@ -101,8 +104,9 @@ def paged_prefill(
     """As `reference.paged_prefill`; with a `workspace`, the keys of long prefixes are split.
 
     The block size is a power of two, at least 16. q may have any strides except in the last dimension. If a contiguous
-    `out` is given, it is written and returned. With row_seq_lens [rows] int32, the first sequence has no keys and at
-    most `rows` tokens, and where row_seq_lens is not 0, the row of its token is not written.
+    `out` is given, it is written and returned. If row_seq_lens [rows] int32 is given, the first sequence has no keys
+    and holds the tokens of at most `rows` decode rows. Row i of the output is then left unchanged if row_seq_lens[i] is
+    not 0.
     """
     (tokens, heads, head_dim), (_, block_size, kv_heads, v_head_dim) = q.shape, v_cache.shape
     assert q.stride(-1) == 1 and k_cache.is_contiguous() and v_cache.is_contiguous()
@@ -129,16 +133,16 @@ def _tile_config(q: Tensor, v_cache: Tensor) -> TileConfig:
 
 
 def _programs_per_head(tokens: int, sequences: int, tile: TileConfig, splits_keys: bool) -> int:
-    """The largest number of tiles, and EXTRA_PREFILL_BLOCKS if keys are split.
+    """The maximum number of tiles, plus EXTRA_PREFILL_BLOCKS if keys are split.
 
-    The last tile of each sequence may be partial, and so may that of the padding after them.
+    The last tile of each sequence may be partial, and so may the last tile of the padding.
     """
     return tokens // tile.queries + sequences + 1 + EXTRA_PREFILL_BLOCKS * splits_keys
 
 
 @functools.cache
 def _concurrent_programs(device: torch.device) -> int:
-    """The number of programs that a GPU runs at once."""
+    """About how many programs of the kernel a GPU runs at once."""
     if device.type != "cuda":
         return PREFILL_BLOCKS_PER_SM * CPU_MULTIPROCESSORS
     return PREFILL_BLOCKS_PER_SM * torch.cuda.get_device_properties(device).multi_processor_count
@@ -162,10 +166,10 @@ def _sequence_of_tile(cu_seqlens_q, tile, sequences, QUERIES: tl.constexpr):
 @ignore_comments
 @triton.jit
 def _prefill_splits(tiles, max_splits, concurrent_programs):
-    """The number of splits of each of `tiles` tiles (of all heads) that takes the least time.
+    """The number of splits per tile, at most 16, with the least estimated time; `tiles` counts all heads.
 
-    With s splits, the programs run in ceil(tiles * s / concurrent_programs) rounds of 1 / s of the time of a whole
-    tile. Each further split is assumed to add 1% of that time.
+    If a tile without splits takes time T, s splits take ceil(tiles * s / concurrent_programs) waves of T / s, plus an
+    assumed overhead of 0.01 T per split.
     """
     splits = tl.arange(0, 16) + 1
     time = tl.cdiv(tiles * splits, concurrent_programs) / splits + 0.01 * splits
@@ -181,12 +185,13 @@ def _split_of_program(
 ):  # fmt: skip
     """(sequence, its first query, tile of the sequence, split, number of splits) of a program.
 
-    The program has nothing to do if the sequence is larger than `sequences`, or if it has no such tile. Tiles of
-    sequences without keys (padding, decode rows) are not split. The others share the remaining programs.
+    The program exits if the sequence index exceeds `sequences`, or if the sequence has no tile of that index. Tiles of
+    sequences without keys (padding, decode rows) are not split. The remaining programs are divided equally among the
+    other tiles.
     """
-    numbers = tl.arange(0, 64)  # MAX_SPLIT_SEQUENCES and the padding
+    numbers = tl.arange(0, 64)  # one entry per sequence, and one for the padding
     lengths = tl.load(seq_lens + numbers, mask=numbers < sequences, other=0)
-    if tl.max(lengths, 0) < MIN_KEYS_TO_SPLIT:  # this saves time in most steps
+    if tl.max(lengths, 0) < MIN_KEYS_TO_SPLIT:  # no sequence is long enough: skip the search, which takes 2.6 us
         sequence = _sequence_of_tile(cu_seqlens_q, program, sequences, QUERIES)
         q_start = tl.load(cu_seqlens_q + sequence)
         tile = program - sequence - q_start // QUERIES
@@ -238,7 +243,7 @@ def _prefill_kernel(
     KEYS: tl.constexpr, DIM: tl.constexpr, V_DIM: tl.constexpr, SOFTCAP: tl.constexpr,
     MIN_TILES_PER_SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """One program computes QUERIES queries of one head of one sequence, over all of their keys or over a split.
+    """One program computes QUERIES queries of one head of one sequence, over all of the keys or over one split of them.
 
     The last tiles run first because they have the most keys. Padding rows after the last sequence form an additional
     sequence of length 0, so they see no key and their output is zero.
@@ -276,7 +281,7 @@ def _prefill_kernel(
         active_splits = tl.maximum(tl.minimum(splits, tiles // MIN_TILES_PER_SPLIT), 1)
         if split_idx >= active_splits:
             return
-        # The split's part of the three ranges
+        # Restrict the three ranges to this split.
         split_end = tl.minimum(left + (split_idx + 1) * tiles // active_splits * KEYS, end)
         left += split_idx * tiles // active_splits * KEYS
         end = tl.where(split_idx + 1 == active_splits, end, split_end)
@@ -315,11 +320,13 @@ def _prefill_kernel(
         )  # fmt: skip
 
     row_mask = rows < q_end
-    if partial_out is not None:  # noqa: SIM102 - Triton evaluates this condition when it compiles
+    if partial_out is not None:  # noqa: SIM102 - Triton evaluates the outer condition at compile time
         if active_splits > 1:
             first_slot = head * programs + program - split_idx
             slots = (first_slot + split_idx).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
-            row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)  # no visible key: row_max is -inf, so its weight is 0
+            row_sum = tl.where(
+                row_sum == 0.0, 1.0, row_sum
+            )  # rows without a visible key: row_max is -inf, so the split's weight is 0
             tl.store(partial_lse + slots, row_max + tl.log2(row_sum))
             store_rows(partial_out, slots, acc / row_sum[:, None], row_mask, V_HEAD_DIM, V_DIM)
             tl.debug_barrier()
@@ -343,7 +350,7 @@ def _merge_splits(
     partial_out, partial_lse, first_slot, active_splits, row_mask,
     QUERIES: tl.constexpr, V_HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
 ):  # fmt: skip
-    """The state of the online softmax (`attend_tile`) after all splits of a tile, in their order."""
+    """Merges all splits of a tile in index order. Returns the state of the online softmax, as `attend_tile` does."""
     acc = tl.zeros([QUERIES, V_DIM], tl.float32)
     row_max = tl.full([QUERIES], float("-inf"), tl.float32)
     row_sum = tl.zeros([QUERIES], tl.float32)

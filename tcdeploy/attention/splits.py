@@ -11,10 +11,10 @@ a captured CUDA graph, so they depend on static values, and not on the lengths o
 - A turn of a large batch is LARGE_BATCH_TURN tiles, so that short sequences are not split, which would cost time. With
   16 sequences of 512 tokens, splits that have no keys cost 0.7 of 55 us.
 
-Prefill: a thread block computes a tile of queries of one head. If a step has few tiles, they occupy a part of the GPU,
-and a long prefix then determines its time, so its keys are split (prefill.py). With 40 tokens after a prefix of 30,000,
-beside 16 decode rows, attention and its two GEMMs take 245 us with splits, and 580 us without (one layer of an 8B
-shape, H100).
+Prefill: a thread block, which is a Triton program, computes a tile of queries of one head. If a step has few tiles,
+they use only part of the GPU, and the longest prefix determines the time. Its keys are then split (prefill.py). With 40
+tokens after a prefix of 30,000, beside 16 decode rows, attention and its two GEMMs take 255 us, and 580 us without
+splits and without the second stream of mixed.py (one layer of an 8B shape, H100, first version of the splits).
 """
 
 from __future__ import annotations
@@ -25,12 +25,15 @@ LARGE_BATCH_PAIRS = 128  # (sequence, KV head) pairs of the smallest large batch
 LARGE_BATCH_TURN = 8  # tiles
 LARGE_BATCH_BLOCKS = 2048  # thread blocks to launch at most, unless the minimum number of splits needs more
 MIN_LARGE_BATCH_SPLITS, MAX_LARGE_BATCH_SPLITS = 4, 8
-PREFILL_BLOCKS_PER_SM = 2  # that run at once, for head size 128
-MAX_PREFILL_TILES_TO_SPLIT = 1024  # of all heads; fewer than any GPU runs at once
-# Thread blocks per head, besides the about 10 that have no tile in a step of few prompts: 3 and 5 tiles are then split
-# as often as `_prefill_splits` (prefill.py) wants.
+PREFILL_BLOCKS_PER_SM = 2  # resident on one SM at once, at head size 128
+# Tiles of all heads, which bound the number of counters. It is more than the limit in `make_split_workspace` of any
+# current GPU.
+MAX_PREFILL_TILES_TO_SPLIT = 1024
+# Additional thread blocks per head. About 10 are idle in a step of few prompts anyway. With 4 more, 3 tiles per head
+# get the 5 splits that `_prefill_splits` (prefill.py) chooses, and 5 tiles the 3 splits (32 heads, H100).
 EXTRA_PREFILL_BLOCKS = 4
-MIN_KEYS_PER_PREFILL_SPLIT = 1024  # with 512, 350 tokens after a prefix of 800 take 11% longer than without splits
+# With 512, attention and its GEMMs took 11% longer for 350 tokens after 800 than without splits (first version).
+MIN_KEYS_PER_PREFILL_SPLIT = 1024
 
 
 def decode_splits(batch: int, kv_heads: int, max_context: int, num_sms: int) -> int:

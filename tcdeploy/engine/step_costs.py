@@ -14,8 +14,8 @@ where
     prefix          tokens before a chunk in its prompt, whose keys are in the KV cache; the maximum over the chunks
     prefix_pairs    pairs of a token of a chunk and a token of its prefix, summed over the chunks
 
-size_ms includes the attention of a chunk to itself. The second term of the sum is the least time that a prefix takes,
-however few tokens the chunk has: a Triton program computes a tile of 64 queries, used or not, and few of them occupy a
+size_ms includes the attention of a chunk to itself. The second term of the attention to prefixes does not depend on the
+size of the chunk: each Triton program computes a tile of 64 queries even if few are used, and a few programs use only
 part of the GPU.
 
 GPU clocks, other processes and sliding-window attention change these times. `StepPredictor` multiplies the result by a
@@ -51,7 +51,7 @@ class StepCosts:
     timed_context: tokens in the KV cache of each row while decode steps were timed.
     decode_context_ms: ms of decode attention per token in the KV cache.
     prefix_pair_ms: ms of prefill attention per pair of a chunk token and a prefix token.
-    prefix_token_ms: ms of prefill attention per prefix token, whatever the size of the chunk.
+    prefix_token_ms: additional ms of prefill attention per prefix token, independent of the chunk's size.
     """
 
     prefill_ms: tuple[tuple[int, float], ...]

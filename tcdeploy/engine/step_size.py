@@ -34,9 +34,9 @@ FIRST_TOKEN_WEIGHT = 20
 # weights: a smaller chunk would take as long, and a prompt would need more steps.
 MIN_CHUNK_TOKENS = 32
 # Limit of a step's predicted time, relative to the smallest step, if that exceeds the target. In a simulation of 16
-# chats during which prompts of 32,768 tokens arrive (8B shape, attention that does not split the keys of prompts), the
-# factors 1.0, 1.1 and 1.2 lead to a time to the first token of these prompts of 11.1, 2.2 and 1.8 s, and to a p99 gap
-# between tokens of the chats of 25.7, 26.4 and 28.0 ms.
+# chats and prompts of 32,768 tokens (8B shape, before the keys of prompts were split), the factors 1.0, 1.1 and 1.2
+# lead to a first token of these prompts after 11.1, 2.2 and 1.8 s, and to p99 gaps of the chats of 25.7, 26.4 and 28.0
+# ms.
 SMALLEST_STEP_FACTOR = 1.2
 
 

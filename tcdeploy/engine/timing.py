@@ -147,8 +147,9 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 
 
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
-    """(prefix_pair_ms, prefix_token_ms) of StepCosts: a large and a small chunk follow a prefix, and half of it.
+    """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts.
 
+    A large and a small chunk are each timed after a prefix and after half of it.
     Zeros if no prompt fits whose prefix is as long as the largest bucket.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
@@ -163,7 +164,7 @@ def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
 
     large, small = largest, min(largest, SMALL_CHUNK)
     half = prefix // 2
-    large_ms, small_ms = (  # per token of the prefix
+    large_ms, small_ms = (  # ms per token of the prefix
         max(0.0, step_ms(prefix, tokens) - step_ms(half, tokens)) / (prefix - half) for tokens in (large, small)
     )
     pair_ms = max(0.0, large_ms - small_ms) / max(large - small, 1)

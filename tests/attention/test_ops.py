@@ -210,7 +210,7 @@ def test_mixed_attention_of_the_triton_kernels_splits_the_keys_of_prompts(
     original = prefill.make_split_workspace
     monkeypatch.setattr(prefill, "make_split_workspace", make_split_workspace)
     case = Case(device, prefix=30)
-    case.block_table, case.cu_seqlens_q, case.seq_lens = (  # each further sequence leaves a program to the prompts
+    case.block_table, case.cu_seqlens_q, case.seq_lens = (  # each one without a query adds an idle program
         torch.cat([tensor, *[tensor[-1:]] * 8]) for tensor in (case.block_table, case.cu_seqlens_q, case.seq_lens)
     )
     assert_mixed_equals_its_parts(case, "triton", {})

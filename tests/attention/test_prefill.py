@@ -45,7 +45,7 @@ def test_prefill_agrees_with_the_reference(case, device):
 
 
 def split_workspace(args: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch) -> prefill.SplitWorkspace:
-    """Counters and NaN for a call of `paged_prefill` that splits keys into as many parts as there are programs for."""
+    """A workspace of zeroed counters and NaN, for a call that splits keys as often as the programs allow."""
     monkeypatch.setattr(prefill, "MIN_KEYS_PER_PREFILL_SPLIT", 1)
     monkeypatch.setattr(prefill, "_concurrent_programs", lambda device: 1 << 12)
     monkeypatch.setattr(prefill, "MAX_PREFILL_TILES_TO_SPLIT", 1 << 12)
@@ -62,7 +62,7 @@ def split_workspace(args: tuple[Tensor, ...], monkeypatch: pytest.MonkeyPatch) -
 @each_case
 def test_split_prefill_agrees_with_the_reference(case, device, monkeypatch):
     sequences = make_paged_sequences(case, [1, 230, 140, 40, *[0] * 6], device)
-    new = [1, 20, 10, *[0] * 7]  # each sequence without a query leaves a program to the others
+    new = [1, 20, 10, *[0] * 7]  # each sequence without a query adds an idle program, which splits can use
     args = (make_queries(case, sum(new) + 6, device), *sequences[:3], cu_seqlens(new, device), sequences.seq_lens)
     workspace = split_workspace(args, monkeypatch)
     actual = prefill.paged_prefill(*args, *case.options(device), workspace)
@@ -85,7 +85,7 @@ def test_splits_depend_on_the_programs_without_a_tile_and_on_the_keys(device, mo
         ([16, 16, 0], [640, 320, 0], 99, 8),  # two tiles, and four of padding: four for each tile
         ([16, 16, 0], [640, 16, 0], 99, 4),  # the second sequence has one tile of keys
         ([16, 0, 0], [640, 0, 0], 3, 3),
-        ([16, 16, 0], [640, 320, 0], 3, 6),  # two rounds of a third are shorter than one whole tile
+        ([16, 16, 0], [640, 320, 0], 3, 6),  # two waves of a third take less time than one whole tile
         ([16, 16, 0], [640, 320, 0], 2, 0),
     ):
         sequences = make_paged_sequences(case, lengths, device)
@@ -119,7 +119,7 @@ def test_rows_of_decoding_sequences_are_not_written(splits_keys, device, monkeyp
     args = (make_queries(case, 56, device), *sequences[:3], cu_seqlens(new, device), sequences.seq_lens)
     row_seq_lens = torch.full((32,), 7, dtype=torch.int32, device=device)
     row_seq_lens[[3, 19]] = 0
-    row_seq_lens[20:] = 0  # of the tokens of the prompt
+    row_seq_lens[20:] = 0  # not decode rows: these tokens belong to the prompt
     out = torch.full((56, case.heads, case.head_dim), 5.0, device=device)
     workspace = split_workspace(args, monkeypatch) if splits_keys else None
     actual = prefill.paged_prefill(*args, *case.options(device), workspace, out, row_seq_lens)
@@ -135,7 +135,7 @@ def test_rows_of_decoding_sequences_are_not_written(splits_keys, device, monkeyp
     [
         (256, 32, 9, num_prefill_counters(32, 9), True),
         (383, 32, 9, num_prefill_counters(32, 9), True),
-        (384, 32, 9, 1 << 20, False),  # 192 tiles, of 264 that an H100 computes at once
+        (384, 32, 9, 1 << 20, False),  # 192 tiles: more than 5/8 of the 264 that an H100 runs at once
         (640, 16, 9, num_prefill_counters(16, 9), True),
         (64, 32, 63, num_prefill_counters(32, 63), True),
         (64, 32, 64, 1 << 20, False),

@@ -106,7 +106,9 @@ def test_attention_to_a_prefix_has_a_part_that_does_not_depend_on_the_chunk() ->
     """A prefix of 500 tokens takes 10 + 5 ms with a chunk of 10 tokens, and 10 + 50 ms with one of 100."""
     assert table_ms(10, 0, 0, 10 * 500, 500) == pytest.approx(7.0 + 10.0 + 5.0)
     assert table_ms(100, 0, 0, 100 * 500, 500) == pytest.approx(7.0 + 10.0 + 50.0)
-    assert table_ms(14, 4, 300, 10 * 500, 500) == pytest.approx(7.0 + 3.0 + 10.0 + 5.0), "the rows come on top"
+    assert table_ms(14, 4, 300, 10 * 500, 500) == pytest.approx(7.0 + 3.0 + 10.0 + 5.0), (
+        "the context of the rows adds 3 ms"
+    )
 
 
 @st.composite

@@ -49,7 +49,7 @@ def step_ms(bucket: Bucket, length: int | None = None) -> float:
 
 
 def measured_costs(monkeypatch: pytest.MonkeyPatch, runner: Any, noise: float = 0.0) -> StepCosts:
-    """`noise`: milliseconds added to decode steps of SHORT_CONTEXT tokens and to chunks after half of the prefix."""
+    """`noise`: ms added to decode steps of SHORT_CONTEXT tokens and to chunks after the shorter timed prefix."""
 
     def measure_step_ms(_: Any, bucket: Bucket, *, limits: TimingLimits, length: int) -> float:
         assert limits == BRIEF
