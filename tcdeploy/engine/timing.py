@@ -32,7 +32,7 @@ THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  #
 BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.1)  # at each start, for step_costs.py
 SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
-MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk
+MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk; in reference attention, which is slow, the largest chunk's
 SMALL_CHUNK = 16  # tokens
 
 
@@ -153,7 +153,8 @@ def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
     Zeros if no prompt fits whose prefix is as long as the largest bucket.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
-    longest = min(plan.context, (plan.kv_blocks - 1) * plan.block_size, largest + MAX_TIMED_PREFIX)
+    max_prefix = largest if plan.prefill_attention == "reference" else MAX_TIMED_PREFIX
+    longest = min(plan.context, (plan.kv_blocks - 1) * plan.block_size, largest + max_prefix)
     prefix = longest - largest
     if prefix < largest:
         return 0.0, 0.0

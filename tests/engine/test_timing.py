@@ -10,8 +10,9 @@ import pytest
 from tcdeploy.engine import timing
 from tcdeploy.engine.step_costs import StepCosts
 from tcdeploy.engine.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
+from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.plan import Bucket, make_plan
-from tests.machines import LAPTOP, LLAMA_8B, make_recipe
+from tests.machines import H100, LAPTOP, LLAMA_8B, make_recipe
 
 DECODE_CONTEXT_MS, PREFIX_PAIR_MS, PREFIX_TOKEN_MS = 0.01, 0.001, 0.05
 
@@ -19,9 +20,12 @@ DECODE_CONTEXT_MS, PREFIX_PAIR_MS, PREFIX_TOKEN_MS = 0.01, 0.001, 0.05
 class FakeRunner:
     """Counts how often its rows are cleared. Its steps take `step_ms` milliseconds."""
 
-    def __init__(self, captured_sizes: tuple[int, ...] = (), context: int = 4096, **recipe: Any) -> None:
+    def __init__(
+        self, captured_sizes: tuple[int, ...] = (), context: int = 4096, machine: Environment = LAPTOP, **recipe: Any
+    ) -> None:
         values = {"buckets": (32, 64), "batch_sizes": (1, 4), **recipe}
-        self.plan = make_plan(make_recipe(context=context, **values), LAPTOP, LLAMA_8B)
+        self.plan = make_plan(make_recipe(context=context, **values), machine, LLAMA_8B)
+        self.prefixes: set[int] = set()  # before the chunks
         self.vocab_size, self.captured_sizes, self.num_clears, self.noise = 100, captured_sizes, 0, 0.0
         self.graphs = SimpleNamespace(is_captured=lambda bucket: bool(self.captured_sizes))
         self.row_assignment = SimpleNamespace(clear=self.clear)
@@ -38,7 +42,8 @@ class FakeRunner:
         [(sequence, start, stop)] = chunks
         assert 0 <= start < stop <= len(sequence.token_ids) <= self.plan.context
         ms = step_ms(Bucket("prefill", stop - start)) + (PREFIX_PAIR_MS * (stop - start) + PREFIX_TOKEN_MS) * start
-        return ms + self.noise * (start <= self.plan.context // 2)
+        self.prefixes.add(start)
+        return ms + self.noise * (start <= self.plan.prefill_buckets[-1].size // 2)
 
 
 def step_ms(bucket: Bucket, length: int | None = None) -> float:
@@ -75,6 +80,15 @@ def test_context_costs_are_the_slopes_between_two_timed_steps(monkeypatch: pytes
     assert costs.decode_context_ms == pytest.approx(DECODE_CONTEXT_MS)
     assert costs.prefix_pair_ms == pytest.approx(PREFIX_PAIR_MS)
     assert costs.prefix_token_ms == pytest.approx(PREFIX_TOKEN_MS)
+
+
+@pytest.mark.parametrize(("machine", "prefix"), [(LAPTOP, 64), (H100, 16_384)])
+def test_a_prefix_is_timed_that_is_short_enough_for_reference_attention(
+    monkeypatch: pytest.MonkeyPatch, machine: Environment, prefix: int
+) -> None:
+    runner = FakeRunner(context=32_768, machine=machine)
+    measured_costs(monkeypatch, runner)
+    assert runner.prefixes == {prefix // 2, prefix}
 
 
 def test_context_costs_nothing_if_noise_made_the_shorter_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
