@@ -21,7 +21,7 @@ from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.timing import StepTimes, measure_step_times
 from tcdeploy.engine.tuning import SelectedVariant, select_variant, tune
-from tcdeploy.engine.warmup_inputs import timed_context
+from tcdeploy.engine.warmup_inputs import make_small_batch, timed_context
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.progress import Progress
@@ -100,11 +100,13 @@ def _warm_bucket(
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
     selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
+    is_captured = runner.graphs.is_captured(bucket)
+    if bucket.min_size and not is_captured:  # otherwise the captures of small sizes load these kernels
+        make_small_batch(runner, bucket).run_in_two_chunks()  # attention has other kernels for few tokens
     kernels_compiled = (read_counts() - before).kernels_compiled  # trials and checks included
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
     step_times = measure_step_times(runner, bucket) if measure and selected.check.parity.passed else None
-    is_captured = runner.graphs.is_captured(bucket)
     record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times)
     return _WarmedBucket(record, tuning.seconds)
 

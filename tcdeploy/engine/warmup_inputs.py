@@ -21,6 +21,7 @@ from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.planning.plan import Bucket, Plan
 
 MAX_TIMED_CONTEXT = 512  # tokens
+SMALL_PROMPT_TOKENS = 16
 SEED = 20
 
 
@@ -76,6 +77,12 @@ def make_check_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts)
 def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> WarmupBatch:
     """The prompt that is checked in two chunks, and the decode rows beside it in a mixed step; or an empty batch."""
     return _make_check_batch(runner, bucket, prompts, [*prompts.continued(bucket), *prompts.mixed_rows(bucket)])
+
+
+def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
+    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed."""
+    lengths = [min(SMALL_PROMPT_TOKENS, runner.plan.context)] + [2] * runner.plan.mixed_steps
+    return _make_batch(runner, bucket, [[0] * length for length in lengths])
 
 
 def _make_check_batch(

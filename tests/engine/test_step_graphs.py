@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +15,19 @@ import torch
 
 from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.compile_stats import measure_compiles
-from tcdeploy.engine import step_graphs, timing
+from tcdeploy.engine import step_graphs, timing, warmup
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers
 from tcdeploy.engine.canary import Canary
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.graphs import StepKey, StepOutput
+from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.step_costs import StepCosts
 from tcdeploy.engine.step_graphs import EARLY_SIZES, StepGraphs
+from tcdeploy.pipeline import prepare
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
-from tests.conftest import prepare_tiny
+from tcdeploy.planning.recipe import build_recipe
+from tests.conftest import TINY, TINY_BATCH_SIZES, prepare_tiny
 from tests.machines import H100, LLAMA_8B, make_recipe
 
 PARAMS = SamplingParams(max_new_tokens=6)
@@ -119,6 +123,33 @@ def generate_short(engine: Engine, params: SamplingParams = SamplingParams(max_n
 
 def key_of(engine: Engine, tokens: int, row_slots: int = 0) -> StepKey:
     return StepKey(engine.plan.prefill_buckets[0], tokens, row_slots)
+
+
+def test_a_start_without_graphs_runs_small_steps_with_and_without_decode_rows(
+    cache_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention has other kernels for them, which must not be compiled for the first small step of a request."""
+    prepare_tiny(cache_dir, shapes="dynamic", buckets=(320,), kv_blocks=100)
+    small_steps, original = [], warmup.make_small_batch
+
+    def make_small_batch(runner: ModelRunner, bucket: Bucket) -> Any:
+        batch, prefill = original(runner, bucket), runner.prefill
+
+        def noted_prefill(chunks: Any, running: Any = (), bucket: Any = None, num_decoding: int = 0) -> StepOutput:
+            small_steps.append((num_decoding + sum(stop - start for _, start, stop in chunks), num_decoding))
+            return prefill(chunks, running, bucket, num_decoding)
+
+        def run_in_two_chunks() -> StepOutput:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(runner, "prefill", noted_prefill)
+                return batch.run_in_two_chunks()
+
+        return SimpleNamespace(run_in_two_chunks=run_in_two_chunks)
+
+    monkeypatch.setattr(warmup, "make_small_batch", make_small_batch)
+    recipe = {"model": TINY, "shapes": "dynamic", "buckets": (320,), "batch_sizes": TINY_BATCH_SIZES, "kv_blocks": 100}
+    prepare(build_recipe({**recipe, "cache_dir": cache_dir}, environ={}))
+    assert small_steps == [(9, 0), (9, 1)]
 
 
 def test_a_start_captures_a_few_sizes_with_each_number_of_rows(engine: Engine, captured: list[FakeGraph]) -> None:
