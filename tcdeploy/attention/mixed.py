@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +35,7 @@ def paged_mixed(
     prefill_counters: as the counters of `prefill.make_split_workspace`.
     """
     rows = len(row_seq_lens)
-    # The workspace and the result are allocated on the current stream. It joins the second stream below, so their
+    # The workspace and the result are allocated on the current stream. It waits for the second stream below, so their
     # memory is not reused while the second stream writes it.
     workspace = prefill.make_split_workspace(q, v_cache, len(block_table), prefill_counters)
     compute_prompts = functools.partial(
@@ -43,32 +45,35 @@ def paged_mixed(
     if not rows:
         return compute_prompts()
     out = q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
-    with _second_stream(q.device):
-        compute_prompts(out, row_seq_lens)
-    decode.paged_decode(
-        q[:rows], k[:rows], v[:rows], k_cache, v_cache, row_block_table, row_seq_lens, decode_counters,
-        scale, window, softcap, sinks, splits, None, None, out[:rows],
-    )  # fmt: skip
-    _join_second_stream(q.device)
+    with _second_stream(q.device) as stream:
+        with stream:
+            compute_prompts(out, row_seq_lens)
+        decode.paged_decode(
+            q[:rows], k[:rows], v[:rows], k_cache, v_cache, row_block_table, row_seq_lens, decode_counters,
+            scale, window, softcap, sinks, splits, None, None, out[:rows],
+        )  # fmt: skip
     return out
 
 
 @contextlib.contextmanager
-def _second_stream(device: torch.device) -> Iterator[None]:
-    """Launches kernels on a second stream, after the work that is queued on the current one. No effect on a CPU."""
+def _second_stream(device: torch.device) -> Iterator[AbstractContextManager[Any]]:
+    """A context in which kernels are launched on a second stream, after the work that is queued on the current one.
+
+    At the end, the current stream waits for them, also after an exception: the step's tensors are then freed, and a
+    capture stays valid. No effect on a CPU.
+    """
     if device.type != "cuda":
-        yield
+        yield contextlib.nullcontext()
         return
-    stream = _stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-
-
-def _join_second_stream(device: torch.device) -> None:
-    """Makes the current stream wait for the kernels launched in `_second_stream`."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).wait_stream(_stream(device))
+    current, second = torch.cuda.current_stream(device), _stream(device)
+    second.wait_stream(current)
+    try:
+        yield torch.cuda.stream(second)
+    except BaseException:
+        with contextlib.suppress(RuntimeError):  # the exception of the step is more useful
+            current.wait_stream(second)
+        raise
+    current.wait_stream(second)
 
 
 @functools.cache

@@ -87,7 +87,8 @@ def make_split_workspace(q: Tensor, v_cache: Tensor, sequences: int, counters: T
     counters: contiguous zeros, int32, of any shape; `splits.num_prefill_counters` gives a sufficient number.
     """
     (tokens, heads, _), tile = q.shape, _tile_config(q, v_cache)
-    programs, tiles = _programs_per_head(tokens, sequences, tile, splits_keys=True), heads * (tokens // tile.queries)
+    programs = _programs_per_head(tokens, sequences, tile, splits_keys=True)
+    tiles = heads * -(-tokens // tile.queries)
     if tiles > min(5 * _concurrent_programs(q.device) // 8, MAX_PREFILL_TILES_TO_SPLIT):
         return None  # with more tiles, splits are slower: 624 us against 591 for 380 tokens after 30,000 (H100)
     if sequences > MAX_SPLIT_SEQUENCES or counters.numel() < heads * programs:

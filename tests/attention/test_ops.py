@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import math
 import sys
 import types
@@ -13,9 +15,13 @@ from torch import Tensor
 
 from tcdeploy.attention import backends, ops, reference
 from tcdeploy.attention.backends import AttentionParams, PagedBatch, VarlenResult, VarlenSeqlens
+from tcdeploy.attention.metadata import make_split_counters
 from tcdeploy.attention.splits import LARGE_BATCH_TURN, MIN_KEYS_PER_SPLIT, decode_splits, tiles_per_turn
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planning.plan import make_plan
 from tcdeploy.planning.recipe import Attention
+from tests.machines import GEMMA_2_9B, GPT_OSS_20B, H100, LLAMA_8B, make_recipe
 
 HEADS, KV_HEADS, DIM, BLOCK = 6, 2, 16, 16
 
@@ -215,6 +221,87 @@ def test_mixed_attention_of_the_triton_kernels_splits_the_keys_of_prompts(
     )
     assert_mixed_equals_its_parts(case, "triton", {})
     assert (~workspaces[0].lse.isnan()).any()
+
+
+@pytest.mark.parametrize("rules", [{}, {"window": 9, "softcap": 2.0, "sinks": True}])
+def test_prefill_and_decode_of_a_mixed_step_may_run_in_any_order(
+    rules: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run on two streams. Here prefill runs after decode."""
+    from tcdeploy.attention import decode, prefill
+
+    paged_prefill, paged_decode, prefill_calls = prefill.paged_prefill, decode.paged_decode, []
+
+    def decode_before_prefill(*args: Any) -> None:
+        paged_decode(*args)
+        paged_prefill(*prefill_calls.pop())
+
+    monkeypatch.setattr(prefill, "paged_prefill", lambda *args: prefill_calls.append(args))
+    monkeypatch.setattr(decode, "paged_decode", decode_before_prefill)
+    assert_mixed_equals_its_parts(Case(device), "triton", rules)
+
+
+def test_the_counters_of_decode_rows_are_not_used_for_prompts(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decode attention uses the counters of the rows, of which there are four."""
+    from tcdeploy.attention import decode, prefill
+
+    counters = []
+    make_split_workspace = prefill.make_split_workspace
+    monkeypatch.setattr(
+        prefill, "make_split_workspace", lambda *args: counters.append(args[3]) or make_split_workspace(*args)
+    )
+    monkeypatch.setattr(decode, "paged_decode", lambda *args: counters.append(args[7]))
+    case = Case(device)
+    case.write()
+    arguments = case.mixed_arguments("triton")
+    ops.mixed_attention(*arguments)
+    for_prompts, for_rows = counters
+    assert for_rows.data_ptr() == arguments[11].data_ptr()
+    assert for_prompts.data_ptr() == arguments[11][4:].data_ptr() and for_prompts.numel() == arguments[11][4:].numel()
+
+
+def test_the_second_stream_is_joined_after_an_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tcdeploy.attention import mixed
+
+    log: list[str] = []
+
+    class FakeStream:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: FakeStream) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: FakeStream("current"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(mixed, "_stream", lambda device: FakeStream("second"))
+    with pytest.raises(MemoryError), mixed._second_stream(torch.device("cuda", 0)):
+        raise MemoryError
+    assert log == ["second waits for current", "current waits for second"]
+
+
+@pytest.mark.parametrize("recipe", [{}, {"buckets": (512,), "batch_sizes": (1,)}, {"buckets": (8192,)}])
+@pytest.mark.parametrize("architecture", [LLAMA_8B, GEMMA_2_9B, GPT_OSS_20B])
+def test_there_are_counters_for_all_steps_that_split_keys(recipe: dict[str, Any], architecture: Architecture) -> None:
+    from tcdeploy.attention import prefill
+
+    plan = make_plan(
+        make_recipe(**{"shapes": "dynamic", "buckets": (2048,), "mixed_steps": "on", **recipe}), H100, architecture
+    )
+    counters = make_split_counters(dataclasses.replace(plan, device="cpu"), architecture)
+    num_rows = plan.decode_buckets[-1].size + 1
+    for layer in architecture.attention_layers:
+        v_cache = torch.empty(1, 16, layer.kv_heads, layer.v_head_dim, dtype=torch.bfloat16, device="meta")
+        split = [
+            prefill.make_split_workspace(
+                torch.empty(tokens, layer.heads, layer.head_dim, dtype=torch.bfloat16, device="meta"),
+                v_cache, plan.max_prefill_sequences + 1, counters[num_rows:],
+            ) is not None
+            for tokens in (32, 64, 128, 512, 2048)
+        ]  # fmt: skip
+        assert split == sorted(split, reverse=True) and split[0]
+    without = make_split_counters(dataclasses.replace(plan, device="cpu", mixed_steps=False), architecture)
+    assert len(without) == num_rows
 
 
 def test_mixed_attention_of_the_triton_kernels_without_rows_is_prefill(device: str) -> None:

@@ -87,6 +87,7 @@ def test_splits_depend_on_the_programs_without_a_tile_and_on_the_keys(device, mo
         ([16, 0, 0], [640, 0, 0], 3, 3),
         ([16, 16, 0], [640, 320, 0], 3, 6),  # two waves of a third take less time than one whole tile
         ([16, 16, 0], [640, 320, 0], 2, 0),
+        ([16, *[0] * 10], [640, *[0] * 10], 99, 10),  # of 16 possible splits, each of which adds 1%
     ):
         sequences = make_paged_sequences(case, lengths, device)
         args = (make_queries(case, 90, device), *sequences[:3], cu_seqlens(new, device), sequences.seq_lens)
@@ -134,8 +135,8 @@ def test_rows_of_decoding_sequences_are_not_written(splits_keys, device, monkeyp
     ("tokens", "heads", "sequences", "counters", "splits"),
     [
         (256, 32, 9, num_prefill_counters(32, 9), True),
-        (383, 32, 9, num_prefill_counters(32, 9), True),
-        (384, 32, 9, 1 << 20, False),  # 192 tiles: more than 5/8 of the 264 that an H100 runs at once
+        (320, 32, 9, num_prefill_counters(32, 9), True),
+        (321, 32, 9, 1 << 20, False),  # 192 tiles: more than 5/8 of the 264 that an H100 runs at once
         (640, 16, 9, num_prefill_counters(16, 9), True),
         (64, 32, 63, num_prefill_counters(32, 63), True),
         (64, 32, 64, 1 << 20, False),
@@ -228,7 +229,10 @@ def test_slots_beyond_two_billion_elements_are_reached(device):
 
 
 def launch(case: Case, batch: int, splits_keys: bool = False) -> None:
-    """Launch the prefill kernel once, on zeros. With an odd batch the lengths start at an unaligned address."""
+    """Launch the prefill kernel once, on zeros; if keys are split, as in a mixed step.
+
+    With an odd batch the lengths start at an unaligned address.
+    """
     cu_seqlens_q = torch.zeros(batch + 1, dtype=torch.int32)
     lengths = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch]
     table = torch.zeros(batch, 64 + batch, dtype=torch.int32)[:, :64]
@@ -238,7 +242,11 @@ def launch(case: Case, batch: int, splits_keys: bool = False) -> None:
     counters = torch.zeros(num_prefill_counters(case.heads, batch), dtype=torch.int32)
     workspace = prefill.make_split_workspace(q, caches[1], batch, counters) if splits_keys else None
     assert (workspace is not None) == splits_keys
-    prefill.paged_prefill(q, *caches, table, cu_seqlens_q, lengths, *case.options("cpu"), workspace)
+    row_seq_lens = torch.zeros(2 * batch, dtype=torch.int32)[batch % 2 :][:batch] if splits_keys else None
+    out = torch.empty(batch, case.heads, dims[1], dtype=case.dtype)
+    prefill.paged_prefill(
+        q, *caches, table, cu_seqlens_q, lengths, *case.options("cpu"), workspace, out, row_seq_lens
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("splits_keys", [False, True])
