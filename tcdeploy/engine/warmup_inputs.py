@@ -80,9 +80,14 @@ def make_continued_batch(runner: ModelRunner, bucket: Bucket, prompts: CheckProm
 
 
 def make_small_batch(runner: ModelRunner, bucket: Bucket) -> WarmupBatch:
-    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed."""
-    lengths = [min(SMALL_PROMPT_TOKENS, runner.plan.context)] + [2] * runner.plan.mixed_steps
-    return _make_batch(runner, bucket, [[0] * length for length in lengths])
+    """A prompt of SMALL_PROMPT_TOKENS, for `run_in_two_chunks`, and a decode row beside it if steps are mixed.
+
+    Without the decode row if the KV cache has no block for it: then no step has both either.
+    """
+    plan, prompt = runner.plan, min(SMALL_PROMPT_TOKENS, runner.plan.context)
+    allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
+    has_row = plan.mixed_steps and allocator.blocks_for(prompt) < allocator.num_allocatable
+    return _make_batch(runner, bucket, [[0] * length for length in (prompt, *[2] * has_row)])
 
 
 def _make_check_batch(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tcdeploy.engine.warmup_inputs import _packed_chunks, make_timing_batch, timed_context
+from tcdeploy.engine.warmup_inputs import _packed_chunks, make_small_batch, make_timing_batch, timed_context
 from tcdeploy.planning.plan import Bucket
 
 PREFILL, DECODE = Bucket("prefill", 64), Bucket("decode", 4)
@@ -27,6 +27,20 @@ def lengths(batch: Any) -> list[int]:
 def test_a_timing_batch_fills_its_bucket() -> None:
     assert lengths(make_timing_batch(make_runner(), PREFILL)) == [64]
     assert lengths(make_timing_batch(make_runner(kv_blocks=1000), DECODE)) == [512] * 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"mixed_steps": True}, [16, 2]),
+        ({"mixed_steps": False}, [16]),
+        ({"mixed_steps": True, "context": 5}, [5, 2]),
+        ({"mixed_steps": True, "kv_blocks": 3}, [16, 2]),
+        ({"mixed_steps": True, "kv_blocks": 2}, [16]),  # one block is for padding
+    ],
+)
+def test_a_small_batch_has_a_decode_row_if_it_fits(changes: dict[str, Any], expected: list[int]) -> None:
+    assert lengths(make_small_batch(make_runner(**changes), PREFILL)) == expected
 
 
 @pytest.mark.parametrize(("changes", "tokens"), [({}, 384), ({"context": 100}, 100), ({"kv_blocks": 1000}, 512)])
