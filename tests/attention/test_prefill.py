@@ -103,13 +103,19 @@ def test_splits_depend_on_the_programs_without_a_tile_and_on_the_keys(device, mo
 @pytest.mark.parametrize("seed", range(4))
 def test_splits_of_random_lengths_agree_with_the_reference(seed, device, monkeypatch):
     source, case = random.Random(seed), Case(kv_heads=1, head_dim=16, window=seed % 2 * 70)
-    new = [source.choice([0, 1, 15, 16, 17, 40]) for _ in range(source.randint(1, 9))]
-    lengths = [tokens and tokens + source.choice([0, 1, 60, 200]) for tokens in new]
+    chunks = [(source.choice([1, 15, 16, 17, 40]), source.choice([0, 1, 60, 200])) for _ in range(source.randint(1, 8))]
+    # One chunk has a long prefix, and each sequence without a query adds an idle program: so keys are split.
+    chunks += [(17, 200), *[(0, 0)] * 20]
+    source.shuffle(chunks)
+    new, lengths = [tokens for tokens, _ in chunks], [tokens + prefix for tokens, prefix in chunks]
     sequences = make_paged_sequences(case, lengths, device)
     q = make_queries(case, sum(new) + source.randint(1, 40), device)
     args = (q, *sequences[:3], cu_seqlens(new, device), sequences.seq_lens)
-    actual = prefill.paged_prefill(*args, *case.options(device), split_workspace(args, monkeypatch))
+    workspace = split_workspace(args, monkeypatch)
+    actual = prefill.paged_prefill(*args, *case.options(device), workspace)
     assert_agrees(actual, expected(reference.paged_prefill, *args, *case.options(device)))
+    assert (~workspace.lse.isnan()).any(), "no key is split"
+    assert not workspace.counters.any()
 
 
 @pytest.mark.parametrize("splits_keys", [False, True])
@@ -127,6 +133,7 @@ def test_rows_of_decoding_sequences_are_not_written(splits_keys, device, monkeyp
     assert actual is out
     reference_out = expected(reference.paged_prefill, *args, *case.options(device))
     assert_agrees(actual[20:], reference_out[20:])
+    assert workspace is None or (~workspace.lse.isnan()).any(), "no key is split"
     assert not actual[[3, 19]].any(), "an empty row is padding"
     assert (actual[:3] == 5.0).all() and (actual[4:19] == 5.0).all()
 
