@@ -325,9 +325,8 @@ def _prefill_kernel(
         if active_splits > 1:
             first_slot = head * programs + program - split_idx
             slots = (first_slot + split_idx).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
-            row_sum = tl.where(
-                row_sum == 0.0, 1.0, row_sum
-            )  # rows without a visible key: row_max is -inf, so the split's weight is 0
+            # In rows without a visible key, row_max is -inf, so the weight of the split is 0.
+            row_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
             tl.store(partial_lse + slots, row_max + tl.log2(row_sum))
             store_rows(partial_out, slots, acc / row_sum[:, None], row_mask, V_HEAD_DIM, V_DIM)
             tl.debug_barrier()

@@ -14,7 +14,8 @@ a captured CUDA graph, so they depend on static values, and not on the lengths o
 Prefill: a thread block, which is a Triton program, computes a tile of queries of one head. If a step has few tiles,
 they use only part of the GPU, and the longest prefix determines the time. Its keys are then split (prefill.py). With 40
 tokens after a prefix of 30,000, beside 16 decode rows, attention and its two GEMMs take 255 us, and 580 us without
-splits and without the second stream of mixed.py (one layer of an 8B shape, H100, first version of the splits).
+splits and without the second stream of mixed.py (one layer of an 8B shape, H100). The number of splits was chosen by
+another rule then: docs/performance.md, "Attention kernels".
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ MAX_PREFILL_TILES_TO_SPLIT = 1024
 # Additional thread blocks per head. About 10 are idle in a step of few prompts anyway. With 4 more, 3 tiles per head
 # get the 5 splits that `_prefill_splits` (prefill.py) chooses, and 5 tiles the 3 splits (32 heads, H100).
 EXTRA_PREFILL_BLOCKS = 4
-# With 512, attention and its GEMMs took 11% longer for 350 tokens after 800 than without splits (first version).
+# With 512, attention and its GEMMs took 11% longer for 350 tokens after 800 than without splits, when steps of this
+# size were still split.
 MIN_KEYS_PER_PREFILL_SPLIT = 1024
 
 

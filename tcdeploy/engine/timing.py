@@ -32,7 +32,7 @@ THOROUGH = TimingLimits(untimed_runs=2, min_runs=3, max_runs=20, seconds=2.0)  #
 BRIEF = TimingLimits(untimed_runs=0, min_runs=1, max_runs=3, seconds=0.1)  # at each start, for step_costs.py
 SLOW_STEP_SECONDS = 3.0  # from here on, an interruption is a small part of a step
 SHORT_CONTEXT = 16  # tokens of each row in the shorter of two timed decode steps
-MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk; in reference attention, which is slow, the largest chunk's
+MAX_TIMED_PREFIX = 16_384  # tokens before a timed chunk
 SMALL_CHUNK = 16  # tokens
 
 
@@ -149,8 +149,9 @@ def _decode_context_ms(runner: ModelRunner, bucket: Bucket, context: int, ms: fl
 def _measure_prefix(runner: ModelRunner) -> tuple[float, float]:
     """Returns (prefix_pair_ms, prefix_token_ms) of StepCosts.
 
-    A large and a small chunk are each timed after a prefix and after half of it.
-    Zeros if no prompt fits whose prefix is as long as the largest bucket.
+    A large and a small chunk are each timed after a prefix and after half of it. The prefix has up to MAX_TIMED_PREFIX
+    tokens; with reference attention, which is slow, only as many as the largest bucket. Zeros if no prompt with such a
+    prefix fits.
     """
     plan, largest = runner.plan, runner.plan.prefill_buckets[-1].size
     max_prefix = largest if plan.prefill_attention == "reference" else MAX_TIMED_PREFIX
