@@ -1,18 +1,16 @@
 """Runs one step of the model for a bucket: replays its CUDA graph, or calls its programs.
 
-The model's own forward is called, so whatever a family does around its layers (embedding scale, final soft-capping,
-logit scaling) is the family's code. Only the rows that are sampled from pass through the head. A step ends on the
-device with the greedy tokens and the advance of the decode rows; other sampling replaces these tokens afterwards.
+Only the rows that are sampled from pass through the head. A step ends on the device with the greedy tokens and the
+advance of the decode rows; other sampling replaces these tokens afterwards.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from transformers import PreTrainedModel
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder
 from tcdeploy.attention.ops import HOST_SCALARS, choose_decode_splits
+from tcdeploy.compiler.model_forward import ModelForward, StepInputs, TransformersForward
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
@@ -47,6 +46,8 @@ class ModelRunner:
         self, model: PreTrainedModel, plan: Plan, step_holder: StepHolder, split_counters: Tensor, vocab_size: int
     ) -> None:
         self.model = model
+        self.transformers_forward = TransformersForward(model, step_holder)
+        self.forward: ModelForward = self.transformers_forward  # ahead-of-time programs replace it
         self.plan = plan
         self.step_holder = step_holder
         self.split_counters = split_counters
@@ -67,7 +68,6 @@ class ModelRunner:
         self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
         self.padding_tokens: Counter[Bucket] = Counter()  # those of them that were padding
         self._counts_steps = True
-        self._supports_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     def prefill(
         self,
@@ -249,12 +249,8 @@ class ModelRunner:
     def _logits(self, buffers: StepBuffers, last_token_rows: Tensor | None, head_rows: Tensor | None) -> Tensor:
         """Logits [outputs, vocab] of a forward pass.
 
-        Rows are selected in the last layer (`last_token_rows`), or before the head (`head_rows`) if the model's forward
-        takes `logits_to_keep`, else after it.
+        Rows are selected in the last layer (`last_token_rows`), or at the head (`head_rows`).
         """
-        kwargs: dict[str, Any] = {}
-        if self._supports_logits_to_keep:  # 0 keeps all rows
-            kwargs["logits_to_keep"] = 0 if head_rows is None else head_rows
         if self.plan.graphs == "region":
             torch.compiler.cudagraph_mark_step_begin()
         if buffers.metadata.prefill is not None:
@@ -262,11 +258,9 @@ class ModelRunner:
         input_ids = buffers.input_ids
         if buffers.token_sources is not None:
             input_ids = torch.cat([self.decode_rows.token_ids, input_ids[0]])[buffers.token_sources][None]
-        self.step_holder.step = self._make_step(buffers, last_token_rows)
-        output = self.model(input_ids=input_ids, position_ids=buffers.position_ids, use_cache=False, **kwargs)
-        self.step_holder.step = None
-        logits: Tensor = output.logits[0]
-        return logits if head_rows is None or kwargs else logits[head_rows]
+        step, in_last_layer = self._make_step(buffers, last_token_rows), last_token_rows is not None
+        rows = last_token_rows if in_last_layer else head_rows
+        return self.forward(StepInputs(input_ids, buffers.position_ids, step, rows, in_last_layer))
 
     def _make_step(self, buffers: StepBuffers, last_token_rows: Tensor | None) -> Step:
         bucket, variant = buffers.bucket, self._variants[buffers.bucket]
@@ -286,7 +280,7 @@ class ModelRunner:
         """
         input_ids = torch.tensor(token_ids, device=self.model.device)
         rows = torch.tensor(positions, device=self.model.device)
-        selected_rows = {"logits_to_keep": rows} if self._supports_logits_to_keep else {}
+        selected_rows = {"logits_to_keep": rows} if self.transformers_forward.supports_logits_to_keep else {}
         self.step_holder.step = None  # modules run uncompiled
         try:
             self.model.set_attn_implementation(attn_implementation)
