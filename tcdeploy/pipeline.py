@@ -42,7 +42,9 @@ from tcdeploy.cache.manifest import (
 from tcdeploy.cache.provenance import SigningPolicy, require_bundled
 from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
 from tcdeploy.cache.signing import default_trusted_keys_folder
+from tcdeploy.compiler.aot import AotForward, package_folder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
+from tcdeploy.compiler.export import TracedLayer
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
@@ -158,8 +160,7 @@ def prepare(
     with stages.stage("reference"):
         checker = ParityChecker(runner, architecture, planned.config)
     with stages.stage("compile"):
-        regions = _regions(runner.model, planned)
-        compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
+        _install_programs(runner, planned, staging.path)
         previous = _previous_run(planned, earlier)
         with FileAccessTracker(staging.path).track() as tracker:
             on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
@@ -316,6 +317,26 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     step_holder = StepHolder()
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
+
+
+def _install_programs(runner: ModelRunner, planned: PlannedDeployment, cache_dir: str) -> None:
+    """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called."""
+    plan, model = planned.plan, runner.model
+    if plan.programs == "aot":
+        origin = origin_of(planned)
+        folder = package_folder(cache_dir, plan.key, origin.sources, origin.torch_settings, model)
+        layers = _traced_layers(model, planned.architecture)
+        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder)
+        return
+    regions = _regions(model, planned)
+    compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
+
+
+def _traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
+    return [
+        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy)
+        for layer, spec in zip(find_layers(model, architecture), architecture.attention_layers, strict=True)
+    ]
 
 
 def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:

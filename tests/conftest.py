@@ -54,10 +54,11 @@ COMPILING_PATHS = (
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
-    "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py",
+    "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "compiler/test_aot.py",
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",
-    "engine/test_continuous_batching.py", "server/test_faults.py", "parity/test_planted_faults.py",
+    "engine/test_continuous_batching.py", "compiler/test_export.py", "server/test_faults.py",
+    "parity/test_planted_faults.py",
     "coverage/test_types.py", "server/test_openapi.py", "server/test_served_cache.py", "passes/test_last_token_rows.py",
     "cli/test_cli_bench.py",
 )  # fmt: skip

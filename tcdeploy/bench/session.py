@@ -97,4 +97,4 @@ def make_report(session: Session, command: str, settings: Any, rows: Sequence[Ro
 
 def region_recipe(recipe: Recipe) -> Recipe:
     """Regional compilation as commonly documented: attention and MLP compiled apart, with Inductor's CUDA graphs."""
-    return dataclasses.replace(recipe, region="blocks", graphs="region", mode="reduce-overhead")
+    return dataclasses.replace(recipe, region="blocks", graphs="region", mode="reduce-overhead", programs="jit")

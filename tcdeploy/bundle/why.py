@@ -29,6 +29,7 @@ from tcdeploy.planning.plan import IGNORED_PLAN_FIELDS, Bucket, Plan
 NON_BUCKET_FIELDS = IGNORED_PLAN_FIELDS | {
     "cache_dir", "decisions", "key", "buckets", "mode", "weight_bytes", "alternative_attention",
 }  # fmt: skip
+DEFAULTS_OF_NEW_FIELDS = {"programs": "jit"}  # plan fields that older manifests lack, with the value they had in effect
 PREFILL_FIELDS = {"prefill_attention", "max_prefill_sequences", "mixed_steps"}
 DECODE_FIELDS = {"decode_attention"}
 # Config keys that are in no layer's program, and those that only the programs before and after the layers contain.
@@ -77,7 +78,8 @@ def forecast(cached: Manifest, plan: Plan, environment: Environment, origin: Ori
     plan_values, cached_values = _with_tuples(asdict(plan)), _with_tuples(cached.plan)
     fields = [name for name in plan_values if name not in NON_BUCKET_FIELDS]
     plan_differences = diff_mappings(
-        {name: plan_values[name] for name in fields}, {name: cached_values.get(name) for name in fields}
+        {name: plan_values[name] for name in fields},
+        {name: cached_values.get(name, DEFAULTS_OF_NEW_FIELDS.get(name)) for name in fields},
     )
     buckets = [
         _forecast_bucket(
@@ -137,6 +139,8 @@ def _forecast_bucket(bucket: Bucket, cached: Manifest, plan: Plan, differences: 
     records = {record.bucket: record for record in cached.buckets}
     if bucket.name not in records:
         reasons.append("the bucket is not in the cache")
+    elif plan.key != cached.plan["key"] and plan.programs == "aot":
+        reasons.append("ahead-of-time packages belong to one plan, and this is another")
     elif plan.key != cached.plan["key"]:
         reasons += _variant_reasons(bucket, records[bucket.name].variant, plan)
     elif plan.tune_seconds > cached.plan["tune_seconds"] and _has_untimed_variant(bucket, records[bucket.name], plan):

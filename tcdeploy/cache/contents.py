@@ -28,9 +28,10 @@ CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
 CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
+AOT_DIR = "aot"  # ahead-of-time packages (compiler/aot.py)
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
-CACHE_DIRS = ("fxgraph", "aotautograd", AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR)
+CACHE_DIRS = ("fxgraph", "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR)
 
 
 @dataclass(frozen=True)

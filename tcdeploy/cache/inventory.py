@@ -35,7 +35,7 @@ TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{16}\.tmp")
 TEMPORARY_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/\.[^/]+-[0-9]+-[0-9]+\.tmp")
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
-    "toolchain": "toolchain", "cache": "max-autotune timings",
+    "aot": "ahead-of-time packages", "toolchain": "toolchain", "cache": "max-autotune timings",
 }  # fmt: skip
 KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",

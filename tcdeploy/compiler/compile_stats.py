@@ -16,12 +16,13 @@ from dataclasses import dataclass, field
 import torch
 
 from tcdeploy.cache import contents
+from tcdeploy.compiler import aot_counts
 from tcdeploy.torch_compat import benchmarker, compile_callback, compile_counters, triton_cache
 
 
 @dataclass(frozen=True)
 class CompileCounts:
-    """A reading, or the difference of two. `cache_*` count Inductor's graph cache."""
+    """A reading, or the difference of two. `cache_*` count Inductor's graph cache and ahead-of-time packages."""
 
     compiles: int = 0
     programs: int = 0
@@ -60,12 +61,20 @@ def read_counts() -> CompileCounts:
     """Totals of this process; compilations and timings count from the first call on."""
     compile_callback.listen()
     benchmarker.count_kernel_timings()
+    counters = compile_counters.read_counters()
+    loaded, compiled = aot_counts.packages_loaded, aot_counts.packages_compiled
     return CompileCounts(
-        compiles=compile_callback.compile_starts,
+        compiles=compile_callback.compile_starts + compiled,
+        programs=counters.programs + loaded + compiled,
+        cache_hits=counters.cache_hits + loaded,
+        cache_misses=counters.cache_misses + compiled,
         kernels_timed=benchmarker.kernels_timed,
         kernels_compiled=_count_compiled_kernels(),
         is_complete=_can_count(),
-        **compile_counters.read_counters()._asdict(),
+        cache_bypasses=counters.cache_bypasses,
+        cache_write_errors=counters.cache_write_errors,
+        graph_breaks=counters.graph_breaks,
+        cudagraph_skips=counters.cudagraph_skips,
     )
 
 

@@ -1,8 +1,8 @@
 """The table of programs, and the wrappers through which the model's modules call it.
 
 Each region is compiled in place: its module calls the table's program for (region kind, bucket, variant). A `Loader`
-makes the programs. Nothing outside of the loader knows how a program was made, so a loader of ahead-of-time packages
-can take the place of `JitLoader` (compiler/jit.py).
+makes the programs (`JitLoader` in compiler/jit.py). With `--programs aot`, compiler/aot.py runs whole steps from
+packages instead, and modules are not compiled in place.
 
 CUDA graphs of whole steps are captured by engine/graphs.py, so Inductor's own are off unless `--graphs region` is set.
 """
@@ -35,7 +35,7 @@ class ProgramKey(NamedTuple):
 
 
 class Loader(Protocol):
-    """Makes programs: by torch.compile, or from a package."""
+    """Makes programs."""
 
     def load(self, key: ProgramKey) -> Program: ...
 

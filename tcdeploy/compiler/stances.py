@@ -1,19 +1,31 @@
-"""What may be compiled when: context managers around torch.compiler.set_stance."""
+"""What may be compiled when: context managers around torch.compiler.set_stance.
+
+`current_stance` returns the same setting for ahead-of-time programs, which torch's stance does not affect.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
 
 from tcdeploy.errors import RecompileError
 
+Stance = Literal["compile", "eager", "fail"]
+_stance: Stance = "compile"
+
+
+def current_stance() -> Stance:
+    """Whether a missing program is compiled, avoided by running eagerly, or an error."""
+    return _stance
+
 
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
     """Run compiled modules uncompiled."""
-    with torch.compiler.set_stance("force_eager"):
+    with torch.compiler.set_stance("force_eager"), _set_stance("eager"):
         yield
 
 
@@ -21,7 +33,7 @@ def force_eager() -> Iterator[None]:
 def fail_on_recompile() -> Iterator[None]:
     """Make every compilation an error. Raises RecompileError with torch's reason."""
     try:
-        with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.compiler.set_stance("fail_on_recompile"), _set_stance("fail"):
             yield
     except RuntimeError as error:
         if "fail_on_recompile" in str(error):
@@ -30,3 +42,13 @@ def fail_on_recompile() -> Iterator[None]:
                 "warm a bucket for this shape: tcdeploy warm MODEL --buckets ... --batch-sizes ...",
             ) from error
         raise
+
+
+@contextlib.contextmanager
+def _set_stance(stance: Stance) -> Iterator[None]:
+    global _stance
+    previous, _stance = _stance, stance
+    try:
+        yield
+    finally:
+        _stance = previous

@@ -134,7 +134,7 @@ def raise_if_failed(parity: Parity, bucket: Bucket) -> None:
     if not parity.passed:
         raise CompileError(
             f"{bucket.name} {FAILED}: {describe_parity(parity)}",
-            "find the part with --region blocks --mode default, then --attention reference",
+            "find the part with --programs jit --region blocks --mode default, then --attention reference",
         )
 
 

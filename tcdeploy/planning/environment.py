@@ -106,6 +106,7 @@ class Environment:
 STAGING_PREFIX = ".start-"  # the prefix of staging folders in a cache folder (cache/staging.py)
 GPU_FACTORS = ("gpu", "gpu_capability", "gpu_multiprocessors")
 CPU_ONLY_FACTORS = {"compiler", "install_paths", "cpu", "cpu_threads"}
+AOT_PACKAGES = "ahead-of-time packages"  # of torch, as torch_compat/aot_package.py names it
 DYNAMIC_SIZES = "dynamic sizes"  # the private interface of torch, as torch_compat/mark_dynamic.py names it
 IGNORED_FACTORS = {"inductor_cache_dir", "user_cache_dir", "driver", "host_memory_bytes", "missing_internals"}
 

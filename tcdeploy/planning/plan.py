@@ -26,10 +26,10 @@ from tcdeploy.planning.attention import (
 )
 from tcdeploy.planning.backends import BACKENDS, HALF_DTYPES, Phase
 from tcdeploy.planning.decision import Decision, DTypes, PlanInputs
-from tcdeploy.planning.environment import DYNAMIC_SIZES, Environment
+from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
 from tcdeploy.planning.keys import CACHE_EPOCH
 from tcdeploy.planning.memory import CacheDemand
-from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Recipe, Region
+from tcdeploy.planning.recipe import Attention, Device, DType, Graphs, LoadFormat, Mode, Programs, Recipe, Region
 from tcdeploy.planning.sizes import (
     DYNAMIC_MIN_SIZE,
     capture_sizes,
@@ -102,6 +102,7 @@ class Plan:
     alternative_attention: tuple[Attention, ...]
     region: Region
     mode: Mode
+    programs: Programs
     graphs: Graphs
     is_hopper: bool
     tune_seconds: float
@@ -223,6 +224,7 @@ def make_plan(
         alternative_attention=alternative_attention,
         region=recipe.region,
         mode=recipe.mode,
+        programs=_decide_programs(recipe, device, environment, decisions),
         graphs=graphs,
         is_hopper=device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
@@ -253,6 +255,8 @@ def _plan_key(plan: Plan, environment: Environment, architecture: Architecture) 
     Remote code can change programs, so model and revision enter the key if it is trusted.
     """
     ignored = IGNORED_PLAN_FIELDS | (PARALLEL_FIELDS if plan.world_size == 1 else set())
+    if plan.programs == "jit":  # so keys of caches that were filled before the field existed stay valid
+        ignored |= {"programs"}
     program_fields = {item.name: getattr(plan, item.name) for item in dataclasses.fields(plan)}
     program_fields = {name: value for name, value in program_fields.items() if name not in ignored}
     remote_code = (plan.model, plan.revision) if plan.trust_remote_code else None
@@ -291,6 +295,27 @@ def _decide_shapes(
         decisions.append(Decision("shapes", "bucket", reason, is_fallback=True))
         shapes = "bucket"
     return dataclasses.replace(recipe, shapes=shapes)
+
+
+def _decide_programs(recipe: Recipe, device: Device, environment: Environment, decisions: list[Decision]) -> Programs:
+    """The recipe's `programs`, or "jit" if this torch has no packages. Raises UsageError where "aot" cannot be used."""
+    if recipe.programs == "jit":
+        return "jit"
+    if device != "cpu":
+        raise UsageError(
+            "--programs aot is not supported on a GPU: not tested", "omit --programs, or pass --device cpu"
+        )
+    if recipe.region != "layer":
+        raise UsageError(
+            f"--programs aot requires --region layer, not {recipe.region}", "omit --region, or use --programs jit"
+        )
+    missing = [name for name in (AOT_PACKAGES, DYNAMIC_SIZES) if name in dict(environment.missing_internals)]
+    if missing:
+        reason = f"--programs aot needs a private interface that this torch lacks: see the warning '{missing[0]}'"
+        decisions.append(Decision("programs", "jit", reason, is_fallback=True))
+        return "jit"
+    decisions.append(Decision("programs", "aot", "requested; later starts load packages without tracing the model"))
+    return "aot"
 
 
 def _check_max_consecutive_prefills(recipe: Recipe) -> None:

@@ -34,6 +34,7 @@ MixedSteps = Literal["on", "off"]
 Attention = Literal["reference", "triton", "torch-flash", "flash-attn-2", "flash-attn-3", "flash-attn-4"]
 Region = Literal["layer", "blocks", "model"]
 Mode = Literal["default", "reduce-overhead", "max-autotune", "auto"]
+Programs = Literal["jit", "aot"]
 Graphs = Literal["step", "region", "none"]
 Shapes = Literal["bucket", "dynamic"]
 OnBadCache = Literal["refuse", "rebuild"]
@@ -72,6 +73,11 @@ class Recipe:
     )
     mode: Mode = _option(
         "auto", "torch.compile mode; auto: for each bucket the variant known to be fastest, or timed by --tune-seconds"
+    )
+    programs: Programs = _option(
+        "jit",
+        "jit: torch.compile, which traces the model at each start; aot: ahead-of-time packages, which later starts "
+        "load without tracing (on a CPU only)",
     )
     tune_seconds: float = _option(
         0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"

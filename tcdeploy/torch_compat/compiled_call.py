@@ -36,10 +36,12 @@ INTERNAL = Internal(
 _HAS_SLOT = supported()
 
 
-def set_compiled_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Make `module(...)` run `call`. `call` reaches the module's own code by `run_uncompiled`."""
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Make `module(...)` run `call`; None restores the module's own code. `call` reaches it by `run_uncompiled`."""
     if _HAS_SLOT:
         module._compiled_call_impl = call  # type: ignore[assignment]
+    elif call is None:
+        vars(module).pop("forward", None)
     else:
         module.forward = call
 

@@ -17,6 +17,7 @@ from tcdeploy.planning.environment import DYNAMIC_SIZES
 from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
+DIMS_ATTRIBUTE = "tcdeploy_dynamic_dims"  # of a marked tensor; torch's own marks are private
 
 
 @functools.cache  # `mark_dynamic` is called for each layer of each step that runs without a graph
@@ -35,8 +36,14 @@ INTERNAL = Internal(
 
 def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | None = None) -> None:
     """Sizes of `dim` between `min` and `max` share a program."""
+    setattr(tensor, DIMS_ATTRIBUTE, sorted({dim, *dynamic_dims(tensor)}))
     if supported():
         find(MARK_DYNAMIC)(tensor, dim, min=min, max=max)
+
+
+def dynamic_dims(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions of `tensor` that were marked, ascending."""
+    return tuple(getattr(tensor, DIMS_ATTRIBUTE, ()))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:

@@ -10,6 +10,7 @@ import importlib.metadata
 from typing import NamedTuple
 
 from tcdeploy.torch_compat import (
+    aot_package,
     attention_registry,
     autotune_cache,
     benchmarker,
@@ -44,7 +45,7 @@ from tcdeploy.torch_compat.internal import Internal
 INTERNALS: tuple[Internal, ...] = tuple(
     module.INTERNAL
     for module in (
-        attention_registry, autotune_cache, benchmarker, body_forward, compile_callback, compile_counters,
+        aot_package, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback, compile_counters,
         compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries, custom_graph_pass,
         dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, float32_tensors, graph_cache_keys,
         inductor_settings, inductor_workers, mark_dynamic, pdl, precompiled_headers, torch_flash, triton_cache,

@@ -183,6 +183,24 @@ def test_inputs_that_are_in_no_program_do_not_change_the_forecast(manifest: Mani
     assert forecast(manifest, plan, changed, manifest.origin).misses == ()
 
 
+def test_a_manifest_from_before_ahead_of_time_programs_hits(manifest: Manifest) -> None:
+    plan, environment = planned(manifest)
+    fields = {name: value for name, value in manifest.plan.items() if name != "programs"}
+    assert forecast(dataclasses.replace(manifest, plan=fields), plan, environment, manifest.origin).misses == ()
+
+
+def test_ahead_of_time_packages_of_another_plan_miss(manifest: Manifest) -> None:
+    plan, environment = planned(manifest)
+    aot_plan = dataclasses.replace(plan, programs="aot")
+    aot_manifest = dataclasses.replace(manifest, plan={**manifest.plan, "programs": "aot"})
+    assert forecast(aot_manifest, aot_plan, environment, manifest.origin).misses == ()
+    other_plan = dataclasses.replace(aot_plan, key="0" * 16)
+    predicted = forecast(aot_manifest, other_plan, environment, manifest.origin)
+    assert [bucket.reasons for bucket in predicted.misses] == [
+        ("ahead-of-time packages belong to one plan, and this is another",)
+    ] * 4
+
+
 def test_another_patch_release_of_python_hits(manifest: Manifest) -> None:
     plan, environment = planned(manifest)
     patched = ".".join([*environment.python.split(".")[:2], "99"])

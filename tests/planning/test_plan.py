@@ -16,7 +16,7 @@ from tcdeploy.errors import SpaceError, UsageError
 from tcdeploy.planning import sizes as sizes_module
 from tcdeploy.planning.architecture import Architecture, digest_config
 from tcdeploy.planning.backends import BACKENDS
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import AOT_PACKAGES, DYNAMIC_SIZES, Environment
 from tcdeploy.planning.memory import Workspace
 from tcdeploy.planning.plan import Bucket, Plan, _plan_key, make_plan
 from tcdeploy.planning.sizes import GPU_BATCH_SIZES, graph_shapes, graph_sizes, mixed_row_slots
@@ -973,3 +973,34 @@ def test_the_three_dtypes_are_decided_together() -> None:
 def test_an_untested_backend_says_so() -> None:
     plan = plan_for(with_packages("flash-attn-3"), attention="flash-attn-3")
     assert decision_named(plan, "prefill attention").reason == "requested; this backend has not been tested"
+
+
+def test_ahead_of_time_programs_have_a_key_of_their_own_and_jit_keeps_its_key() -> None:
+    plan = plan_for(LAPTOP)
+    aot = plan_for(LAPTOP, programs="aot")
+    assert (plan.programs, aot.programs) == ("jit", "aot")
+    assert aot.key != plan.key == plan_for(LAPTOP, programs="jit").key
+    assert decision_named(aot, "programs").value == "aot"
+
+
+@pytest.mark.parametrize(
+    ("environment", "options", "message"),
+    [
+        (H100, {}, "--programs aot is not supported on a GPU"),
+        (LAPTOP, {"region": "blocks"}, "requires --region layer, not blocks"),
+        (LAPTOP, {"region": "model"}, "requires --region layer, not model"),
+    ],
+)
+def test_ahead_of_time_programs_are_refused_where_they_cannot_be_used(
+    environment: Environment, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        plan_for(environment, programs="aot", **options)
+
+
+@pytest.mark.parametrize("internal", [AOT_PACKAGES, DYNAMIC_SIZES])
+def test_programs_fall_back_to_jit_with_a_warning_if_torch_lacks_an_interface(internal: str) -> None:
+    environment = replace(LAPTOP, missing_internals=((internal, "lost"),))
+    plan = plan_for(environment, programs="aot")
+    decision = decision_named(plan, "programs")
+    assert plan.programs == "jit" and decision.is_fallback and internal in decision.reason

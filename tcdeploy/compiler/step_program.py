@@ -1,0 +1,138 @@
+"""A step as a list of calls of ahead-of-time compiled programs, with names for the tensors between them.
+
+    weight/PATH        a parameter or buffer of the model
+    kv/LAYER/k, .../v  the KV cache of a layer
+    step/NAME          an input of the step: input_ids, position_ids, rows, prefill.slot_mapping, ...
+    value/NUMBER       an output of an earlier call
+
+A program is an AOTInductor package whose inputs are listed by the call, weights included, so all layers of a kind share
+one program. Running a step needs neither transformers nor torch's compiler.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from tcdeploy.errors import MismatchError
+
+HINT = "use another --cache-dir: its programs are compiled for this model"
+RunProgram: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+
+
+class InputSpec(NamedTuple):
+    """What a program requires of an input. None in `shape`: a dynamic size. `strides`: None if it is contiguous."""
+
+    dtype: str  # "float32", as torch names it
+    shape: tuple[int | None, ...]
+    strides: tuple[int, ...] | None = None
+
+    def mismatch(self, tensor: Tensor) -> str | None:
+        """How `tensor` differs, or None if it fits."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        fits = tensor.ndim == len(self.shape) and all(
+            size in (None, actual) for size, actual in zip(self.shape, tensor.shape, strict=True)
+        )
+        strides = None if tensor.is_contiguous() else tensor.stride()
+        if fits and dtype == self.dtype and strides == self.strides:
+            return None
+        shape = ", ".join("any" if size is None else str(size) for size in self.shape)
+        return (
+            f"{_describe(strides)} {dtype} {list(tensor.shape)} instead of "
+            f"{_describe(self.strides)} {self.dtype} [{shape}]"
+        )
+
+
+class Call(NamedTuple):
+    """One call of a program: the names of its inputs and outputs, in the program's order."""
+
+    program: str
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StepProgram:
+    """The calls of a step, in order. `logits`: the name of the result. `inputs`: input specifications by program."""
+
+    calls: tuple[Call, ...]
+    logits: str
+    inputs: dict[str, tuple[InputSpec, ...]]
+
+    @property
+    def programs(self) -> tuple[str, ...]:
+        """The names of the programs, each once, in the order of their first calls."""
+        return tuple(dict.fromkeys(call.program for call in self.calls))
+
+    def last_uses(self) -> list[list[str]]:
+        """For each call, the values whose last use is this call. The logits are not among them."""
+        last = {name: number for number, call in enumerate(self.calls) for name in (*call.outputs, *call.inputs)}
+        last.pop(self.logits, None)
+        uses: list[list[str]] = [[] for _ in self.calls]
+        for name, number in last.items():
+            if name.startswith("value/"):
+                uses[number].append(name)
+        return uses
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+
+def parse_step_program(text: str) -> StepProgram:
+    """The inverse of `to_json`. Raises ValueError, KeyError or TypeError if `text` is not a step program."""
+    document: dict[str, Any] = json.loads(text)
+    calls = (Call(program, tuple(inputs), tuple(outputs)) for program, inputs, outputs in document["calls"])
+    inputs = {
+        program: tuple(InputSpec(dtype, tuple(shape), strides and tuple(strides)) for dtype, shape, strides in specs)
+        for program, specs in document["inputs"].items()
+    }
+    return StepProgram(tuple(calls), document["logits"], inputs)
+
+
+class LoadedStep:
+    """A step program with its loaded packages and the tensors that are the same in every step."""
+
+    def __init__(
+        self, step_program: StepProgram, programs: Mapping[str, RunProgram], constants: Mapping[str, Tensor]
+    ) -> None:
+        """`constants`: weights and KV caches by name. Raises MismatchError if one does not fit its program."""
+        self._step_program, self._programs = step_program, programs
+        names = {name for call in step_program.calls for name in call.inputs}
+        missing = {name for name in names if name.startswith(("weight/", "kv/"))} - constants.keys()
+        if missing:
+            raise MismatchError(f"the model has no {min(missing)}, which a compiled program needs", HINT)
+        self._constants = {name: tensor for name, tensor in constants.items() if name in names}
+        self._last_uses = step_program.last_uses()
+        self._checked: set[tuple[torch.Size, ...]] = set()  # shapes of step inputs that fit
+        self._check_inputs(self._constants)
+
+    def run(self, step_inputs: Mapping[str, Tensor]) -> Tensor:
+        """Logits [1, outputs, vocab]. Raises MismatchError if an input does not fit its program."""
+        shapes = tuple(tensor.shape for tensor in step_inputs.values())
+        if shapes not in self._checked:  # AOTInductor does not check: a wrong shape would be read out of bounds
+            self._check_inputs(step_inputs)
+            self._checked.add(shapes)
+        values = {**self._constants, **step_inputs}
+        for call, last_used in zip(self._step_program.calls, self._last_uses, strict=True):
+            outputs = self._programs[call.program]([values[name] for name in call.inputs])
+            values.update(zip(call.outputs, outputs, strict=True))
+            del outputs
+            for name in last_used:
+                del values[name]
+        return values[self._step_program.logits]
+
+    def _check_inputs(self, tensors: Mapping[str, Tensor]) -> None:
+        for call in self._step_program.calls:
+            for name, spec in zip(call.inputs, self._step_program.inputs[call.program], strict=True):
+                if name in tensors and (mismatch := spec.mismatch(tensors[name])):
+                    raise MismatchError(f"an input of a compiled program, {name}, is {mismatch}", HINT)
+
+
+def _describe(strides: tuple[int, ...] | None) -> str:
+    return "contiguous" if strides is None else f"strided {list(strides)}"
