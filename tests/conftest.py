@@ -153,6 +153,10 @@ def reset_programs() -> None:
     _deployments.clear()
 
 
+def _is_kept_until_a_reset(_: object) -> None:
+    """A callback of Dynamo that does nothing. torch.compiler.reset() removes it together with all programs."""
+
+
 @pytest.fixture
 def tiny_deployment(cache_dir: str) -> Any:
     """The embedded model, warmed once per session, and again from the cache after `reset_programs`."""
@@ -161,9 +165,14 @@ def tiny_deployment(cache_dir: str) -> Any:
 
 def prepare_tiny(cache_dir: str, **flags: Any) -> Any:
     """The embedded model prepared with additional flags, once per set of flags."""
+    from torch._dynamo.callback import callback_handler
+
     from tcdeploy.pipeline import prepare
     from tcdeploy.planning.recipe import build_recipe
 
+    if _is_kept_until_a_reset not in callback_handler.start_callbacks:
+        _deployments.clear()  # a test has called torch.compiler.reset(), for example by `release_memory`
+        callback_handler.register_start_callback(_is_kept_until_a_reset)
     key = repr(sorted(flags.items()))
     if key not in _deployments:
         defaults = {"model": TINY, "buckets": TINY_BUCKETS, "batch_sizes": TINY_BATCH_SIZES, "cache_dir": cache_dir}
