@@ -4,10 +4,10 @@
     aot/KEY/0123456789abcdef.pt2       a program, which several steps may share
     aot/.unpacked/                     the libraries of loaded packages, in the staging folder of a start only
 
-KEY hashes what programs depend on besides their graphs: the plan's key, the sources of our ops and of the model, and
-the torch settings in torch's cache key. A start that finds its packages does not trace the model, so a change of one of
-these would otherwise go undetected. A step program holds the dtype and shape of each input, and `LoadedStep` checks
-them before it calls a package.
+KEY hashes what programs depend on besides their graphs: the plan's key, the sources of our ops, of the export and of
+the model, and the torch settings in torch's cache key. A start that finds its packages does not trace the model, so a
+change of one of these would otherwise go undetected. A step program holds the dtype, shape and strides of each input,
+and `LoadedStep` checks them before it calls a package.
 
 transformers still loads the model. Its forward runs uncompiled steps and computes the reference of the parity check.
 """

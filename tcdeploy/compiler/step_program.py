@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tcdeploy.errors import MismatchError
 
-HINT = "use another --cache-dir: its programs are compiled for this model"
+HINT = "pass another --cache-dir, so that all programs are compiled again for this model"
 RunProgram: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 

@@ -1,7 +1,7 @@
 """Compile an exported program to an AOTInductor package, and load a package without torch's compiler.
 
-The public loader, `torch._inductor.aoti_load_package`, imports Inductor. The class that it uses is
-in torch's C++ module and needs no further import. Without that class, programs are made by torch.compile.
+The public loader, `torch._inductor.aoti_load_package`, imports Inductor. Its class is in torch's C++ module and
+needs no further import. Without that class, programs are made by torch.compile.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,11 @@ FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 
 
 @pytest.fixture(scope="module")
-def deployment(cache_dir: str) -> Any:
+def deployment(cache_dir: str) -> Iterator[Any]:
     """Compiles six packages into the cache folder of this process. Each call of a package checks its inputs."""
-    os.environ["AOTI_RUNTIME_CHECK_INPUTS"] = "1"
-    return prepare_tiny(cache_dir, programs="aot", **BUCKETS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AOTI_RUNTIME_CHECK_INPUTS", "1")
+        yield prepare_tiny(cache_dir, programs="aot", **BUCKETS)
 
 
 def test_a_cold_start_compiles_and_records_its_packages(deployment: Any, cache_dir: str) -> None:
@@ -58,7 +59,7 @@ def test_a_later_start_loads_packages_and_neither_traces_nor_compiles(
 
 
 def test_random_requests_get_the_tokens_of_jit_programs(deployment: Any, cache_dir: str) -> None:
-    """With chunks, and mixed steps. Nothing compiles."""
+    """With prompts longer than the bucket, and with mixed steps. Nothing compiles."""
     source = random.Random(22)
     prompts = [[source.randrange(3, 900) for _ in range(source.randrange(1, 90))] for _ in range(40)]
     jit = prepare_tiny(cache_dir, **BUCKETS).engine

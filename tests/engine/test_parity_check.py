@@ -176,7 +176,8 @@ def test_the_error_names_the_bucket_the_figures_and_the_next_command() -> None:
     )
     assert "transformers' eager logits by 0.1 and " in raised.value.message
     assert "(limits 0.15 and " in raised.value.message
-    assert raised.value.hint.startswith("find the part with --programs jit --region blocks --mode default")
+    flags = "--programs jit --region blocks --mode default"
+    assert raised.value.hint == f"find the part with {flags}, then --attention reference"
 
 
 def test_a_passed_check_raises_nothing() -> None:
