@@ -1,8 +1,9 @@
 """Warm-up requests before /ready: one of each kind, so that no client waits for first-time work.
 
-They pass through the routes and the engine like any request, with separate metrics, so that all counters start at
-zero. Without them, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
-docs/performance.md). Their seed is fixed, so that every start of a deployment runs the same steps.
+They pass through the routes and the engine like any request, with separate metrics, so that the counters of requests
+and generated tokens start at zero. The counters of engine steps (`bucket_hits`) include their steps. Without these
+requests, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
+docs/performance.md). Their seed is fixed: sampled tokens, and so the number of steps, are the same in every start.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 
 log = logging.getLogger("tcdeploy.server")
-COMMON = {"max_tokens": 4, "seed": 0}
-COMPLETION = {"prompt": [0], "ignore_eos": True, **COMMON}
-CHAT = {"messages": [{"role": "user", "content": "Hello"}], **COMMON}
+SHORT_AND_SEEDED = {"max_tokens": 4, "seed": 0}
+COMPLETION = {"prompt": [0], "ignore_eos": True, **SHORT_AND_SEEDED}
+CHAT = {"messages": [{"role": "user", "content": "Hello"}], **SHORT_AND_SEEDED}
 SAMPLED = {  # everything that a step may compute outside its compiled program
     **COMPLETION, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.1, "logit_bias": {"0": 1}, "logprobs": 1
 }  # fmt: skip
-JSON_OBJECT = {"prompt": [0], "response_format": {"type": "json_object"}, **COMMON}
+JSON_OBJECT = {"prompt": [0], "response_format": {"type": "json_object"}, **SHORT_AND_SEEDED}
 ASGI_SCOPE = {
     "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
     "scheme": "http", "root_path": "", "query_string": b"", "client": None, "server": None,
