@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import tempfile
 import time
@@ -23,6 +24,7 @@ from tcdeploy.planning.recipe import build_recipe
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, NotApplicable, planted
 
+RECENT_OBJECTS = 1  # for gc.collect: skips the oldest generation, which would take 1 s in a long test run
 SMALL = {"buckets": (32, 128), "batch_sizes": (1, 8)}
 LARGE = {"buckets": (512, 2048), "batch_sizes": (1, 32), "context": 8192, "mode": "auto", "tune_seconds": 0.0,
          "memory_fraction": 0.95}  # fmt: skip
@@ -91,7 +93,8 @@ def run_case(
     `first_reference` is that of `planted`. `flags` name the cache folder. Cases that compile in one process share it:
     torch keeps the path of its headers.
     """
-    release_memory()
+    torch.compiler.reset()
+    gc.collect(RECENT_OBJECTS)
     start = time.perf_counter()
     outcome, message, records, stage_seconds = "passed", "", (), {}
     mode = contextlib.nullcontext() if compiles else torch.compiler.set_stance("force_eager")
@@ -128,7 +131,11 @@ def run_shape(shape: str) -> list[Case]:
         config = AutoConfig.for_model(**values)
         Path(folder, "config.json").write_text(json.dumps({**config.to_dict(), "torch_dtype": "bfloat16"}))
         flags = {**LARGE, "cache_dir": f"{folder}/cache"}
-        return [run_case(shape, folder, "bfloat16", name, True, flags) for name in ("", fault)]
+        cases = []
+        for name in ("", fault):
+            release_memory()
+            cases.append(run_case(shape, folder, "bfloat16", name, True, flags))
+        return cases
 
 
 def matrix(cases: list[Case]) -> str:
