@@ -13,6 +13,7 @@ _import_started = time.perf_counter()
 
 import dataclasses
 import gc
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +29,7 @@ from tcdeploy.attention.kv_cache import allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache import toolchain
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.contents import REFERENCES_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import (
@@ -42,17 +43,20 @@ from tcdeploy.cache.manifest import (
 from tcdeploy.cache.provenance import SigningPolicy, require_bundled
 from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
 from tcdeploy.cache.signing import default_trusted_keys_folder
+from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.aot import AotForward, package_folder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.export import TracedLayer
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
+from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
-from tcdeploy.engine.parity_check import ParityChecker
+from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.engine.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.timing import measure_step_costs
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
@@ -76,6 +80,7 @@ from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
+log = logging.getLogger("tcdeploy.engine")
 _prepare_calls = 0  # of this process
 
 
@@ -158,18 +163,40 @@ def prepare(
             toolchain.install_compiler_stub(planned.cached_toolchain)
         runner = _load(planned)
     with stages.stage("reference"):
-        checker = ParityChecker(runner, architecture, planned.config)
-    with stages.stage("compile"):
-        _install_programs(runner, planned, staging.path)
-        previous = _previous_run(planned, earlier)
-        with FileAccessTracker(staging.path).track() as tracker:
-            on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
-            records = warm_buckets(runner, checker, previous, plan.cache_dir, measure, progress, on_finished)
-        runner.graphs.warmed()
-        with runner.uncounted_steps():
-            costs = measure_step_costs(runner)
+        path = _reference_path(planned, runner, staging, earlier)
+        stored = read_reference(Path(staging.path, path)) if path else None
+        checker = ParityChecker(runner, architecture, planned.config, stored)
+    previous, tracker = _previous_run(planned, earlier), FileAccessTracker(staging.path)
+    on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
+    while True:
+        try:
+            with stages.stage("compile"):
+                _install_programs(runner, planned, staging.path)
+                with tracker.track():
+                    records = warm_buckets(runner, checker, previous, plan.cache_dir, measure, progress, on_finished)
+                runner.graphs.warmed()
+                with runner.uncounted_steps():
+                    costs = measure_step_costs(runner)
+            break
+        except StoredReferenceDiffers as difference:
+            # As text: a handler may keep the record, and the exception refers to the model.
+            log.warning("the model is loaded again, and its reference computed: %s", str(difference))
+        stored = None
+        del runner, checker  # free the model before it is loaded again
+        gc.collect()
+        torch.cuda.empty_cache()
+        with stages.stage("load"):
+            runner = _load(planned)
+        with stages.stage("reference"):
+            checker = ParityChecker(runner, architecture, planned.config)
     with stages.stage("record"):
-        files = hash_used_files(staging, tracker.paths(), earlier, _is_first_prepare())
+        used_paths = tracker.paths()
+        if path and stored is not None:
+            used_paths.append(path)
+        elif path and _may_add_files(staging):
+            is_written = write_reference(Path(staging.path, path), checker.reference, plan, records)
+            used_paths += [path] if is_written else []
+        files = hash_used_files(staging, used_paths, earlier, _is_first_prepare())
         if recipe.require_signed and staging.bundle is not None:
             require_bundled(plan.key, files, staging.bundle)
     workspace_bytes = _workspace_bytes(plan)
@@ -198,6 +225,22 @@ def prepare(
         workspace_bytes,
         planned.tokenizer,
     )
+
+
+def _reference_path(
+    planned: PlannedDeployment, runner: ModelRunner, staging: StagingFolder, earlier: Manifest | None
+) -> str | None:
+    """The path of this start's reference in the cache folder; None if it can be neither there nor stored there."""
+    lists_one = earlier is not None and any(file.path.startswith(f"{REFERENCES_DIR}/") for file in earlier.files)
+    if not stores_references(planned.plan) or not (lists_one or _may_add_files(staging)):
+        return None
+    prompts = CheckPrompts(planned.plan, planned.architecture, planned.config, FIRST_SEED)
+    return reference_path(runner, prompts)
+
+
+def _may_add_files(staging: StagingFolder) -> bool:
+    """Whether to add a file to the plan: not to those of a bundle, nor to a folder that cannot be written."""
+    return staging.bundle is None and not staging.is_private_copy
 
 
 def _previous_run(planned: PlannedDeployment, earlier: Manifest | None) -> PreviousRun:
@@ -352,7 +395,7 @@ def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]
 
 @dataclass
 class _StageTimer:
-    """Seconds of each stage, in order."""
+    """Seconds of each stage, in order. A stage may run several times."""
 
     progress: Progress
     seconds: dict[str, float] = field(default_factory=lambda: {"import": IMPORT_SECONDS})
@@ -361,5 +404,7 @@ class _StageTimer:
     def stage(self, name: str) -> Iterator[None]:
         self.progress.stage(name)
         start = time.perf_counter()
-        yield
-        self.seconds[name] = time.perf_counter() - start
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

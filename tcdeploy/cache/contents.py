@@ -30,8 +30,9 @@ TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
 CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
 AOT_DIR = "aot"  # ahead-of-time packages (compiler/aot.py)
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
+REFERENCES_DIR = "references"  # logits that buckets are compared with (engine/stored_reference.py)
 # Beside these, torch makes folders named by the first two characters of a source file's hash.
-CACHE_DIRS = ("fxgraph", "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR)
+CACHE_DIRS = ("fxgraph", "aotautograd", AOT_DIR, AUTOTUNE_DIR, TRITON_DIR, TOOLCHAIN_DIR, REFERENCES_DIR)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ def _companion_files(root: Path, path: Path) -> Iterator[Path]:
 def is_cache_file(path: str) -> bool:
     """Whether a file may belong to a plan, by its POSIX path relative to the cache folder.
 
-    True below the folders of torch, Triton and the toolchain, except for locks, temporary and hidden files. Garbage
+    True below CACHE_DIRS and the folders of torch's sources, except for locks, temporary and hidden files. Garbage
     collection removes only files for which this is true.
     """
     parts = PurePosixPath(path).parts

@@ -11,6 +11,7 @@ import logging
 from pathlib import Path
 
 from tcdeploy.cache.contents import (
+    REFERENCES_DIR,
     DamagedFile,
     FileRecord,
     find_damage,
@@ -132,7 +133,9 @@ def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[s
             if (manifest := read_manifest(path)) is not None:
                 bundle = read_stored_bundle(folder, path.stem, policy.trusted_keys)
                 check_manifest(folder, path.stem, manifest, bundle)
-                files |= {file.path: file for file in manifest.files if file.path not in present}
+                files |= {
+                    file.path: file for file in manifest.files if _may_be_shared(file) and file.path not in present
+                }
         except (IntegrityError, TrustError) as error:
             log.warning("no programs of plan %s are reused: %s", path.stem, error.message)
     if damage := staging.fill(files.values()):
@@ -141,6 +144,11 @@ def _fill_from_other_plans(staging: StagingFolder, plan_key: str, present: set[s
             "tcdeploy cache verify %s",
             len(damage), Path(folder, damage[0].path), damage[0].reason, folder,
         )  # fmt: skip
+
+
+def _may_be_shared(file: FileRecord) -> bool:
+    # The name of a reference contains the plan's key, so another plan never reads it.
+    return not file.path.startswith(f"{REFERENCES_DIR}/")
 
 
 def _content(path: Path) -> bytes:

@@ -36,6 +36,7 @@ TEMPORARY_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/\.[^/]+-[0-9]+-[0-9]+\.tmp")
 KIND_BY_FOLDER = {
     "fxgraph": "Inductor's graphs", "aotautograd": "AOTAutograd's graphs", "triton": "Triton's kernels",
     "aot": "ahead-of-time packages", "toolchain": "toolchain", "cache": "max-autotune timings",
+    "references": "logits of the reference",
 }  # fmt: skip
 KIND_BY_SUFFIX = {
     ".so": "compiled C++", ".cpp": "C++ sources", ".py": "generated Python", ".best_config": "autotune winners",

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import time
 
-from tcdeploy.cache.contents import AUTOTUNE_DIR, TOOLCHAIN_DIR, FileAccessTracker, FileRecord, hash_files
+from tcdeploy.cache.contents import (
+    AUTOTUNE_DIR,
+    REFERENCES_DIR,
+    TOOLCHAIN_DIR,
+    FileAccessTracker,
+    FileRecord,
+    hash_files,
+)
 from tcdeploy.cache.folder_error import translate_os_errors
 from tcdeploy.cache.integrity import remove_unlisted, stored_paths
 from tcdeploy.cache.leases import folder_lock
@@ -45,7 +52,8 @@ def hash_used_files(
 ) -> tuple[FileRecord, ...]:
     """Hash the cache files that this start used, and the record of the C++ toolchain.
 
-    A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then.
+    A later `prepare` of a process may find programs in memory, so the files of the earlier manifest are included then,
+    but not its reference: this start lists its own, if it has one.
     Timings of max-autotune's choices are always included, because only a start that compiles reads them. For a plan
     from a bundle, all files of the bundle are included, with the bundle's records.
     """
@@ -55,7 +63,8 @@ def hash_used_files(
     if not toolchain_paths and not bundled and (toolchain_path := save_toolchain(folder)):
         toolchain_paths = [toolchain_path]
     autotune_paths = [path for path in earlier_paths if path.startswith(f"{AUTOTUNE_DIR}/")]
-    reused_paths = autotune_paths if is_first_prepare else earlier_paths
+    program_paths = [path for path in earlier_paths if not path.startswith(f"{REFERENCES_DIR}/")]
+    reused_paths = autotune_paths if is_first_prepare else program_paths
     used = hash_files(folder, {*used_paths, *reused_paths, *toolchain_paths[:1]})
     by_path = {file.path: file for file in (*used, *bundled)}
     return tuple(by_path[path] for path in sorted(by_path))

@@ -98,6 +98,9 @@ class BarProgress:
 
     def stage(self, name: str) -> None:
         self._finish_stage()
+        if self._bucket is not None:
+            self._bars.update(self._bucket, total=1, completed=1, outcome="is checked again")
+            self._bucket = None
         if name != "compile":  # shown as one bar per bucket
             self._stage = self._bars.add_task(f"{name:<14}", total=None, outcome="")
 
@@ -110,6 +113,7 @@ class BarProgress:
     def bucket_finished(self, record: BucketRecord) -> None:
         assert self._bucket is not None
         self._bars.update(self._bucket, total=1, completed=1, outcome=_outcome(record))
+        self._bucket = None
 
     def _finish_stage(self) -> None:
         if self._stage is not None:

@@ -15,10 +15,8 @@ transformers still loads the model. Its forward runs uncompiled steps and comput
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -33,6 +31,7 @@ from tcdeploy.compiler.model_forward import StepInputs, TransformersForward, ste
 from tcdeploy.compiler.stances import current_stance
 from tcdeploy.compiler.step_program import LoadedStep, RunProgram, StepProgram, parse_step_program
 from tcdeploy.errors import CompileError, RecompileError, TcdeployError
+from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import Variant
@@ -43,11 +42,9 @@ UNPACK_FOLDER = ".unpacked"  # in the staging folder, which is removed when the 
 # Files of this package that decide what an exported program computes or how it is stored, beside those of `sources`.
 HASHED_FILES = (
     "attention/interface.py", "compiler/aot.py", "compiler/export.py", "compiler/graph_parts.py",
-    "compiler/model_forward.py", "compiler/step_program.py", "models/packed_linears.py", "models/static_rope.py",
-    "torch_compat/aot_package.py",
+    "compiler/model_forward.py", "compiler/step_program.py", "models/packed_linears.py", "models/sources.py",
+    "models/static_rope.py", "torch_compat/aot_package.py",
 )  # fmt: skip
-# Top-level packages whose sources are not hashed file by file: the plan's key has torch's version.
-UNHASHED_PACKAGES = {"torch", "tcdeploy", *sys.stdlib_module_names}
 
 
 class _StepKey(NamedTuple):
@@ -185,28 +182,6 @@ def package_folder(
     factors = [plan_key, dict(sources), own_sources, dict(torch_settings), model_sources(model)]
     digest = hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
     return Path(cache_dir, AOT_DIR, digest)
-
-
-def model_sources(model: nn.Module) -> dict[str, str]:
-    """The sha256 of each file that defines a class of the model's modules, by Python module.
-
-    Files with functions that these classes call, such as transformers' activations, count only by the package's
-    version, which is in the plan's key.
-    """
-    classes = {base for module in model.modules() for base in type(module).__mro__}
-    modules = {kind.__module__: _source_file(kind) for kind in classes if _is_hashed(kind.__module__)}
-    return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in modules.items() if file}
-
-
-def _source_file(kind: type) -> str | None:
-    try:
-        return inspect.getsourcefile(kind)
-    except TypeError:  # a class of a C extension
-        return None
-
-
-def _is_hashed(module: str) -> bool:
-    return module.partition(".")[0] not in UNHASHED_PACKAGES
 
 
 def _mark_dynamic_sizes(bucket: Bucket, inputs: StepInputs) -> None:

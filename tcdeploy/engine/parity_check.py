@@ -33,6 +33,7 @@ from tcdeploy.planning.plan import Bucket
 MAX_ATTEMPTS = 4  # sets of prompts
 MAX_FAILURES = 2  # attempts whose distances exceed the limits
 MAX_EXCESS = 4  # times the limit
+FIRST_SEED = 0  # of the prompts of the first attempt, whose reference is stored
 log = logging.getLogger("tcdeploy.engine")
 FAILED = "failed its parity check"
 
@@ -46,6 +47,10 @@ class ParityCheck(NamedTuple):
     greedy_tokens: GreedyTokens
 
 
+class StoredReferenceDiffers(Exception):  # noqa: N818 - not an error: `prepare` handles it by computing the reference
+    """A bucket's logits differ from a stored reference."""
+
+
 class ParityChecker:
     """Checks the buckets of a model.
 
@@ -55,13 +60,32 @@ class ParityChecker:
 
     A check is not repeated after a NaN, or after a difference of MAX_EXCESS times the limit, which is no rounding
     error. Nor is it if the reference has changed, since a changed weight would also be in a new reference.
+
+    With a stored reference (stored_reference.py) no check is repeated: `check` raises StoredReferenceDiffers, and
+    `prepare` loads the model again. A reference computed from the present model proves nothing: its modules may already
+    have been changed, and then the reference would have the same fault.
     """
 
-    def __init__(self, runner: ModelRunner, architecture: Architecture, config: PreTrainedConfig) -> None:
-        """Compute the reference of the first check."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        architecture: Architecture,
+        config: PreTrainedConfig,
+        stored: ReferenceLogits | None = None,
+    ) -> None:
+        """Compute the reference of the first check, unless it is `stored`."""
         self._runner, self._architecture, self._config = runner, architecture, config
         self._attempts: list[tuple[CheckPrompts, ReferenceLogits]] = []
+        self._is_stored = stored is not None
+        if stored is not None:
+            self._attempts.append((CheckPrompts(runner.plan, architecture, config, seed=FIRST_SEED), stored))
         self._prompts_and_reference(0)
+
+    @property
+    def reference(self) -> ReferenceLogits:
+        """The reference of the first set of prompts."""
+        _, reference = self._prompts_and_reference(0)
+        return reference
 
     def make_batch(self, bucket: Bucket) -> WarmupBatch:
         """The batch on which the bucket is compiled and checked first."""
@@ -69,7 +93,10 @@ class ParityChecker:
         return make_check_batch(self._runner, bucket, prompts)
 
     def check(self, bucket: Bucket) -> ParityCheck:
-        """Compare the bucket's logits with the reference. Does not raise on a difference: see `raise_if_failed`."""
+        """Compare the bucket's logits with the reference. Raises StoredReferenceDiffers.
+
+        Does not raise if they differ from a reference that this start computed: see `raise_if_failed`.
+        """
         failures, outliers = 0, frozenset[int](range(bucket.size + 1))
         for number in range(MAX_ATTEMPTS):
             check = _check(self._runner, bucket, *self._prompts_and_reference(number))
@@ -78,6 +105,11 @@ class ParityChecker:
             outliers &= check.outlier_rows
             if check.parity.passed and not outliers:
                 break
+            if self._is_stored:
+                outlier_text = f"; {len(outliers)} outlier rows" if check.parity.passed else ""
+                raise StoredReferenceDiffers(
+                    f"{bucket.name} differs from the stored one: {describe_parity(check.parity)}{outlier_text}"
+                )
             changed = self._reference_changed()
             if changed or failures == MAX_FAILURES or _exceeds_by_far(check.parity) or number == MAX_ATTEMPTS - 1:
                 parity = dataclasses.replace(
@@ -94,7 +126,7 @@ class ParityChecker:
 
     def _prompts_and_reference(self, number: int) -> tuple[CheckPrompts, ReferenceLogits]:
         if number == len(self._attempts):
-            prompts = CheckPrompts(self._runner.plan, self._architecture, self._config, seed=number)
+            prompts = CheckPrompts(self._runner.plan, self._architecture, self._config, seed=FIRST_SEED + number)
             implementation = reference_attn_implementation(self._architecture)
             self._attempts.append((prompts, compute_references(self._runner, prompts, implementation)))
         return self._attempts[number]

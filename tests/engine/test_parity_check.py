@@ -88,7 +88,7 @@ def make_checker(
     """A checker whose comparisons have these results and outliers, and the numbers of the attempts it made."""
     checker: Any = object.__new__(ParityChecker)
     made: list[int] = []
-    checker._runner = None
+    checker._runner, checker._is_stored = None, False
     checker._prompts_and_reference = lambda number: (number, None)
     checker._reference_changed = lambda: reference_changed
 

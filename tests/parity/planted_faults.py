@@ -437,24 +437,27 @@ FAULTS: dict[str, Plant] = {
 
 
 @contextlib.contextmanager
-def planted(fault: Plant | None, first_reference: list[Any] | None = None) -> Iterator[None]:
+def planted(
+    fault: Plant | None, first_reference: list[Any] | None = None, uses_stored_reference: bool = False
+) -> Iterator[None]:
     """Within the block, `prepare` builds a model with the fault.
 
     Raises NotApplicable if the model lacks what the fault changes.
 
     `first_reference`: the prompts and reference of the first attempt on an equal model, or a list to add them to.
+    `uses_stored_reference`: compare with a reference in the cache folder, if there is one.
     """
     known = [] if first_reference is None else first_reference
     compile_in_place = pipeline.compile_in_place
     targets: list[Target] = []
 
     class PlantingChecker(ParityChecker):
-        def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any) -> None:
-            super().__init__(runner, architecture, config)
+        def __init__(self, runner: ModelRunner, architecture: Architecture, config: Any, stored: Any = None) -> None:
+            super().__init__(runner, architecture, config, stored if uses_stored_reference else None)
             targets.append(Target(runner, architecture))
 
         def _prompts_and_reference(self, number: int) -> Any:
-            if number == 0 and known and not self._attempts:
+            if number == 0 and known and not self._attempts and not uses_stored_reference:
                 self._attempts.append(known[0])
             result = super()._prompts_and_reference(number)
             if number == 0 and not known:
