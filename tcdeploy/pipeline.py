@@ -9,7 +9,11 @@ from __future__ import annotations
 # ruff: noqa: E402 - importing is a stage, and its seconds are reported
 import time
 
+from tcdeploy.import_times import ImportTimer, describe_uncompiled
+
 _import_started = time.perf_counter()
+_import_timer = ImportTimer()
+_import_timer.start()
 
 import dataclasses
 import gc
@@ -80,7 +84,8 @@ from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 IMPORT_SECONDS = time.perf_counter() - _import_started
-log = logging.getLogger("tcdeploy.engine")
+_import_timer.stop()
+log = logging.getLogger("tcdeploy.pipeline")
 _prepare_calls = 0  # of this process
 
 
@@ -109,6 +114,7 @@ class Deployment:
     engine: Engine
     records: tuple[BucketRecord, ...]
     stage_seconds: dict[str, float]
+    import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
@@ -214,6 +220,8 @@ def prepare(
         compilation_date(records, earlier),
     )
     publish(staging, manifest)
+    if _is_first_prepare() and (warning := describe_uncompiled(_import_timer.uncompiled)):
+        log.warning("%s", warning)
     return Deployment(
         plan,
         architecture,
@@ -221,6 +229,7 @@ def prepare(
         Engine(runner, costs),
         tuple(records),
         stages.seconds,
+        _import_timer.sorted_seconds(),
         staging.target,
         workspace_bytes,
         planned.tokenizer,
@@ -405,6 +414,7 @@ class _StageTimer:
         self.progress.stage(name)
         start = time.perf_counter()
         try:
-            yield
+            with _import_timer.measure():
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"durable", "errors", "gc_policy", "temporary_files"},
+    {"durable", "errors", "gc_policy", "import_times", "temporary_files"},
     {"planning"},
     {"progress", "torch_compat"},
     {"models", "attention", "linear", "remote"},
@@ -37,8 +37,9 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "errors", "gc_policy", "planning.recipe", "planning.environment", "planning.architecture", "planning.variants",
-    "planning.capability", "planning.memory", "planning.keys", "planning.plan", "planning.tested_versions",
+    "errors", "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
+    "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
+    "planning.tested_versions",
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress",
     "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.step_costs", "engine.step_clock",

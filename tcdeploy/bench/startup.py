@@ -30,12 +30,16 @@ RunProcess = Callable[[list[str]], str]  # runs a command and returns its stdout
 
 @dataclass(frozen=True)
 class StartupRow(Row):
-    """`stage_seconds` are in order and end with the first token; `other` is the time outside all stages."""
+    """`stage_seconds` are in order and end with the first token; `other` is the time outside all stages.
+
+    `import_seconds` are those of imports in all stages, by package.
+    """
 
     start: str  # cold or warm
     first_token_seconds: float  # since the start of the process
     stage_seconds: dict[str, float]
     process_seconds: float  # until the end of the process
+    import_seconds: dict[str, float]
 
 
 def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
@@ -87,6 +91,7 @@ def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Pro
         "began": began,
         "ended": ended,
         "stage_seconds": {**deployment.stage_seconds, "first token": seconds},
+        "import_seconds": deployment.import_seconds,
         "plan": describe_plan(deployment.plan),
         "environment": describe_environment(detect_environment()),
     }
@@ -103,7 +108,8 @@ def _row(kind: str, child_report: dict[str, Any], started: float, ended: float) 
     stages = {"interpreter": child_report["began"] - started, **child_report["stage_seconds"]}
     first_token_seconds = child_report["ended"] - started
     stages["other"] = max(0.0, first_token_seconds - sum(stages.values()))
-    return StartupRow(TCDEPLOY, kind, first_token_seconds, stages, ended - started)
+    imports = child_report["import_seconds"]
+    return StartupRow(TCDEPLOY, kind, first_token_seconds, stages, ended - started, imports)
 
 
 def run_process(command: list[str]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from tcdeploy.bench.report import FailedRow, Report
+from tcdeploy.import_times import describe_imports
 
 NO_VALUE = "-"
 Column: TypeAlias = tuple[str, Callable[[Any], str]]  # header, and the cell of a row
@@ -107,7 +108,8 @@ def _serve_table(rows: list[Any]) -> BenchTable:
 
 def _startup_cells(row: Any) -> tuple[str, ...]:
     stages = ", ".join(f"{name} {seconds:.1f}" for name, seconds in row.stage_seconds.items())
-    return row.start, f"{row.first_token_seconds:.1f}", f"{row.process_seconds:.1f}", stages
+    imports = describe_imports(row.import_seconds)
+    return row.start, f"{row.first_token_seconds:.1f}", f"{row.process_seconds:.1f}", stages, imports
 
 
 _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
@@ -124,7 +126,7 @@ _TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
          "peak running", "preemptions", "host us", "compiles/captures"),
         _throughput_cells,
     ),
-    "startup": (("start", "first token s", "process s", "stages"), _startup_cells),
+    "startup": (("start", "first token s", "process s", "stages", "imports, in all stages"), _startup_cells),
 }  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from rich.table import Table
 
 from tcdeploy.cli.deprecated import add_old_json_keys
 from tcdeploy.errors import OutputError, SpaceError
+from tcdeploy.import_times import describe_imports
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
@@ -285,6 +286,7 @@ def _print_totals(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
+    print(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
 
 
 def _format_trials(record: BucketRecord) -> str:
@@ -339,6 +341,7 @@ def _print_report(command: str, deployment: Deployment) -> None:
         command,
         plan=dataclasses.asdict(deployment.plan),
         stage_seconds=deployment.stage_seconds,
+        import_seconds=deployment.import_seconds,
         workspace_bytes=deployment.workspace_bytes,
         buckets=[dataclasses.asdict(record) for record in deployment.records],
     )

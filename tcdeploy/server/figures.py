@@ -29,6 +29,7 @@ class ModelFigures:
     missed_shapes: Mapping[str, int]  # requests beyond the largest bucket, by the bucket that would hold them
     recompiles: int  # compilations since the model was loaded
     stage_seconds: Mapping[str, float]  # start-up time by stage
+    import_seconds: Mapping[str, float]  # of the start-up time, that of imports, by package
     generation_defaults: Mapping[str, Any]  # sampling parameters and stop tokens of requests that leave them out
     records: tuple[BucketRecord, ...]  # cache outcome, parity and variant of each bucket
 

@@ -142,6 +142,12 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     yield _counter("missed_shapes", "Requests beyond the largest bucket", _labelled(model.missed_shapes), ("bucket",))
     yield _counter("recompiles", "Compilations since the model was loaded", {(): model.recompiles})
     yield _gauge("startup_seconds", "Start-up time by stage", _labelled(model.stage_seconds), ("stage",))
+    yield _gauge(
+        "startup_import_seconds",
+        "Time of imports during start-up, in all stages, by package",
+        _labelled(model.import_seconds),
+        ("package",),
+    )
     info = InfoMetricFamily(PREFIX + "cache", "Cache outcome of each bucket")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info

@@ -84,6 +84,7 @@ def _model_figures(service: Service) -> ModelFigures:
         missed_shapes=dict(service.missed_shapes.counts),
         recompiles=service.recompiles(),
         stage_seconds=dict(deployment.stage_seconds),
+        import_seconds=deployment.import_seconds,
         generation_defaults={
             **deployment.generation_defaults.sampling_params(),
             "stop_token_ids": list(deployment.generation_defaults.stop_token_ids),

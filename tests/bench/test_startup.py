@@ -35,7 +35,7 @@ def fake_child(commands: list[list[str]], stages: dict[str, float]) -> object:
         commands.append(command)
         now = time.time()
         child_report = {"began": now + 0.5, "ended": now + 4, "stage_seconds": stages, "plan": {"model": "m"}}
-        return json.dumps({**child_report, "environment": {"gpu": ""}})
+        return json.dumps({**child_report, "import_seconds": {"torch": 0.8}, "environment": {"gpu": ""}})
 
     return start
 

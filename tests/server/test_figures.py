@@ -24,7 +24,8 @@ FIGURES = ServerFigures(
         kv_cache_usage=0.5, step_counts={"decode:4": 11}, computed_tokens={"decode:4": 44},
         padding_tokens={"decode:4": 13}, uncaptured_runs=1, late_captures=3, longest_late_capture_seconds=0.25,
         step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5}, late_launches=4,
-        missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, generation_defaults={"top_k": 20},
+        missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, import_seconds={"torch": 0.5},
+        generation_defaults={"top_k": 20},
         records=(RECORD,),
     ),
 )  # fmt: skip
@@ -53,6 +54,7 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert (values["graph_captures_total",], values["longest_graph_capture_seconds",]) == (3, 0.25)
     assert values["recompiles_total",] == status["recompiles"] == 0
     assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
+    assert values["startup_import_seconds", "torch"] == status["import_seconds"]["torch"] == 0.5
     assert status["generation_defaults"] == {"top_k": 20}
     assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
     assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3
