@@ -28,6 +28,7 @@ from tcdeploy.cli.bench_options import (
     publish,
 )
 from tcdeploy.cli.bench_serve import serve
+from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.planning.recipe import Recipe
 
@@ -165,9 +166,14 @@ def startup(
     plot: Plot = None,
     output: Output = None,
     seed: Seed = StartupSettings.seed,
+    budget: Annotated[
+        str | None,
+        typer.Option(help="Exit with code 6 if a warm start took longer until its first token", metavar="SECONDS"),
+    ] = None,
     child: Annotated[bool, typer.Option("--child", hidden=True, help="Run as the measured process")] = False,
 ) -> None:
     """Measure the time from process start to the first token, for cold and warm starts."""
+    budget_seconds = parse_budget(budget)
     settings = StartupSettings(warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed)
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
@@ -179,6 +185,9 @@ def startup(
         return
     report = startup.run(recipe, settings, display.PlainProgress())
     publish(report, plot, output)
+    for row in report.rows:
+        if isinstance(row, startup.StartupRow) and row.start == "warm":
+            enforce_budget(row.stage_seconds, budget_seconds)
 
 
 app.command("serve")(serve)

@@ -7,7 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
+from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
 
@@ -18,11 +20,15 @@ def compile_model(
     explain_breaks: Annotated[
         bool, typer.Option("--explain-breaks", help="Print each graph break with its location and reason, and exit")
     ] = False,
+    budget: Budget = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
 ) -> None:
     """Compile MODEL and report the speed-up, the difference from eager execution and the memory of each bucket."""
     from tcdeploy.cli import display
 
+    if budget and (dry_run or explain_breaks):
+        raise UsageError("--budget excludes --dry-run and --explain-breaks", "remove --budget")
+    budget_seconds = parse_budget(budget)
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
@@ -35,3 +41,5 @@ def compile_model(
         else:
             show, result = display.show_compile_report, pipeline.prepare(recipe, progress, measure=True)
     show(result, json)
+    if not (dry_run or explain_breaks):
+        enforce_budget(result.stage_seconds, budget_seconds)

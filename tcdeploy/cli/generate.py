@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.engine.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
@@ -43,6 +44,7 @@ def generate(
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Random seed for sampling")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
+    budget: Budget = None,
 ) -> None:
     """Generate a continuation of PROMPT with MODEL."""
     from tcdeploy.cli import display
@@ -54,6 +56,7 @@ def generate(
         }.items()
         if value is not None
     }  # fmt: skip
+    budget_seconds = parse_budget(budget)
     SamplingParams(**flags)  # an invalid value is an error before the model is loaded
     if prompt is None:
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
@@ -66,6 +69,7 @@ def generate(
         from tcdeploy import pipeline
 
         deployment = pipeline.prepare(recipe, progress, needs_tokenizer=True)
+    enforce_budget(deployment.stage_seconds, budget_seconds)
     freeze_gc_after_startup()
     from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt
 

@@ -72,17 +72,6 @@ def push_cache(cache_dir: str, plan_key: str, destination: str, key: Path | None
     cache_display.show_cache_pushed(pack_and_push(cache_dir, plan_key, destination, key))
 
 
-def parse_seconds(text: str) -> float:
-    """Parse `6s` or `6`. Raises UsageError."""
-    try:
-        seconds = float(text.removesuffix("s"))
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise UsageError(f"--budget is {text!r}, expected a positive number of seconds", "--budget 6s")
-    return seconds
-
-
 def push(
     file: BundleFile,
     url: Annotated[

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import (
     AllowRollback,
@@ -64,11 +65,13 @@ def serve(
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
+    budget: Budget = None,
 ) -> None:
     """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked."""
     from tcdeploy.cli import display
 
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
+    budget_seconds = parse_budget(budget)
     if api_key == "":
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if not canary_interval >= 0:  # NaN included
@@ -95,11 +98,14 @@ def serve(
         )  # fmt: skip
 
         def deploy() -> Deployment:
+            fetch_seconds = 0.0
             if cache_from is not None:
-                fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
+                fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
             from tcdeploy.pipeline import prepare
 
-            return prepare(recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True)
+            deployment = prepare(recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True)
+            enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
+            return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
             body = json.dumps({"model": settings.model, "prompt": "This module provides", "max_tokens": 16})

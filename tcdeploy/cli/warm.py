@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import (
     AllowRollback,
@@ -14,7 +15,6 @@ from tcdeploy.cli.remote_cache import (
     CacheFrom,
     TrustedKeys,
     fetch_cache,
-    parse_seconds,
     push_cache,
     require_cache_from,
 )
@@ -38,12 +38,7 @@ def warm(
     require_hit: Annotated[
         bool, typer.Option("--require-hit", help="Exit with code 6 if a bucket had to compile")
     ] = False,
-    budget: Annotated[
-        str | None,
-        typer.Option(
-            help="Exit with code 6 if the start took longer, imports included; for example 6s", metavar="SECONDS"
-        ),
-    ] = None,
+    budget: Budget = None,
     cache_from: CacheFrom = None,
     cache_to: Annotated[
         str | None,
@@ -68,7 +63,7 @@ def warm(
     if key is not None and cache_to is None:
         raise UsageError("--sign needs --cache-to", "add --cache-to URL, or remove --sign")
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
-    budget_seconds, fetch_seconds = None if budget is None else parse_seconds(budget), 0.0
+    budget_seconds, fetch_seconds = parse_budget(budget), 0.0
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
@@ -88,8 +83,7 @@ def warm(
     display.show_warm_report(deployment, json)
     if require_hit:
         _enforce_hits(deployment)
-    if budget_seconds is not None:
-        _enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
+    enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
@@ -113,14 +107,4 @@ def _enforce_hits(deployment: Deployment) -> None:
         raise ThresholdError(
             f"{len(missed)} of {len(deployment.records)} buckets had to compile: {', '.join(missed)}",
             "they are in the cache now; in CI, restore the cache folder of an earlier `tcdeploy warm`",
-        )
-
-
-def _enforce_budget(stage_seconds: dict[str, float], budget_seconds: float) -> None:
-    seconds = sum(stage_seconds.values())
-    if seconds > budget_seconds:
-        slowest = max(stage_seconds, key=stage_seconds.__getitem__)
-        raise ThresholdError(
-            f"startup took {seconds:.1f} s, over the budget of {budget_seconds:g} s",
-            f"the slowest stage was {slowest!r} with {stage_seconds[slowest]:.1f} s; raise --budget or warm the cache",
         )

@@ -1,0 +1,43 @@
+"""`--budget`: the time that a start may take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import typer
+
+from tcdeploy.errors import ThresholdError, UsageError
+
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        "--budget",
+        help="Exit with code 6 if the start took longer, imports included; for example 6s",
+        metavar="SECONDS",
+    ),
+]
+
+
+def parse_budget(text: str | None) -> float | None:
+    """Parse `6s` or `6`; None without a budget. Raises UsageError."""
+    if text is None:
+        return None
+    try:
+        seconds = float(text.removesuffix("s"))
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise UsageError(f"--budget is {text!r}, expected a positive number of seconds", "--budget 6s")
+    return seconds
+
+
+def enforce_budget(stage_seconds: Mapping[str, float], budget: float | None) -> None:
+    """Raise ThresholdError, which names the slowest stage, if the stages together took longer than the budget."""
+    seconds = sum(stage_seconds.values())
+    if budget is not None and seconds > budget:
+        slowest = max(stage_seconds, key=stage_seconds.__getitem__)
+        raise ThresholdError(
+            f"startup took {seconds:.1f} s, over the budget of {budget:g} s",
+            f"the slowest stage was {slowest!r} with {stage_seconds[slowest]:.1f} s; raise --budget or warm the cache",
+        )
