@@ -76,6 +76,13 @@ def listed_files(manifest: Path) -> list[str]:
     return [file.path for file in content.files]
 
 
+def shared_files(path: Path) -> tuple[list[str], list[str]]:
+    """(files that other plans may use, references of the plan) of a manifest."""
+    names = listed_files(path)
+    references = [name for name in names if name.startswith("references/")]
+    return [name for name in names if name not in references], references
+
+
 def file_of_each_kind(cache: Path) -> dict[str, Path]:
     names = listed_files(manifest_of_cache(cache))
     return {kind: cache / next(filter(belongs, names)) for kind, belongs in KINDS.items()}
@@ -248,12 +255,13 @@ def manifest_of(manifest: Any, *names: str) -> Any:
 
 
 def test_a_new_plan_reuses_the_undamaged_files_of_other_plans(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Plans share programs. A damaged file of another plan is not copied, and stays for `cache verify`."""
+    """Plans share programs, but no reference. A damaged file is not copied, and stays for `cache verify`."""
     assert restore(cache, "new") is None and not caplog.records
     staging = own_staging_folder(str(cache), clear=False)
     assert staging is not None
-    names = listed_files(manifest_of_cache(cache))
+    names, references = shared_files(manifest_of_cache(cache))
     assert all(Path(staging.path, name).exists() for name in names)
+    assert len(references) == 1 and not Path(staging.path, references[0]).exists()
     path = file_of_each_kind(cache)["library"]
     flip(path)
     assert restore(cache, "new") is None
@@ -373,7 +381,7 @@ def test_a_plan_whose_process_found_programs_in_memory_also_gets_the_files_of_ot
     manifest = manifest_of_cache(cache)
     known = read_manifest(manifest)
     assert known is not None
-    names = listed_files(manifest)
+    names, _ = shared_files(manifest)
     write_manifest(manifest.with_name("other.json"), of_plan("other", known))
     for is_first_start, expected in ((True, names[:1]), (False, names)):
         write_manifest(manifest, replace(known, files=known.files[:1], is_first_start=is_first_start))
