@@ -45,7 +45,7 @@ class ImportTimer:
                 setattr(loader, name, self._timed(getattr(loader, name)))
 
     def stop(self) -> None:
-        for loader, name, original in self._originals:
+        for loader, name, original in reversed(self._originals):
             if original is None:  # inherited
                 delattr(loader, name)
             else:

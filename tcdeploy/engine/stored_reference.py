@@ -2,10 +2,10 @@
 
     references/NAME.safetensors
 
-NAME is a hash of the plan's key, which covers the config, the weights in memory, the prompts, and the source files that
-define the model's modules and this package. Functions that the model calls in other files count by transformers'
-version, or not at all; if they change, the logits differ from the stored ones. A start then loads the model again and
-computes the reference (pipeline.py).
+NAME is a hash of the plan's key (which covers the config), the weights in memory, the prompts, and the source files
+that define the model's modules and this package. It covers functions that the model calls in other files only by the
+version of transformers, or not at all. If such a function changes, the logits differ from the stored ones, and the
+start loads the model again and computes the reference (pipeline.py).
 
 The file has every logit of the reference, so a bucket is compared as closely as with a reference that was just
 computed. Like a program, the file is listed in the plan's manifest with its sha256.
@@ -100,7 +100,7 @@ def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records:
 
 
 def read_reference(path: Path) -> ReferenceLogits | None:
-    """The reference in a file; None if there is none, or if it has another format."""
+    """Read a stored reference. Returns None if the file does not exist or does not hold one."""
     try:
         with safe_open(path, framework="pt") as file:
             prefixes, eager, precise = (file.get_tensor(name) for name in ("prefixes", "eager", "precise"))
