@@ -22,13 +22,14 @@ from torch import Tensor
 
 from tcdeploy.attention import backends
 from tcdeploy.attention.splits import decode_splits
+from tcdeploy.custom_op import custom_op
 
 # The entries of host_scalars. `tokens` includes the `decoding` tokens of the decode rows. `rows` is the number of rows
 # that a mixed step launches, padding rows included; a CUDA graph of the step contains it as a constant.
 HOST_SCALARS = ("tokens", "keys", "max_seqlen_q", "max_seqlen_k", "has_prefix", "decoding", "rows")
 
 
-@torch.library.custom_op("tcdeploy::kv_write", mutates_args=("k_cache", "v_cache"))
+@custom_op("kv_write", mutates_args=("k_cache", "v_cache"))
 def kv_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor, backend: str) -> None:
     """Write k and v [tokens, kv_heads, dim] into [blocks, block_size, kv_heads, dim]; slot_mapping [tokens] int64.
 
@@ -44,7 +45,7 @@ def _(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tens
     return None
 
 
-@torch.library.custom_op("tcdeploy::prefill_attention", mutates_args=())
+@custom_op("prefill_attention")
 def prefill_attention(
     q: Tensor,
     k: Tensor,
@@ -93,7 +94,7 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-@torch.library.custom_op("tcdeploy::decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
+@custom_op("decode_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def decode_attention(
     q: Tensor,
     k: Tensor,
@@ -152,7 +153,7 @@ def _(
     return q.new_empty(q.shape[0], q.shape[1], v_cache.shape[-1])
 
 
-@torch.library.custom_op("tcdeploy::mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
+@custom_op("mixed_attention", mutates_args=("k_cache", "v_cache", "split_counters"))
 def mixed_attention(
     q: Tensor,
     k: Tensor,

@@ -19,10 +19,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tcdeploy.custom_op import custom_op
 from tcdeploy.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
 
 
-@torch.library.custom_op("tcdeploy::linear", mutates_args=(), device_types="cuda")
+@custom_op("linear", device="cuda")
 def linear(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     """x [rows, k] @ w [n, k].T + addend ([n] or [rows, n]), summed in float32: [rows, n] in x's dtype.
 
@@ -42,7 +43,7 @@ def _(x: Tensor, w: Tensor, addend: Tensor | None, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0])
 
 
-@torch.library.custom_op("tcdeploy::linear_silu_mul", mutates_args=(), device_types="cuda")
+@custom_op("linear_silu_mul", device="cuda")
 def linear_silu_mul(x: Tensor, w: Tensor, config: int) -> Tensor:
     """silu(x @ gate.T) * (x @ up.T) for x [rows, k] and w [2n, k], the n gate rows first: [rows, n] in x's dtype.
 
@@ -61,7 +62,7 @@ def _(x: Tensor, w: Tensor, config: int) -> Tensor:
     return x.new_empty(x.shape[0], w.shape[0] // 2)
 
 
-@torch.library.custom_op("tcdeploy::rms_norm_linear", mutates_args=(), device_types="cuda")
+@custom_op("rms_norm_linear", device="cuda")
 def rms_norm_linear(
     x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gated: bool, config: int
 ) -> Tensor:
@@ -103,7 +104,7 @@ def _reference(x: Tensor, w: Tensor, addend: Tensor | None = None, gated: bool =
     return (y if addend is None else y + addend.float()).to(w.dtype)
 
 
-@torch.library.custom_op("tcdeploy::linear_add_", mutates_args=("total",))
+@custom_op("linear_add_", mutates_args=("total",))
 def linear_add_(total: Tensor, x: Tensor, w: Tensor) -> None:
     """total [rows, n] += x [rows, k] @ w [n, k].T, in place: cuBLAS accumulates (beta = 1), so no add kernel runs."""
     total.addmm_(x, w.T)

@@ -74,4 +74,4 @@ def op_source_digests() -> dict[str, str]:
     package = Path(__file__).parent.parent
     files = [path for folder in HASHED_FOLDERS for path in (package / folder).glob("*.py")]
     compat = [package / "torch_compat" / f"{name}.py" for name in HASHED_COMPAT_FILES]
-    return source_digests(package, [*files, *compat])
+    return source_digests(package, [*files, *compat, package / "custom_op.py"])

@@ -251,9 +251,9 @@ def test_opcheck_passes_and_so_the_declared_mutations_are_complete(splits, devic
     for cache in step.sequences[:2]:
         cache.nan_to_num_()
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
-    torch.library.opcheck(ops.decode_attention, step.arguments(splits), test_utils=checks)
+    torch.library.opcheck(ops.decode_attention.overload, step.arguments(splits), test_utils=checks)
     factors = torch.randn(2, 2, 128, dtype=torch.bfloat16).to(device).unbind()
-    torch.library.opcheck(ops.decode_attention, (*step.arguments(splits), *factors), test_utils=checks)
+    torch.library.opcheck(ops.decode_attention.overload, (*step.arguments(splits), *factors), test_utils=checks)
 
 
 # No kernel runs below.

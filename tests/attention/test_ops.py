@@ -107,13 +107,15 @@ def test_each_backend_implements_exactly_the_ops_of_its_row() -> None:
 def test_opcheck_passes_on_every_op() -> None:
     case = Case()
     write = (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping[:], "reference")
-    torch.library.opcheck(ops.kv_write, write)
+    torch.library.opcheck(ops.kv_write.overload, write)
     for sinks in (False, True):
-        torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("reference", 9, 2.0, sinks))
-    torch.library.opcheck(ops.decode_attention, case.decode_arguments())
-    torch.library.opcheck(ops.mixed_attention, case.mixed_arguments("reference", window=9, softcap=2.0, sinks=True))
+        torch.library.opcheck(ops.prefill_attention.overload, case.prefill_arguments("reference", 9, 2.0, sinks))
+    torch.library.opcheck(ops.decode_attention.overload, case.decode_arguments())
+    torch.library.opcheck(
+        ops.mixed_attention.overload, case.mixed_arguments("reference", window=9, softcap=2.0, sinks=True)
+    )
     factors = torch.randn(2, 3, case.q.shape[-1]).unbind()
-    torch.library.opcheck(ops.decode_attention, (*case.decode_arguments(), *factors))
+    torch.library.opcheck(ops.decode_attention.overload, (*case.decode_arguments(), *factors))
     with pytest.raises(AssertionError):
         ops.decode_attention(*case.decode_arguments(), factors[0])
 
@@ -485,6 +487,8 @@ def test_each_prefill_backend_equals_the_reference(
 @pytest.mark.gpu
 def test_opcheck_passes_on_the_gpu() -> None:
     case = Case("cuda", torch.bfloat16, dim=64)
-    torch.library.opcheck(ops.kv_write, (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping, "triton"))
-    torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("torch-flash"))
-    torch.library.opcheck(ops.prefill_attention, case.prefill_arguments("triton", 9, 2.0, True))
+    torch.library.opcheck(
+        ops.kv_write.overload, (case.k, case.v, case.k_cache, case.v_cache, case.slot_mapping, "triton")
+    )
+    torch.library.opcheck(ops.prefill_attention.overload, case.prefill_arguments("torch-flash"))
+    torch.library.opcheck(ops.prefill_attention.overload, case.prefill_arguments("triton", 9, 2.0, True))

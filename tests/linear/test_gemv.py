@@ -122,12 +122,12 @@ def test_opcheck_passes(form: str, device: str) -> None:
     x, w, extras = arguments(form, 1024, 1024, device=device)
     if "norm" in extras:
         torch.library.opcheck(
-            ops.rms_norm_linear, (x, extras["norm"], EPS, w, extras.get("addend"), extras["gated"], 0)
+            ops.rms_norm_linear.overload, (x, extras["norm"], EPS, w, extras.get("addend"), extras["gated"], 0)
         )
     elif extras["gated"]:
-        torch.library.opcheck(ops.linear_silu_mul, (x, w, 0))
+        torch.library.opcheck(ops.linear_silu_mul.overload, (x, w, 0))
     else:
-        torch.library.opcheck(ops.linear, (x, w, extras.get("addend"), 0))
+        torch.library.opcheck(ops.linear.overload, (x, w, extras.get("addend"), 0))
 
 
 # Heuristics.

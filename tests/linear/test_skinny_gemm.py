@@ -130,10 +130,10 @@ def test_the_kernel_reads_only_its_inputs(tile: SkinnyGemmTile, monkeypatch: pyt
 
 def test_opcheck_passes_with_and_without_bias() -> None:
     x, w, bias = rand(4, 128), rand(48, 128), rand(48)
-    torch.library.opcheck(ops.linear, (x, w, None, 0))
-    torch.library.opcheck(ops.linear, (x[:, :64], w[:, :64].contiguous(), bias, 3))
-    torch.library.opcheck(ops.linear, (x, w, rand(4, 48), 3))
-    torch.library.opcheck(ops.linear_silu_mul, (x, rand(96, 128), 3))
+    torch.library.opcheck(ops.linear.overload, (x, w, None, 0))
+    torch.library.opcheck(ops.linear.overload, (x[:, :64], w[:, :64].contiguous(), bias, 3))
+    torch.library.opcheck(ops.linear.overload, (x, w, rand(4, 48), 3))
+    torch.library.opcheck(ops.linear_silu_mul.overload, (x, rand(96, 128), 3))
     assert_agrees(ops.linear_silu_mul(x, w[:32], 0), expected_gated(x, w[:32]))
 
 
@@ -247,8 +247,8 @@ def test_real_shapes_agree_for_every_config(n: int, k: int) -> None:
 @pytest.mark.gpu
 def test_opcheck_passes_on_the_gpu() -> None:
     x, w, bias = (rand(*shape, device="cuda") for shape in ((4, 1024), (2048, 1024), (2048,)))
-    torch.library.opcheck(ops.linear, (x, w, bias, 0))
-    torch.library.opcheck(ops.linear, (x, w, rand(4, 2048, device="cuda"), 0))
+    torch.library.opcheck(ops.linear.overload, (x, w, bias, 0))
+    torch.library.opcheck(ops.linear.overload, (x, w, rand(4, 2048, device="cuda"), 0))
 
 
 @pytest.mark.gpu
