@@ -40,10 +40,17 @@ def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -
 
     Without tables of source lines, which torch adds by default, a package is a third as large.
     """
-    without_lines = {"aot_inductor.enable_line_tables": False} if hasattr(find(CONFIG), "enable_line_tables") else {}
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=FutureWarning)  # torch copies its deprecated LeafSpec
-        find(COMPILER)(exported, package_path=path, inductor_configs={**inductor_config, **without_lines})
+    settings = find(CONFIG)
+    without_lines = {"aot_inductor.enable_line_tables": False} if hasattr(settings, "enable_line_tables") else {}
+    metadata = getattr(settings, "metadata", {})
+    metadata_before = dict(metadata)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)  # torch copies its deprecated LeafSpec
+            find(COMPILER)(exported, package_path=path, inductor_configs={**inductor_config, **without_lines})
+    finally:  # torch adds to this setting in place, and it is part of its cache keys
+        metadata.clear()
+        metadata.update(metadata_before)
 
 
 def load_package(path: str, device_index: int, unpack_folder: str) -> Callable[[list[Tensor]], list[Tensor]]:
