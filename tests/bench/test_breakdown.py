@@ -40,7 +40,7 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
         ("attention.decode", "attention"),
         ("linear.skinny_gemm", "gemm"),
         ("linear.gemv", "gemm"),
-        ("engine.advance", "sampling"),
+        ("engine.advance_triton", "sampling"),
     ],
 )
 def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -11,9 +13,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tcdeploy.engine import advance as module
-from tcdeploy.engine.advance import advance, tiles_per_program
+from tcdeploy.engine.advance import advance
 
+module = pytest.importorskip("tcdeploy.engine.advance_triton")
 NAN, INF = float("nan"), float("inf")
 NO_GPU = not torch.cuda.is_available()
 
@@ -177,7 +179,7 @@ def test_programs_with_several_tiles_give_the_same_tokens(
 
 @pytest.mark.parametrize(("size", "tiles"), [(1, 1), (16, 1), (32, 2), (64, 4), (256, 16), (4096, 16)])
 def test_larger_batches_read_more_tiles_per_program(size: int, tiles: int) -> None:
-    assert tiles_per_program(size, 128256) == tiles
+    assert module.tiles_per_program(size, 128256) == tiles
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -226,22 +228,16 @@ def test_the_reference_reads_no_value_on_the_host() -> None:
         assert tokens.shape == (3,)
 
 
-def test_without_triton_the_reference_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    import importlib
-    import sys
-
-    monkeypatch.setitem(sys.modules, "triton", None)
-    try:
-        reloaded = importlib.reload(module)
-        assert reloaded.triton is None
-        state = make_state(2)
-        tokens = reloaded.advance(
-            torch.eye(1, 9), torch.arange(1), torch.tensor([3], dtype=torch.int32), *state, "reference"
-        )
-        assert (tokens.tolist(), state.positions.tolist()) == ([0], [3, 201])
-    finally:
-        monkeypatch.undo()
-        importlib.reload(module)
+def test_the_reference_does_not_import_triton() -> None:
+    code = """
+import sys
+import torch
+from tcdeploy.engine.advance import advance
+state = torch.tensor([1, 2]), torch.tensor([0, 0]), torch.zeros(2, dtype=torch.int32)
+tokens = advance(torch.eye(1, 9), torch.arange(1), torch.tensor([3], dtype=torch.int32), *state, "reference")
+assert (tokens.tolist(), state[1].tolist(), "triton" in sys.modules) == ([0], [3, 0], False)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.gpu
