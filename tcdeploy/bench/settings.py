@@ -11,6 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.plan import Plan
@@ -109,8 +110,12 @@ class ThroughputSettings(CommonSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class StartupSettings(CommonSettings):
-    """One cold start, then `warm_runs` starts from the cache that it filled."""
+    """One cold start, then `warm_runs` starts from the cache that it filled.
 
+    `source` "cache": only the warm starts, from the recipe's own cache folder.
+    """
+
+    source: Literal["cold", "cache"] = "cold"
     warm_runs: int = 1
     prompt_length: int = 128
 

@@ -45,10 +45,10 @@ class StartupRow(Row):
 def run(recipe: Recipe, settings: StartupSettings, progress: Progress, start: RunProcess | None = None) -> Report:
     """One row per start; the child reports environment and plan. Raises TcdeployError if a child fails."""
     with tempfile.TemporaryDirectory(prefix="tcdeploy-startup-") as folder:
-        isolated = dataclasses.replace(recipe, cache_dir=folder)
-        command = child_command(isolated, settings)
+        is_cold = settings.source == "cold"
+        command = child_command(dataclasses.replace(recipe, cache_dir=folder) if is_cold else recipe, settings)
         rows = []
-        for kind in ("cold", *["warm"] * settings.warm_runs):
+        for kind in (*["cold"] * is_cold, *["warm"] * settings.warm_runs):
             progress.stage(f"{kind} start")
             child_report, started, ended = _run_child(command, start or run_process)
             rows.append(_row(kind, child_report, started, ended))
@@ -78,10 +78,11 @@ def recipe_flags(recipe: Recipe) -> list[str]:
 def measure_first_token(recipe: Recipe, settings: StartupSettings, progress: Progress) -> dict[str, Any]:
     """Run in the child: start a deployment, generate a first token, and report the times on the wall clock."""
     began = time.time()
-    from tcdeploy import pipeline
-    from tcdeploy.bench.engine_driver import Prompts, measure_ttft
+    from tcdeploy.start import prepare
 
-    deployment = pipeline.prepare(recipe, progress)
+    deployment = prepare(recipe, progress)
+    from tcdeploy.bench.engine_driver import Prompts, measure_ttft  # imports torch, which is a stage of `prepare`
+
     freeze_gc_after_startup()  # as `serve` does
     settings.check_against_plan(deployment.plan)
     prompt = Prompts(deployment.architecture.vocab_size, settings.seed).draw(settings.prompt_length)

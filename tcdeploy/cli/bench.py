@@ -7,7 +7,7 @@ options before torch is imported.
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -161,6 +161,14 @@ def throughput(
 @recipe_command
 def startup(
     recipe: Recipe,
+    source: Annotated[
+        Literal["cold", "cache"],
+        typer.Option(
+            "--from",
+            help="cold: one start with an empty cache folder, and warm starts from it; cache: warm starts from the "
+            "folder in --cache-dir",
+        ),
+    ] = StartupSettings.source,
     warm_runs: Annotated[int, typer.Option(help="Number of warm starts")] = StartupSettings.warm_runs,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the first prompt")] = StartupSettings.prompt_length,
     plot: Plot = None,
@@ -174,7 +182,9 @@ def startup(
 ) -> None:
     """Measure the time from process start to the first token, for cold and warm starts."""
     budget_seconds = parse_budget(budget)
-    settings = StartupSettings(warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed)
+    settings = StartupSettings(
+        source=source, warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed
+    )
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
 

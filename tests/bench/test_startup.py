@@ -52,6 +52,15 @@ def test_one_cold_start_and_then_warm_starts_share_a_temporary_folder() -> None:
     assert all("--child" in command for command in commands)
 
 
+def test_starts_from_a_filled_cache_use_the_folder_of_the_recipe() -> None:
+    commands: list[list[str]] = []
+    start = fake_child(commands, {"import": 1.0})
+    settings = StartupSettings(source="cache", warm_runs=2)
+    report = run(Recipe(model="m", cache_dir="mine"), settings, NullProgress(), start)  # type: ignore[arg-type]
+    assert [row.start for row in report.rows if isinstance(row, StartupRow)] == ["warm", "warm"]
+    assert all(command[command.index("--cache-dir") + 1] == "mine" for command in commands)
+
+
 def test_stages_add_up_to_the_first_token() -> None:
     start = fake_child([], {"import": 1.0, "compile": 2.0})
     report = run(Recipe(model="m"), StartupSettings(), NullProgress(), start)  # type: ignore[arg-type]
