@@ -22,7 +22,7 @@ LAZY_EXPORTS = {
     "NewToken": "tcdeploy.engine.engine",
     "Recipe": "tcdeploy.planning.recipe",
     "SamplingParams": "tcdeploy.engine.sequence",
-    "prepare": "tcdeploy.pipeline",
+    "prepare": "tcdeploy.start",
 }
 
 

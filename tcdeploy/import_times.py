@@ -35,9 +35,13 @@ class ImportTimer:
         self._nested = [0.0]  # seconds of the modules that each module being imported has imported so far
         self._thread = 0
         self._originals: list[tuple[type, str, Any]] = []
+        self._depth = 0  # calls of `start` without their `stop`
 
     def start(self) -> None:
-        """Patch the loaders of Python, which have no hook for this, until `stop`."""
+        """Patch the loaders of Python, which have no hook for this, until the `stop` that belongs to this call."""
+        self._depth += 1
+        if self._depth > 1:
+            return
         self._thread = threading.get_ident()
         for loader in (SourceFileLoader, ExtensionFileLoader):
             for name in ("create_module", "exec_module"):
@@ -45,6 +49,9 @@ class ImportTimer:
                 setattr(loader, name, self._timed(getattr(loader, name)))
 
     def stop(self) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
         for loader, name, original in reversed(self._originals):
             if original is None:  # inherited
                 delattr(loader, name)

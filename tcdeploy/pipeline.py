@@ -1,29 +1,23 @@
-"""From a recipe to a running deployment: the one path that every command takes.
+"""From a recipe to a running deployment, with the model's code.
 
-A cold start and a warm start take the same path. Read `prepare` from top to bottom: each `with` block is a stage, and
-its seconds are written to the manifest.
+A cold start and a warm start take the same path; only a start from packages alone takes another (packaged_start.py).
+Read `prepare` from top to bottom: each `with` block is a stage, and its seconds are written to the manifest.
 """
 
 from __future__ import annotations
 
 # ruff: noqa: E402 - importing is a stage, and its seconds are reported
-import time
+from tcdeploy.stages import ImportStage, StageTimer
 
-from tcdeploy.import_times import ImportTimer, describe_uncompiled
-
-_import_started = time.perf_counter()
-_import_timer = ImportTimer()
-_import_timer.start()
+_import_stage = ImportStage()
 
 import dataclasses
 import gc
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import cached_property, partial
+from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -36,16 +30,8 @@ from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import REFERENCES_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import (
-    BucketRecord,
-    Manifest,
-    Origin,
-    make_manifest,
-    make_origin,
-    manifest_path,
-)
-from tcdeploy.cache.provenance import SigningPolicy, require_bundled
-from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
+from tcdeploy.cache.manifest import Manifest, Origin, make_origin, manifest_path
+from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.aot import AotForward, package_folder
@@ -54,20 +40,31 @@ from tcdeploy.compiler.export import TracedLayer
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
+from tcdeploy.deployment import Deployment, Start, Warmed, count_start, record_start, warm
 from tcdeploy.engine.check_prompts import CheckPrompts
-from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.stored_reference import read_reference, reference_path, stores_references, write_reference
-from tcdeploy.engine.timing import measure_step_costs
-from tcdeploy.engine.warmup import PreviousRun, warm_buckets
+from tcdeploy.engine.stored_reference import (
+    read_reference,
+    reference_digest,
+    reference_path,
+    stores_references,
+    write_reference,
+)
+from tcdeploy.engine.warmup import PreviousRun
+from tcdeploy.errors import ModelError, TcdeployError
+from tcdeploy.models.checkpoint_reader import stored_tensors
+from tcdeploy.models.executed_sources import digest_sources, record_executed_files
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
+from tcdeploy.models.location import local_folder
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe_model
+from tcdeploy.models.sources import source_file
 from tcdeploy.models.tokenizer import load_tokenizer, tokenizer_stop_ids
+from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -75,6 +72,15 @@ from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
+from tcdeploy.start_record import (
+    WITH_TOKENIZER,
+    WITHOUT_TOKENIZER,
+    StartRecord,
+    compiler_variables,
+    start_key,
+    weight_files,
+    write_record,
+)
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import torch_settings
@@ -83,10 +89,8 @@ from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
-IMPORT_SECONDS = time.perf_counter() - _import_started
-_import_timer.stop()
+_import_stage.end()
 log = logging.getLogger("tcdeploy.pipeline")
-_prepare_calls = 0  # of this process
 
 
 @dataclass(frozen=True)
@@ -102,27 +106,6 @@ class PlannedDeployment:
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
     cached_toolchain: toolchain.Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
     tokenizer: Any = None  # None: not loaded by `decide`
-
-
-@dataclass(frozen=True)
-class Deployment:
-    """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket."""
-
-    plan: Plan
-    architecture: Architecture
-    generation_defaults: GenerationDefaults
-    engine: Engine
-    records: tuple[BucketRecord, ...]
-    stage_seconds: dict[str, float]
-    import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
-    cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
-    workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
-    loaded_tokenizer: Any = None  # None: not loaded by `prepare`
-
-    @cached_property
-    def tokenizer(self) -> Any:
-        """Loaded on first access unless `prepare` has loaded it. Raises ModelError if the model has none."""
-        return load_tokenizer(self.plan) if self.loaded_tokenizer is None else self.loaded_tokenizer
 
 
 def prepare(
@@ -146,10 +129,11 @@ def prepare(
     Python; and applies the patches of torch_compat/. It does not touch the garbage collector, signals or logging.
     Raises TcdeployError.
     """
-    global _prepare_calls
-    _prepare_calls += 1
+    count_start()
     progress = progress or NullProgress()
-    stages = _StageTimer(progress)
+    stages = StageTimer(progress)
+    key = start_key(recipe, local_folder(recipe.model, recipe.revision))
+    executed_files: set[str] = set()  # those that define the model, if a start record is written
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
@@ -167,22 +151,32 @@ def prepare(
         use_precompiled_headers(earlier is None, staging.headers_folder)
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
-        runner = _load(planned)
+        writes_record = key is not None and _may_add_files(staging)
+        with record_executed_files(executed_files) if writes_record else nullcontext():
+            runner = _load(planned)
     with stages.stage("reference"):
         path = _reference_path(planned, runner, staging, earlier)
         stored = read_reference(Path(staging.path, path)) if path else None
-        checker = ParityChecker(runner, architecture, planned.config, stored)
-    previous, tracker = _previous_run(planned, earlier), FileAccessTracker(staging.path)
-    on_finished = partial(record_finished_bucket, staging, plan.key, tracker)
+        with record_executed_files(executed_files) if writes_record else nullcontext():
+            checker = ParityChecker(runner, architecture, planned.config, stored)
+    start = Start(
+        recipe=recipe,
+        plan=plan,
+        environment=planned.environment,
+        architecture=architecture,
+        generation_defaults=planned.generation_defaults,
+        origin=origin_of(planned),
+        staging=staging,
+        earlier=earlier,
+        previous=_previous_run(planned, earlier),
+        tokenizer=planned.tokenizer,
+    )
+    tracker = FileAccessTracker(staging.path)
     while True:
         try:
             with stages.stage("compile"):
                 _install_programs(runner, planned, staging.path)
-                with tracker.track():
-                    records = warm_buckets(runner, checker, previous, plan.cache_dir, measure, progress, on_finished)
-                runner.graphs.warmed()
-                with runner.uncounted_steps():
-                    costs = measure_step_costs(runner)
+                warmed = warm(start, runner, checker, tracker, measure, progress)
             break
         except StoredReferenceDiffers as difference:
             # As text: a handler may keep the record, and the exception refers to the model.
@@ -195,45 +189,77 @@ def prepare(
             runner = _load(planned)
         with stages.stage("reference"):
             checker = ParityChecker(runner, architecture, planned.config)
-    with stages.stage("record"):
-        used_paths = tracker.paths()
-        if path and stored is not None:
-            used_paths.append(path)
-        elif path and _may_add_files(staging):
-            is_written = write_reference(Path(staging.path, path), checker.reference, plan, records)
-            used_paths += [path] if is_written else []
-        files = hash_used_files(staging, used_paths, earlier, _is_first_prepare())
-        if recipe.require_signed and staging.bundle is not None:
-            require_bundled(plan.key, files, staging.bundle)
-    workspace_bytes = _workspace_bytes(plan)
-    environment, origin = planned.environment, origin_of(planned)
-    longest_tuning = max(plan.tune_seconds, previous.tune_seconds)  # whose trials a start without tuning time keeps
-    manifest = make_manifest(
-        dataclasses.replace(plan, tune_seconds=longest_tuning),
-        environment,
-        origin,
-        stages.seconds,
-        records,
-        files,
-        workspace_bytes,
-        _is_first_prepare(),
-        compilation_date(records, earlier),
+    more_paths: list[str] = []
+    if path and stored is not None:
+        more_paths.append(path)
+    elif path and _may_add_files(staging):
+        with stages.stage("record"):
+            is_written = write_reference(Path(staging.path, path), checker.reference, plan, warmed.records)
+        more_paths += [path] if is_written else []
+    if key is not None and writes_record:
+        with stages.stage("record"):
+            more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files)
+    return record_start(start, runner, warmed, more_paths, stages)
+
+
+def _write_record(
+    key: str,
+    planned: PlannedDeployment,
+    runner: ModelRunner,
+    checker: ParityChecker,
+    warmed: Warmed,
+    staging: StagingFolder,
+    executed_files: set[str],
+) -> list[str]:
+    """Write a start record, its buffers and the reference (start_record.py). Returns their paths in the cache folder.
+
+    `key`: of the files as they were when the start began. Without a record, logs why and returns [].
+    """
+    recipe, plan, architecture = planned.recipe, planned.plan, planned.architecture
+    folder = local_folder(recipe.model, recipe.revision)
+    forward = cast(AotForward, runner.forward)
+    try:
+        if folder is None or start_key(recipe, folder) != key:
+            raise WeightNotInCheckpointError("the model's files have changed during the start")
+        checkpoint = stored_tensors(weight_files(folder))
+        weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)
+        model_files = {file for module in runner.model.modules() if (file := source_file(type(module)))}
+        sources = digest_sources(executed_files | model_files)
+    except (WeightNotInCheckpointError, ModelError, OSError) as reason:
+        log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
+        return []
+    reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"
+    if not write_reference(Path(staging.path, reference), checker.reference, plan, warmed.records):
+        return []
+    defaults, decisions = {}, {}
+    for name, has_tokenizer in ((WITH_TOKENIZER, True), (WITHOUT_TOKENIZER, False)):
+        try:
+            tokenizer = (planned.tokenizer or load_tokenizer(recipe)) if has_tokenizer else None
+        except TcdeployError:  # a model without a tokenizer, which `warm` does not need
+            continue
+        defaults[name], decisions[name] = _generation_defaults(recipe, planned.config, architecture, tokenizer)
+    record = StartRecord(
+        plan_key=plan.key,
+        package_folder=forward.folder.relative_to(staging.path).as_posix(),
+        reference=reference,
+        buffers="",
+        transformers=planned.environment.transformers,
+        compiler=planned.environment.compiler,
+        sources=sources,
+        variables=compiler_variables(),
+        missing_internals=planned.environment.missing_internals,
+        architecture=architecture,
+        config=config_to_dict(planned.config),
+        defaults=defaults,
+        decisions=decisions,
+        supports_logits_to_keep=forward.supports_logits_to_keep,
+        weights=dict(weights.sources),
     )
-    publish(staging, manifest)
-    if _is_first_prepare() and (warning := describe_uncompiled(_import_timer.uncompiled)):
-        log.warning("%s", warning)
-    return Deployment(
-        plan,
-        architecture,
-        planned.generation_defaults,
-        Engine(runner, costs),
-        tuple(records),
-        stages.seconds,
-        _import_timer.sorted_seconds(),
-        staging.target,
-        workspace_bytes,
-        planned.tokenizer,
-    )
+    try:
+        return write_record(Path(staging.path), key, record, weights.stored)
+    except OSError as error:
+        log.warning("later starts load this model with transformers: their record cannot be written: %s", error)
+        return []
 
 
 def _reference_path(
@@ -266,10 +292,6 @@ def origin_of(planned: PlannedDeployment) -> Origin:
     return make_origin(planned.recipe, config_to_dict(planned.config), op_source_digests(), torch_settings())
 
 
-def _is_first_prepare() -> bool:
-    return _prepare_calls == 1
-
-
 def release_memory() -> None:
     """Free the memory of deployments that are no longer referenced: device memory, programs and frozen objects."""
     torch.compiler.reset()
@@ -279,20 +301,10 @@ def release_memory() -> None:
         torch.cuda.empty_cache()
 
 
-def _workspace_bytes(plan: Plan) -> int | None:
-    """Device memory in use beyond weights and KV cache, by all processes; None without a GPU."""
-    if plan.device != "cuda":
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()  # memory that only warm-up needed
-    free, total = torch.cuda.mem_get_info()
-    return total - free - plan.weight_bytes - plan.kv_bytes
-
-
 def decide(
     recipe: Recipe,
     progress: Progress | None = None,
-    stages: _StageTimer | None = None,
+    stages: StageTimer | None = None,
     needs_tokenizer: bool = False,
 ) -> PlannedDeployment:
     """Decide everything before the weights are loaded. `--dry-run` prints the result.
@@ -301,20 +313,14 @@ def decide(
     add its end-of-sequence token to the stop tokens.
     """
     progress = progress or NullProgress()
-    stages = stages or _StageTimer(progress)
+    stages = stages or StageTimer(progress)
     with stages.stage("decide"):
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
         architecture, expected_tensors = probe_model(config, recipe.trust_remote_code)
         stored_dtype = check_checkpoint(recipe, config, expected_tensors)
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
-        defaults, decisions = resolve_defaults(
-            recipe.generation_config,
-            read_generation_config(recipe.model, recipe.revision),
-            config_stop_token_ids(config),
-            architecture.vocab_size,
-            tokenizer_stop_ids(tokenizer) if needs_tokenizer else None,
-        )
+        defaults, decisions = _generation_defaults(recipe, config, architecture, tokenizer)
         if stored_dtype and not architecture.dtype:
             architecture = dataclasses.replace(architecture, dtype=stored_dtype)
             reason = "dtype of the first floating-point tensor; config.json states none"
@@ -327,6 +333,19 @@ def decide(
             planned = _with_cached_toolchain(planned)
     progress.planned(planned.plan)
     return planned
+
+
+def _generation_defaults(
+    recipe: Recipe, config: PreTrainedConfig, architecture: Architecture, tokenizer: Any
+) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
+    """`tokenizer`: None if the command generates no text."""
+    return resolve_defaults(
+        recipe.generation_config,
+        read_generation_config(recipe.model, recipe.revision),
+        config_stop_token_ids(config),
+        architecture.vocab_size,
+        None if tokenizer is None else tokenizer_stop_ids(tokenizer),
+    )
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
@@ -400,21 +419,3 @@ def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]
     compiles_head = plan.graphs == "step" and plan.region != "model"
     head_modules = find_head_modules(model, layers) if compiles_head else []
     return [*regions_to_compile(model, layers, plan.region), *head_modules]
-
-
-@dataclass
-class _StageTimer:
-    """Seconds of each stage, in order. A stage may run several times."""
-
-    progress: Progress
-    seconds: dict[str, float] = field(default_factory=lambda: {"import": IMPORT_SECONDS})
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        self.progress.stage(name)
-        start = time.perf_counter()
-        try:
-            with _import_timer.measure():
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start

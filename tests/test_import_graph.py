@@ -23,14 +23,18 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"durable", "errors", "gc_policy", "import_times", "temporary_files"},
+    {"custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files"},
     {"planning"},
     {"progress", "torch_compat"},
+    {"stages"},
     {"models", "attention", "linear", "remote"},
     {"passes", "cache"},
     {"compiler"},
     {"engine"},
-    {"pipeline"},
+    {"start_record"},
+    {"deployment"},
+    {"packaged_start", "pipeline"},
+    {"start"},
     {"bundle", "server", "bench"},
     {"cli"},
     {"__main__"},
@@ -40,7 +44,7 @@ TORCH_FREE = (
     "errors", "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
     "planning.tested_versions",
-    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress",
+    "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress", "stages", "start",
     "torch_compat.internal", "torch_compat.compiler_queries", "cache.contents", "cache.manifest", "cache.toolchain",
     "cache.folder", "engine.sequence", "engine.blocks", "engine.scheduler", "engine.step_costs", "engine.step_clock",
     "engine.step_size", "engine.launch_lock", "engine.launch_timer", "attention.splits",
@@ -305,7 +309,7 @@ def test_the_package_imports_its_public_names_lazily() -> None:
     from tcdeploy import Engine, Recipe, SamplingParams, prepare
 
     modules = [item.__module__.removeprefix(f"{PACKAGE}.") for item in (Engine, Recipe, SamplingParams, prepare)]
-    assert modules == ["engine.engine", "planning.recipe", "engine.sequence", "pipeline"]
+    assert modules == ["engine.engine", "planning.recipe", "engine.sequence", "start"]
     with pytest.raises(ImportError):
         from tcdeploy import Motor  # noqa: F401
 

@@ -22,7 +22,7 @@ from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import DecodeSettings
 from tcdeploy.bench.stats import Summary, intervals, summarize_ms
 from tcdeploy.bench.timing import step_seconds
-from tcdeploy.pipeline import Deployment
+from tcdeploy.deployment import Deployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress

@@ -19,10 +19,10 @@ from tcdeploy.bench.session import Session, make_report, start_session
 from tcdeploy.bench.settings import ThroughputSettings
 from tcdeploy.bench.traffic import Latencies, RequestTiming, arrival_times, latencies
 from tcdeploy.compiler.compile_stats import measure_compiles
+from tcdeploy.deployment import Deployment
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.sequence import Sequence
 from tcdeploy.errors import UsageError
-from tcdeploy.pipeline import Deployment
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 

@@ -28,7 +28,7 @@ CHUNK_BYTES = 1 << 20
 HASHING_THREADS = 4
 TRITON_DIR, TOOLCHAIN_DIR = "triton", "toolchain"
 CONFLICTS_DIR = "conflicts"  # files whose path another plan uses for different content; named by their sha256
-AOT_DIR = "aot"  # ahead-of-time packages (compiler/aot.py)
+AOT_DIR = "aot"  # ahead-of-time packages (compiler/packages.py) and start records (start_record.py)
 AUTOTUNE_DIR = "cache"  # torch's timings of the choices of max-autotune, in one file per kind of machine
 REFERENCES_DIR = "references"  # logits that buckets are compared with (engine/stored_reference.py)
 # Beside these, torch makes folders named by the first two characters of a source file's hash.

@@ -44,11 +44,14 @@ BUNDLES_DIR, HEADER_SUFFIX = "bundles", ".head"  # an unpacked bundle leaves its
 OWN_NAMES = (*CACHE_DIRS, CONFLICTS_DIR, MANIFESTS_DIR, BUNDLES_DIR, LEASES_DIR, HEADERS_DIR, LOCK_FILE)
 
 
-def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = False) -> StagingFolder:
+def activate(
+    root: str, plan_key: str, num_buckets: int, is_trusted: bool = False, uses_triton: bool = True
+) -> StagingFolder:
     """Check the folder, create it if it is missing, and point torch and Triton at a staging folder in it.
 
     If the folder holds the plan and is not writable, the staging folder is created in TMPDIR. `is_trusted` skips the
-    check that no other user can change the folder. Raises TrustError, SpaceError and TcdeployError.
+    check that no other user can change the folder. `uses_triton`: False if this start needs no Triton.
+    Raises TrustError, SpaceError and TcdeployError.
     """
     with translate_os_errors(root):
         create_folder(root, is_trusted)
@@ -56,9 +59,10 @@ def activate(root: str, plan_key: str, num_buckets: int, is_trusted: bool = Fals
     Path(staging.path, TRITON_DIR).mkdir(exist_ok=True)
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = staging.path
     os.environ["TRITON_CACHE_DIR"] = os.path.join(staging.path, TRITON_DIR)
-    from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
+    if uses_triton:
+        from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
 
-    use_relocatable_cache()
+        use_relocatable_cache()
     _pin_ptxas()
     return staging
 

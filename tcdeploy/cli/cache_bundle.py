@@ -74,12 +74,14 @@ def _warm_model(recipe: Recipe) -> tuple[Path, str]:
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:
-        from tcdeploy import pipeline
+        from tcdeploy.start import prepare
 
-        deployment = pipeline.prepare(recipe, progress)
+        deployment = prepare(recipe, progress)
         cache_dir, plan_key = Path(deployment.cache_dir), deployment.plan.key
         del deployment
-        pipeline.release_memory()  # packing starts the plan again, in another process on the same GPU
+        from tcdeploy.pipeline import release_memory
+
+        release_memory()  # packing starts the plan again, in another process on the same GPU
     return cache_dir, plan_key
 
 
@@ -202,9 +204,9 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
     packed = packed_manifest(folder, plan_key)
     flags = {"cache_dir": str(folder), **({"model": model} if model else {})}
     with display.show_progress() as progress:
-        from tcdeploy import pipeline
+        from tcdeploy.start import prepare
 
-        deployment = pipeline.prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
+        deployment = prepare(build_recipe(flags, bundle_recipe=original_recipe(packed)), progress)
     missed = [record.bucket for record in deployment.records if record.outcome == "miss"]
     if missed:
         raise ThresholdError(

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tcdeploy.cache.manifest import BucketRecord, Parity
     from tcdeploy.cli.bench_display import BenchTable
     from tcdeploy.compiler.explain import GraphBreak
-    from tcdeploy.pipeline import Deployment
+    from tcdeploy.deployment import Deployment
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed

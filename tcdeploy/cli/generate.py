@@ -16,7 +16,7 @@ from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.pipeline import Deployment
+    from tcdeploy.deployment import Deployment
 
 
 def _help(text: str, param: str) -> str:
@@ -66,9 +66,9 @@ def generate(
     if chat:
         start_renderer()
     with display.show_progress() as progress:
-        from tcdeploy import pipeline
+        from tcdeploy.start import prepare
 
-        deployment = pipeline.prepare(recipe, progress, needs_tokenizer=True)
+        deployment = prepare(recipe, progress, needs_tokenizer=True)
     enforce_budget(deployment.stage_seconds, budget_seconds)
     freeze_gc_after_startup()
     from tcdeploy.engine.detokenizer import IncrementalDetokenizer, chat_prompt

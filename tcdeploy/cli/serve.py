@@ -26,7 +26,7 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from tcdeploy.pipeline import Deployment
+    from tcdeploy.deployment import Deployment
 
 
 @recipe_command
@@ -101,7 +101,7 @@ def serve(
             fetch_seconds = 0.0
             if cache_from is not None:
                 fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
-            from tcdeploy.pipeline import prepare
+            from tcdeploy.start import prepare
 
             deployment = prepare(recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True)
             enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)

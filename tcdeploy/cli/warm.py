@@ -22,7 +22,7 @@ from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
-    from tcdeploy.pipeline import Deployment
+    from tcdeploy.deployment import Deployment
 
 
 @recipe_command
@@ -65,18 +65,21 @@ def warm(
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds, fetch_seconds = parse_budget(budget), 0.0
     with display.show_progress() as progress:
-        from tcdeploy import pipeline
-
         if missed_shapes is not None:
+            from tcdeploy.pipeline import decide
             from tcdeploy.server.missed_shapes import read_missed_shapes, with_missed_shapes
 
-            recipe = with_missed_shapes(recipe, pipeline.decide(recipe).plan, read_missed_shapes(missed_shapes))
+            recipe = with_missed_shapes(recipe, decide(recipe).plan, read_missed_shapes(missed_shapes))
         if cache_from is not None:
             fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
         if dry_run:
-            plan = pipeline.decide(recipe).plan
+            from tcdeploy.pipeline import decide
+
+            plan = decide(recipe).plan
         else:
-            deployment = pipeline.prepare(recipe, progress, trusted_keys=trusted_keys)
+            from tcdeploy.start import prepare
+
+            deployment = prepare(recipe, progress, trusted_keys=trusted_keys)
     if dry_run:
         display.show_plan(plan, json)
         return
@@ -87,7 +90,9 @@ def warm(
     if cache_to is not None:
         cache_dir, plan_key = deployment.cache_dir, deployment.plan.key
         del deployment
-        pipeline.release_memory()  # packing starts the plan again, in another process on the same GPU
+        from tcdeploy.pipeline import release_memory
+
+        release_memory()  # packing starts the plan again, in another process on the same GPU
         push_cache(cache_dir, plan_key, cache_to, key)
 
 

@@ -17,7 +17,8 @@ import torch
 
 from tcdeploy.cache import contents
 from tcdeploy.compiler import aot_counts
-from tcdeploy.torch_compat import benchmarker, compile_callback, compile_counters, triton_cache
+from tcdeploy.torch_compat import benchmarker, compile_callback, compile_counters
+from tcdeploy.torch_compat.internal import is_imported
 
 
 @dataclass(frozen=True)
@@ -85,12 +86,19 @@ def _count_compiled_kernels() -> int:
     program is missing: it then compiles the kernel, although it counts a hit. Cached programs are loaded without
     workers (torch_compat/compile_threads.py).
     """
+    if not is_imported("triton"):
+        return contents.libraries_compiled
+    from tcdeploy.torch_compat import triton_cache  # imports Triton
+
     return contents.libraries_compiled + triton_cache.kernels_compiled
 
 
 def _can_count() -> bool:
-    can_count_kernels = triton_cache.supported() or not torch.cuda.is_available()
-    return compile_counters.supported() and can_count_kernels
+    if torch.cuda.is_available():
+        from tcdeploy.torch_compat import triton_cache  # imports Triton
+
+        return compile_counters.can_count() and triton_cache.supported()
+    return compile_counters.can_count()
 
 
 @dataclass

@@ -1,6 +1,6 @@
 """The interface of a step's forward pass, from its inputs to logits, and its implementation for jit programs.
 
-`AotForward` (compiler/aot.py) implements it for ahead-of-time programs.
+`PackagedForward` (compiler/packages.py) and `AotForward` (compiler/aot.py) implement it for ahead-of-time programs.
 """
 
 from __future__ import annotations

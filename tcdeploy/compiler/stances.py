@@ -12,6 +12,7 @@ from typing import Literal
 import torch
 
 from tcdeploy.errors import RecompileError
+from tcdeploy.torch_compat.compile_counters import is_compiler_imported
 
 Stance = Literal["compile", "eager", "fail"]
 _stance: Stance = "compile"
@@ -25,7 +26,7 @@ def current_stance() -> Stance:
 @contextlib.contextmanager
 def force_eager() -> Iterator[None]:
     """Run compiled modules uncompiled."""
-    with torch.compiler.set_stance("force_eager"), _set_stance("eager"):
+    with _torch_stance("force_eager"), _set_stance("eager"):
         yield
 
 
@@ -33,7 +34,7 @@ def force_eager() -> Iterator[None]:
 def fail_on_recompile() -> Iterator[None]:
     """Make every compilation an error. Raises RecompileError with torch's reason."""
     try:
-        with torch.compiler.set_stance("fail_on_recompile"), _set_stance("fail"):
+        with _torch_stance("fail_on_recompile"), _set_stance("fail"):
             yield
     except RuntimeError as error:
         if "fail_on_recompile" in str(error):
@@ -42,6 +43,14 @@ def fail_on_recompile() -> Iterator[None]:
                 "warm a bucket for this shape: tcdeploy warm MODEL --buckets ... --batch-sizes ...",
             ) from error
         raise
+
+
+def _torch_stance(stance: str) -> contextlib.AbstractContextManager[object]:
+    """torch's own setting. It imports Dynamo, without which there is nothing to compile."""
+    stance_context: contextlib.AbstractContextManager[object] = (
+        torch.compiler.set_stance(stance) if is_compiler_imported() else contextlib.nullcontext()
+    )
+    return stance_context
 
 
 @contextlib.contextmanager

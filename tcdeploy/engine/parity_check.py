@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from tcdeploy.cache.manifest import GreedyTokens, Parity
 from tcdeploy.engine.check_prompts import CheckPrompts, checked_rows
@@ -70,7 +69,7 @@ class ParityChecker:
         self,
         runner: ModelRunner,
         architecture: Architecture,
-        config: PreTrainedConfig,
+        config: Any,
         stored: ReferenceLogits | None = None,
     ) -> None:
         """Compute the reference of the first check, unless it is `stored`."""

@@ -10,13 +10,12 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from collections.abc import Sequence as ListLike
-from typing import Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tcdeploy.attention.interface import ATTN_IMPLEMENTATION
 from tcdeploy.attention.metadata import AttentionConfig, Step, StepHolder
 from tcdeploy.attention.ops import HOST_SCALARS, choose_decode_splits
 from tcdeploy.compiler.model_forward import ModelForward, StepInputs, TransformersForward
@@ -32,6 +31,9 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.variants import DEFAULT, Variant
 from tcdeploy.torch_compat.body_forward import reuse_body_output
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PROMPT_LOGPROBS_CHUNK = 512  # rows: 130 MB of bfloat16 logits at a vocabulary of 128,256
 
 
@@ -39,17 +41,23 @@ class ModelRunner:
     """Owns the decode rows, and the buffers and CUDA graphs of all buckets.
 
     Every pass runs under `no_grad`, because torch guards on the grad mode. `split_counters` is described in
-    attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold.
+    attention/metadata.py; `step_holder` is the one that the attention modules of `model` hold. Without a model, steps
+    are run by `forward` (compiler/packages.py), and no reference can be computed.
     """
 
     def __init__(
-        self, model: PreTrainedModel, plan: Plan, step_holder: StepHolder, split_counters: Tensor, vocab_size: int
+        self,
+        model: PreTrainedModel | None,
+        plan: Plan,
+        step_holder: StepHolder,
+        split_counters: Tensor,
+        vocab_size: int,
+        forward: ModelForward | None = None,
     ) -> None:
-        self.model = model
-        self.transformers_forward = TransformersForward(model, step_holder)
-        self.forward: ModelForward = self.transformers_forward  # ahead-of-time programs replace it
-        self.plan = plan
+        self._model = model
         self.step_holder = step_holder
+        self.forward: ModelForward = forward or self.transformers_forward  # ahead-of-time programs replace it
+        self.plan = plan
         self.split_counters = split_counters
         self.vocab_size = vocab_size
         self.decode_rows = make_decode_rows(plan, vocab_size)
@@ -68,6 +76,20 @@ class ModelRunner:
         self.computed_tokens: Counter[Bucket] = Counter()  # tokens or rows of these steps, padding included
         self.padding_tokens: Counter[Bucket] = Counter()  # those of them that were padding
         self._counts_steps = True
+
+    @property
+    def has_model(self) -> bool:
+        return self._model is not None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model of transformers, whose weights the programs share. A start from packages has none."""
+        assert self._model is not None
+        return self._model
+
+    @cached_property
+    def transformers_forward(self) -> TransformersForward:
+        return TransformersForward(self.model, self.step_holder)
 
     def prefill(
         self,
@@ -165,7 +187,7 @@ class ModelRunner:
         prefill = self._prefill_for(bucket, stop - start, self.graphs.sizes(bucket, 0))
         prefill.fill([chunk], [None])
         pieces: list[tuple[int, sampling.Logprobs]] = []
-        with reuse_body_output(self.model):
+        with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
             for begin in range(start, end_of_rows, PROMPT_LOGPROBS_CHUNK):
                 end = min(begin + PROMPT_LOGPROBS_CHUNK, end_of_rows)
                 rows = torch.arange(begin - start, end - start, device=self.plan.device)
@@ -278,6 +300,8 @@ class ModelRunner:
 
         Computed by transformers' own attention, uncompiled.
         """
+        from tcdeploy.attention.interface import ATTN_IMPLEMENTATION  # imports transformers
+
         input_ids = torch.tensor(token_ids, device=self.model.device)
         rows = torch.tensor(positions, device=self.model.device)
         selected_rows = {"logits_to_keep": rows} if self.transformers_forward.supports_logits_to_keep else {}

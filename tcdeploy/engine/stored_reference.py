@@ -39,11 +39,12 @@ log = logging.getLogger("tcdeploy.engine")
 
 
 def stores_references(plan: Plan) -> bool:
-    """Whether starts of the plan store their reference.
+    """Whether starts of the plan store their reference under `reference_path`.
 
     Not with ahead-of-time programs: if a function changes that the name does not cover, the reference and the programs
-    would both be those of the former function, and agree. Jit programs are traced again by every start. On a GPU this
-    has not been tried.
+    would both be those of the former function, and agree. There the reference belongs to a start record, which lists
+    all source files of transformers that computed it (start_record.py). For jit programs on a GPU this has not been
+    tried.
     """
     return plan.device == "cpu" and plan.programs == "jit"
 
@@ -68,6 +69,16 @@ def reference_path(runner: ModelRunner, prompts: CheckPrompts) -> str | None:
     ]
     digest = hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()
     return f"{REFERENCES_DIR}/{digest[:32]}.safetensors"
+
+
+def reference_digest(reference: ReferenceLogits) -> str:
+    """32 hex digits over the logits."""
+    digest = hashlib.sha256(reference.dtype.encode())
+    for prefix in sorted(reference.rows):
+        digest.update(json.dumps(prefix).encode())
+        for logits in reference.rows[prefix]:
+            digest.update(bytes(logits.contiguous().view(torch.uint8).numpy()))
+    return digest.hexdigest()[:32]
 
 
 def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records: Iterable[BucketRecord]) -> bool:

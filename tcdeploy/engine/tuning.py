@@ -211,6 +211,8 @@ def _try_variant(batch: WarmupBatch, variant: Variant, is_timed: bool) -> _Attem
         except OSError:
             raise  # a full or unwritable cache folder, not a fault of the variant
         except Exception as exception:  # Triton, Inductor, Dynamo and CUDA errors share no base class
+            if not batch.runner.has_model:
+                raise  # a start from packages has no other variant to try
             error = exception
     if error is not None:
         compiled = CompiledVariant(attempted, 0.0, None)

@@ -39,6 +39,7 @@ from tcdeploy.models.checkpoint import (
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
+from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
@@ -46,7 +47,6 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.torch_compat.float32_tensors import float32_tensors
 
-BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 DUMMY_SEED = 0
 HUB_URLS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/")
 # Planning builds every layer on fake tensors, in 20 ms each. Llama 3.1 405B has 126 layers.

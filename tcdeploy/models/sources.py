@@ -20,11 +20,12 @@ def model_sources(model: nn.Module) -> dict[str, str]:
     version, which is in the plan's key. Raises OSError if a file has been removed.
     """
     classes = {base for module in model.modules() for base in type(module).__mro__}
-    modules = {kind.__module__: _source_file(kind) for kind in classes if _is_hashed(kind.__module__)}
+    modules = {kind.__module__: source_file(kind) for kind in classes if _is_hashed(kind.__module__)}
     return {name: hashlib.sha256(Path(file).read_bytes()).hexdigest() for name, file in modules.items() if file}
 
 
-def _source_file(kind: type) -> str | None:
+def source_file(kind: type) -> str | None:
+    """The file that defines a class; None for a class of a C extension. Raises OSError if it has been removed."""
     try:
         return inspect.getsourcefile(kind)
     except TypeError:  # a class of a C extension

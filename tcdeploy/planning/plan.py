@@ -208,7 +208,7 @@ def make_plan(
     demand = demand._replace(batch_sizes=batch_sizes)
     workspace_bytes, memory = decide_memory(inputs, demand, decisions)
     _explain_region_and_mode(recipe, decisions)
-    cache_dir = _decide_cache_dir(recipe, environment, decisions)
+    cache_dir = decide_cache_dir(recipe, environment, decisions)
     alternative_attention = decide_alternative_attention(inputs, decisions)
     plan = Plan(
         model=recipe.model,
@@ -224,7 +224,7 @@ def make_plan(
         alternative_attention=alternative_attention,
         region=recipe.region,
         mode=recipe.mode,
-        programs=_decide_programs(recipe, device, environment, decisions),
+        programs=_decide_programs(recipe, environment, decisions),
         graphs=graphs,
         is_hopper=device == "cuda" and environment.gpu_capability == (9, 0),
         tune_seconds=recipe.tune_seconds,
@@ -297,14 +297,10 @@ def _decide_shapes(
     return dataclasses.replace(recipe, shapes=shapes)
 
 
-def _decide_programs(recipe: Recipe, device: Device, environment: Environment, decisions: list[Decision]) -> Programs:
+def _decide_programs(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Programs:
     """The recipe's `programs`, or "jit" if this torch has no packages. Raises UsageError where "aot" cannot be used."""
     if recipe.programs == "jit":
         return "jit"
-    if device != "cpu":
-        raise UsageError(
-            "--programs aot is not supported on a GPU: not tested", "omit --programs, or pass --device cpu"
-        )
     if recipe.region != "layer":
         raise UsageError(
             f"--programs aot requires --region layer, not {recipe.region}", "omit --region, or use --programs jit"
@@ -380,14 +376,16 @@ def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[i
     return prefill + tuple(Bucket("decode", size) for size in batch_sizes)
 
 
-def _decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> str:
+def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision] | None = None) -> str:
+    """The folder that the recipe or the environment names, or the default. Adds the decision to `decisions`."""
     if recipe.cache_dir:
         folder, reason = os.path.expanduser(recipe.cache_dir), "requested"
     elif environment.inductor_cache_dir:
         folder, reason = environment.inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was already set"
     else:
         folder, reason = f"{environment.user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
-    decisions.append(Decision("cache folder", folder, reason))
+    if decisions is not None:
+        decisions.append(Decision("cache folder", folder, reason))
     return folder
 
 

@@ -77,7 +77,7 @@ class Recipe:
     programs: Programs = _option(
         "jit",
         "jit: torch.compile, which traces the model at each start; aot: ahead-of-time packages, which later starts "
-        "load without tracing (on a CPU only)",
+        "load without the model's code",
     )
     tune_seconds: float = _option(
         0.0, "seconds that --mode auto may spend on timing the variants of all buckets; 0: use the first without timing"

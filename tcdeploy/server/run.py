@@ -39,7 +39,7 @@ from tcdeploy.server.warmup_requests import send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
-    from tcdeploy.pipeline import Deployment
+    from tcdeploy.deployment import Deployment
 
 DRAIN_POLL_S = 0.05
 ERROR_DELIVERY_S = 1.0  # time for the last error events to reach the clients

@@ -26,8 +26,8 @@ from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+    from tcdeploy.deployment import Deployment
     from tcdeploy.engine.engine import Engine
-    from tcdeploy.pipeline import Deployment
 
 MAX_UNKNOWN_FIELDS = 1000  # names that are logged and counted
 MAX_FIELD_NAME_CHARS = 200  # of such a name
@@ -118,7 +118,7 @@ def build_service(
     engine, tokenizer = deployment.engine, deployment.tokenizer
     defaults = deployment.generation_defaults
     limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
-    tools = ToolSupport(tokenizer, engine.runner.model)
+    tools = ToolSupport(tokenizer, deployment.architecture.model_type)
     return Service(
         settings=settings,
         deployment=deployment,

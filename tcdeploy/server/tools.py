@@ -18,6 +18,7 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
@@ -63,9 +64,9 @@ class Markup(NamedTuple):
 class ToolSupport:
     """Tool calling of one model. `unsupported_reason` is "" if it is available."""
 
-    def __init__(self, tokenizer: Any, model: Any) -> None:
+    def __init__(self, tokenizer: Any, model_type: str) -> None:
         self._tokenizer = tokenizer
-        self._template = _response_template(tokenizer, model)
+        self._template = _response_template(tokenizer, model_type)
         if not _template_renders_tools(tokenizer):
             self.unsupported_reason = "the model's chat template does not render tools"
         elif "tool_calls" not in (self._template or {}).get("fields", {}):
@@ -259,17 +260,18 @@ def _template_renders_tools(tokenizer: Any) -> bool:
         return False
 
 
-def _response_template(tokenizer: Any, model: Any) -> dict[str, Any] | None:
+def _response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
     """The tokenizer's response template, or that of transformers' table of model families."""
     template = getattr(tokenizer, "response_template", None)
-    template = _template_of_family(tokenizer, model) if template is None else template
+    template = _template_of_family(tokenizer, model_type) if template is None else template
     return None if template is None else dict(template)
 
 
-def _template_of_family(tokenizer: Any, model: Any) -> Any:
+def _template_of_family(tokenizer: Any, model_type: str) -> Any:
     """transformers' internal table of response templates. None if the internal has moved: tools are then rejected."""
     try:
         from transformers.cli.serving.utils import get_response_template
     except ImportError:
         return None
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))  # it reads nothing else of a model
     return get_response_template(tokenizer, model)

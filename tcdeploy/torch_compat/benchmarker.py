@@ -11,8 +11,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import Internal, find, is_imported
 
+INDUCTOR = "torch._inductor"
 BENCHMARKER = "torch._inductor.runtime.benchmarking:benchmarker"
 TIMING_METHODS = ("benchmark_cpu", "benchmark_gpu")
 
@@ -34,8 +35,8 @@ INTERNAL = Internal(
 
 
 def count_kernel_timings() -> None:
-    """Wrap the methods, once per process."""
-    if not supported():
+    """Wrap the methods, once per process and if Inductor is imported."""
+    if not is_imported(INDUCTOR) or not supported():
         return
     benchmarker = find(BENCHMARKER)
     for name in TIMING_METHODS:

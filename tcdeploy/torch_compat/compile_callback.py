@@ -6,7 +6,7 @@ is still an error, because that is enforced by torch.compiler.set_stance.
 
 from __future__ import annotations
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import Internal, find, is_imported
 
 CALLBACK = "torch._dynamo.callback"
 
@@ -28,8 +28,11 @@ INTERNAL = Internal(
 
 
 def listen() -> None:
-    """Register the callback. torch.compiler.reset() removes it, so call this again before each reading."""
-    if supported():
+    """Register the callback, if torch's compiler is imported.
+
+    torch.compiler.reset() removes it, so call this again before each reading.
+    """
+    if is_imported(CALLBACK) and supported():
         callback = find(CALLBACK)
         if _count_compile_start not in callback.callback_handler.start_callbacks:
             callback.on_compile_start(_count_compile_start)

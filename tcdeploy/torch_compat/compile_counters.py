@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from tcdeploy.torch_compat.internal import Internal, find, mentions
+from tcdeploy.torch_compat.internal import Internal, find, is_imported, mentions
 
+DYNAMO = "torch._dynamo"
 COUNTERS = "torch._dynamo.utils:counters"
 HIT, MISS, BYPASS = "fxgraph_cache_hit", "fxgraph_cache_miss", "fxgraph_cache_bypass"
 WRITE_ERROR, CUDAGRAPH_SKIPS = "fxgraph_cache_write_error", "cudagraph_skips"
@@ -47,9 +48,19 @@ INTERNAL = Internal(
 )
 
 
+def is_compiler_imported() -> bool:
+    """Whether this process has imported torch's compiler. If not, it has compiled nothing."""
+    return is_imported(DYNAMO)
+
+
+def can_count() -> bool:
+    """Whether `read_counters` is right: torch counts as expected, or its compiler is not imported."""
+    return not is_compiler_imported() or supported()
+
+
 def read_counters() -> TorchCounters:
-    """Zeros if the counters are missing."""
-    if not supported():
+    """Zeros if the counters are missing, or if torch's compiler is not imported."""
+    if not is_compiler_imported() or not supported():
         return TorchCounters()
     counters = find(COUNTERS)
     inductor = counters["inductor"]

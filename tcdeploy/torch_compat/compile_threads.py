@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 
-from tcdeploy.torch_compat.internal import Internal, find
+from tcdeploy.torch_compat.internal import Internal, find, is_imported
 
 CONFIG = "torch._inductor.config"
 
@@ -31,7 +31,7 @@ INTERNAL = Internal(
 
 
 def without_compile_workers() -> contextlib.AbstractContextManager[object]:
-    if not supported():
+    if not is_imported(CONFIG) or not supported():
         return contextlib.nullcontext()
     context: contextlib.AbstractContextManager[object] = find(CONFIG).patch(compile_threads=1)
     return context

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import CodeType
@@ -42,6 +43,11 @@ def find(path: str) -> Any:
     except Exception:  # an import may raise any exception, and each means that the name cannot be used
         return None
     return value
+
+
+def is_imported(module: str) -> bool:
+    """Whether this process has imported a module. Does not import it."""
+    return module in sys.modules
 
 
 def is_installed(package: str) -> bool:

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 from torch import Tensor
 
 from tcdeploy.planning.environment import DYNAMIC_SIZES
-from tcdeploy.torch_compat.internal import Internal, find, has_parameters
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_imported
 
+DYNAMO = "torch._dynamo"
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
 DIMS_ATTRIBUTE = "tcdeploy_dynamic_dims"  # of a marked tensor; torch's own marks are private
 
@@ -35,9 +36,12 @@ INTERNAL = Internal(
 
 
 def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | None = None) -> None:
-    """Sizes of `dim` between `min` and `max` share a program."""
+    """Sizes of `dim` between `min` and `max` share a program.
+
+    torch's own mark is left out if its compiler is not imported: then no program is compiled for the tensor.
+    """
     setattr(tensor, DIMS_ATTRIBUTE, sorted({dim, *dynamic_dims(tensor)}))
-    if supported():
+    if is_imported(DYNAMO) and supported():
         find(MARK_DYNAMIC)(tensor, dim, min=min, max=max)
 
 

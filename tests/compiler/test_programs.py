@@ -12,11 +12,12 @@ import torch
 from tcdeploy.cli.display import show_warm_report
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
+from tcdeploy.deployment import Deployment
 from tcdeploy.engine.graphs import StepKey
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.errors import RecompileError
-from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE, Variant
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic

@@ -20,13 +20,14 @@ from tcdeploy import pipeline
 from tcdeploy.cache.integrity import unlisted_files
 from tcdeploy.cache.manifest import Manifest, read_manifests
 from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.deployment import Deployment
 from tcdeploy.engine import parity_check
 from tcdeploy.engine.check_prompts import PromptPrefix
 from tcdeploy.engine.reference import PrefixLogits, ReferenceLogits
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.stored_reference import read_reference, stores_references, write_reference
 from tcdeploy.errors import CompileError, IntegrityError
-from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, planted

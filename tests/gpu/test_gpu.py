@@ -11,10 +11,11 @@ import torch
 
 from tcdeploy.compiler.compile_stats import measure_compiles
 from tcdeploy.compiler.stances import fail_on_recompile
+from tcdeploy.deployment import Deployment
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput, capture_graph
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
     COORDINATE_DESCENT_PDL_COMBO,

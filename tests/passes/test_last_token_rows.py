@@ -15,12 +15,13 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from tcdeploy.compiler.compile_stats import measure_compiles
+from tcdeploy.deployment import Deployment
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.passes import last_token_rows
 from tcdeploy.passes.post_grad import PostGradPass
-from tcdeploy.pipeline import Deployment, prepare
+from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import DEFAULT, LAST_TOKEN_ROWS, LAST_TOKEN_ROWS_INPLACE
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic

@@ -986,7 +986,7 @@ def test_ahead_of_time_programs_have_a_key_of_their_own_and_jit_keeps_its_key() 
 @pytest.mark.parametrize(
     ("environment", "options", "message"),
     [
-        (H100, {}, "--programs aot is not supported on a GPU"),
+        (H100, {"region": "blocks"}, "requires --region layer, not blocks"),
         (LAPTOP, {"region": "blocks"}, "requires --region layer, not blocks"),
         (LAPTOP, {"region": "model"}, "requires --region layer, not model"),
     ],

@@ -7,7 +7,6 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -104,7 +103,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load(make_model(tmp_path_factory.mktemp("tokenizer") / "tools"))
 
 
-LLAMA = SimpleNamespace(config=SimpleNamespace(model_type="llama"))
+LLAMA = "llama"  # model type
 
 
 @pytest.fixture(scope="module")
@@ -228,7 +227,7 @@ def test_only_the_first_call_is_returned_without_parallel_tool_calls(tools: Tool
 def test_families_of_transformers_table_are_parsed(tmp_path: Path) -> None:
     """Qwen's tokenizers have no response template; an internal table of transformers has one."""
     tokenizer = load(make_model(tmp_path / "model", None))
-    qwen = ToolSupport(tokenizer, SimpleNamespace(config=SimpleNamespace(model_type="qwen3")))
+    qwen = ToolSupport(tokenizer, "qwen3")
     assert qwen.unsupported_reason == ""
     parsed = qwen.tool_parser(chat_request(), "<|im_start|>assistant\n").push(
         '<tool_call>\n{"name": "clock", "arguments": {"utc": true}}\n</tool_call>'

@@ -1,0 +1,166 @@
+"""The result of a start, and the steps that both kinds of start share: warm-up, and the record in the cache folder.
+
+pipeline.py starts a deployment from the model's code, packaged_start.py from ahead-of-time packages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import torch
+
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_manifest
+from tcdeploy.cache.provenance import require_bundled
+from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
+from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.generation_defaults import GenerationDefaults
+from tcdeploy.engine.parity_check import ParityChecker
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.step_costs import StepCosts
+from tcdeploy.engine.timing import measure_step_costs
+from tcdeploy.engine.warmup import PreviousRun, warm_buckets
+from tcdeploy.import_times import describe_uncompiled
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
+from tcdeploy.stages import StageTimer, import_timer
+
+log = logging.getLogger("tcdeploy.pipeline")
+_starts = 0  # of this process
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket."""
+
+    plan: Plan
+    architecture: Architecture
+    generation_defaults: GenerationDefaults
+    engine: Engine
+    records: tuple[BucketRecord, ...]
+    stage_seconds: dict[str, float]
+    import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
+    cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
+    workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
+    loaded_tokenizer: Any = None  # None: not loaded by `prepare`
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loaded on first access unless `prepare` has loaded it. Raises ModelError if the model has none."""
+        if self.loaded_tokenizer is not None:
+            return self.loaded_tokenizer
+        from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
+
+        return load_tokenizer(self.plan)
+
+
+class Warmed(NamedTuple):
+    """The buckets' records, the measured costs of steps, and the cache files that were used."""
+
+    records: list[BucketRecord]
+    costs: StepCosts
+    used_paths: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a start has decided and loaded before its buckets are warmed."""
+
+    recipe: Recipe
+    plan: Plan
+    environment: Environment
+    architecture: Architecture
+    generation_defaults: GenerationDefaults
+    origin: Origin
+    staging: StagingFolder
+    earlier: Manifest | None  # of the plan
+    previous: PreviousRun
+    tokenizer: Any  # None: not loaded
+
+
+def count_start() -> None:
+    """Call it once at the beginning of each start, also of one that is abandoned: it may leave kernels in memory."""
+    global _starts
+    _starts += 1
+
+
+def is_first_start() -> bool:
+    """Whether this process has started nothing before, so that no program was in memory."""
+    return _starts == 1
+
+
+def warm(
+    start: Start,
+    runner: ModelRunner,
+    checker: ParityChecker,
+    tracker: FileAccessTracker,
+    measure: bool,
+    progress: Progress,
+) -> Warmed:
+    """Warm and check all buckets, and measure what steps cost. `measure`: also time each bucket, eager and compiled."""
+    plan = start.plan
+    on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
+    with tracker.track():
+        records = warm_buckets(runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished)
+    runner.graphs.warmed()
+    with runner.uncounted_steps():
+        costs = measure_step_costs(runner)
+    return Warmed(records, costs, tracker.paths())
+
+
+def record_start(
+    start: Start, runner: ModelRunner, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer
+) -> Deployment:
+    """Write the manifest, with all files that were used and `more_paths`, and return the deployment."""
+    plan, staging, earlier = start.plan, start.staging, start.earlier
+    with stages.stage("record"):
+        used_paths = [*warmed.used_paths, *more_paths]
+        files = hash_used_files(staging, used_paths, earlier, is_first_start())
+        if start.recipe.require_signed and staging.bundle is not None:
+            require_bundled(plan.key, files, staging.bundle)
+    workspace_bytes = _workspace_bytes(plan)
+    longest_tuning = max(plan.tune_seconds, start.previous.tune_seconds)  # of trials that an untuned start keeps
+    manifest = make_manifest(
+        replace(plan, tune_seconds=longest_tuning),
+        start.environment,
+        start.origin,
+        stages.seconds,
+        warmed.records,
+        files,
+        workspace_bytes,
+        is_first_start(),
+        compilation_date(warmed.records, earlier),
+    )
+    publish(staging, manifest)
+    if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
+        log.warning("%s", warning)
+    return Deployment(
+        plan,
+        start.architecture,
+        start.generation_defaults,
+        Engine(runner, warmed.costs),
+        tuple(warmed.records),
+        stages.seconds,
+        import_timer.sorted_seconds(),
+        staging.target,
+        workspace_bytes,
+        start.tokenizer,
+    )
+
+
+def _workspace_bytes(plan: Plan) -> int | None:
+    """Device memory in use beyond weights and KV cache, by all processes; None without a GPU."""
+    if plan.device != "cuda":
+        return None
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()  # memory that only warm-up needed
+    free, total = torch.cuda.mem_get_info()
+    return total - free - plan.weight_bytes - plan.kv_bytes

@@ -1,0 +1,199 @@
+"""Reads tensors from safetensors files straight into tensors that exist already, with several threads.
+
+A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
+a thread reads into the target's memory. For a GPU it reads into one of two page-locked buffers, and copies it to the
+device while it fills the other. Only a tensor that is converted is held in host memory as a whole. Imports neither
+transformers nor safetensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import queue
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tcdeploy.errors import ModelError
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
+CHUNK_BYTES = 16 << 20
+THREADS = 8
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file: bytes [begin, end) from the start of the file."""
+
+    path: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+class Copy(NamedTuple):
+    """Read `source` into `target`, which has the same shape; convert it if the dtypes differ."""
+
+    source: StoredTensor
+    target: Tensor
+
+
+def read_header(path: Path) -> bytes:
+    """The JSON header of a safetensors file. Raises ModelError if the file is not one, and OSError."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = file.read(min(length, MAX_HEADER_BYTES))
+    if not length or len(header) != length:
+        raise ModelError(f"{path} is damaged: it has no safetensors header", "download the file again")
+    return header
+
+
+def stored_tensors(paths: Iterable[Path]) -> dict[str, StoredTensor]:
+    """The tensors of several files by name, without those whose dtype is not in DTYPES. Raises as `read_header`."""
+    tensors: dict[str, StoredTensor] = {}
+    for path in paths:
+        header = read_header(path)
+        start = LENGTH_BYTES + len(header)
+        for name, entry in json.loads(header).items():
+            if name != "__metadata__" and entry["dtype"] in DTYPES:
+                begin, end = entry["data_offsets"]
+                shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
+                if end - begin != math.prod(shape) * dtype.itemsize:
+                    raise ModelError(f"{path} is damaged: {name} has {end - begin} bytes", "download the file again")
+                tensors[name] = StoredTensor(str(path), dtype, shape, start + begin, start + end)
+    return tensors
+
+
+def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor:
+    """A stored tensor in host memory, or its first elements, flat. Raises ModelError if the file is too short."""
+    count = (stored.end - stored.begin) // stored.dtype.itemsize
+    if max_elements is not None:
+        count = min(count, max_elements)
+    content = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
+    descriptor = os.open(stored.path, os.O_RDONLY)
+    try:
+        _read(descriptor, content, stored.begin, stored.path)
+    finally:
+        os.close(descriptor)
+    tensor = content.view(stored.dtype)
+    return tensor if max_elements is not None else tensor.view(stored.shape)
+
+
+def copy_tensors(copies: Iterable[Copy]) -> None:
+    """Read all tensors into their targets. Raises ModelError if a file is too short, and OSError.
+
+    All targets are on one device.
+    """
+    tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
+    targets: list[Tensor] = []
+    for copy in sorted(copies, key=lambda copy: (copy.source.path, copy.source.begin)):
+        targets.append(copy.target)
+        for task in _tasks(copy):
+            tasks.put(task)
+    if not targets:
+        return
+    device, stop = targets[0].device, threading.Event()
+    # The threads copy on streams of their own: earlier work on the targets' memory has to end before, and all copies
+    # before the targets are used or freed.
+    _synchronize(device)
+    try:
+        with ThreadPoolExecutor(THREADS) as pool:
+            workers = [pool.submit(_run_tasks, tasks, device, stop) for _ in range(THREADS)]
+        for worker in workers:
+            worker.result()
+    finally:
+        _synchronize(device)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+class _Task(NamedTuple):
+    """Copy the file's bytes from `begin` into `target`, which is a view [bytes] uint8.
+
+    With `converts`, `target` is the tensor itself, and the whole source is read and converted.
+    """
+
+    source: StoredTensor
+    begin: int
+    target: Tensor
+    converts: bool = False
+
+
+def _tasks(copy: Copy) -> Iterator[_Task]:
+    source, target = copy
+    if target.dtype != source.dtype or not target.is_contiguous():
+        yield _Task(source, source.begin, target, converts=True)
+        return
+    content = target.view(-1).view(torch.uint8)
+    for start in range(0, len(content), CHUNK_BYTES):
+        yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
+
+
+def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event) -> None:
+    with contextlib.ExitStack() as stack:
+        descriptors: dict[str, int] = {}
+        staging = _CudaStaging(device) if device.type == "cuda" else None
+        try:
+            while not stop.is_set():
+                try:
+                    source, begin, target, converts = tasks.get_nowait()
+                except queue.Empty:
+                    break
+                if source.path not in descriptors:
+                    descriptors[source.path] = os.open(source.path, os.O_RDONLY)
+                    stack.callback(os.close, descriptors[source.path])
+                descriptor = descriptors[source.path]
+                if converts:
+                    target.copy_(read_tensor(source))
+                elif staging is not None:
+                    staging.read(descriptor, target, begin, source.path)
+                else:
+                    _read(descriptor, target, begin, source.path)
+        except BaseException:
+            stop.set()
+            raise
+
+
+class _CudaStaging:
+    """Two page-locked buffers and a stream of one thread."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+        self._copied = [torch.cuda.Event() for _ in range(2)]
+        self._turn = 0
+
+    def read(self, descriptor: int, target: Tensor, begin: int, path: str) -> None:
+        buffer, copied = self._buffers[self._turn][: len(target)], self._copied[self._turn]
+        copied.synchronize()
+        _read(descriptor, buffer, begin, path)
+        with torch.cuda.stream(self._stream):
+            target.copy_(buffer, non_blocking=True)
+            copied.record()
+        self._turn = 1 - self._turn
+
+
+def _read(descriptor: int, content: Tensor, begin: int, path: str) -> None:
+    """Fill `content` [bytes] uint8 in host memory from `begin`."""
+    view = memoryview(content.numpy().data)
+    while view:
+        count = os.preadv(descriptor, [view], begin)
+        if not count:
+            raise ModelError(f"{path} is damaged: it ends before its last tensor", "download the file again")
+        view, begin = view[count:], begin + count

@@ -1,0 +1,278 @@
+"""Starts a deployment from ahead-of-time packages, without the model's code and without torch's compiler.
+
+It needs a record that an earlier start has written (start_record.py). The weights are read from the checkpoint to where
+the programs expect them, and every bucket is compared with the stored reference before it serves, as in any other
+start. If something does not fit, `start_from_packages` returns None, and pipeline.py starts with transformers; the
+reason is logged.
+
+The keys and values that a check needs are computed by the prefill packages, because there is no other forward pass.
+Wrong ones change the logits of the buckets that read them.
+"""
+
+from __future__ import annotations
+
+# ruff: noqa: E402 - importing is a stage, and its seconds are reported
+from tcdeploy.stages import ImportStage, StageTimer
+
+_import_stage = ImportStage()
+
+import dataclasses
+import gc
+import logging
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file
+
+from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packages call
+from tcdeploy.attention.kv_cache import allocate_kv_cache
+from tcdeploy.attention.metadata import StepHolder, make_split_counters
+from tcdeploy.cache import folder as cache_folder
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.integrity import restore_plan
+from tcdeploy.cache.leases import acquire_lease
+from tcdeploy.cache.manifest import Manifest, manifest_path
+from tcdeploy.cache.provenance import SigningPolicy
+from tcdeploy.cache.signing import default_trusted_keys_folder
+from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.compiler.packages import MissingPackageError, PackagedForward
+from tcdeploy.deployment import Deployment, Start, count_start, record_start, warm
+from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.stored_reference import read_reference
+from tcdeploy.engine.warmup import PreviousRun
+from tcdeploy.errors import CompileError, MismatchError, SpaceError
+from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
+from tcdeploy.models.checkpoint_reader import stored_tensors
+from tcdeploy.models.executed_sources import changed_sources
+from tcdeploy.models.location import local_folder
+from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, load_weights
+from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
+from tcdeploy.start_record import (
+    WITH_TOKENIZER,
+    WITHOUT_TOKENIZER,
+    StartRecord,
+    compiler_variables,
+    find_records,
+    parse_record,
+    start_key,
+    weight_files,
+)
+
+_import_stage.end()
+log = logging.getLogger("tcdeploy.pipeline")
+
+
+class _Found(NamedTuple):
+    """A record that fits this machine and model."""
+
+    record: StartRecord
+    path: str  # in the cache folder
+    text: str
+    folder: Path  # of the model's files
+    environment: Environment
+    plan: Plan
+
+
+class _StoredConfig(NamedTuple):
+    """Stands in for a config of transformers: CheckPrompts only calls `to_dict`."""
+
+    values: dict[str, Any]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.values
+
+
+class _DoesNotFit(Exception):  # noqa: N818 - not an error: another start follows
+    """Why the packages cannot be used."""
+
+
+def start_from_packages(
+    recipe: Recipe, progress: Progress, trusted_keys: Path | None = None, needs_tokenizer: bool = False
+) -> Deployment | None:
+    """A warmed deployment as `pipeline.prepare` returns it; None if there is no record, or if it does not fit.
+
+    Raises TcdeployError, for example for a damaged cache.
+    """
+    stages = StageTimer(progress)
+    try:
+        with stages.stage("decide"):
+            found = _find(recipe, needs_tokenizer)
+            tokenizer = None
+            if found is not None and needs_tokenizer:
+                tokenizer = _load_tokenizer(recipe, found.folder)
+        return None if found is None else _start(found, recipe, progress, stages, trusted_keys, tokenizer)
+    except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as reason:
+        log.warning("the model is loaded with transformers, because its packages cannot be used: %s", str(reason))
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return None
+
+
+def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
+    """The record for this recipe; None if there is none. Raises _DoesNotFit if none fits or can be read."""
+    folder = local_folder(recipe.model, recipe.revision)
+    key = start_key(recipe, folder)
+    if key is None or folder is None:
+        return None
+    environment = detect_environment()
+    cache_dir = decide_cache_dir(recipe, environment)
+    reasons: list[str] = []
+    for path, text in find_records(cache_dir, key):
+        try:
+            record = parse_record(text)
+        except (ValueError, KeyError, TypeError) as error:
+            reasons.append(f"{path} cannot be read: {error}")
+            continue
+        is_listed = manifest_path(cache_dir, record.plan_key).is_file()  # otherwise the plan was removed
+        if not is_listed or _defaults_name(needs_tokenizer) not in record.decisions:
+            continue
+        assumed = _environment_of(record, environment)
+        plan = make_plan(recipe, assumed, record.architecture, record.decisions[_defaults_name(needs_tokenizer)])
+        if reason := _mismatch(record, assumed, plan):
+            reasons.append(reason)
+        else:
+            return _Found(record, path, text, folder, assumed, plan)
+    if reasons:
+        raise _DoesNotFit(reasons[0])
+    return None
+
+
+def _environment_of(record: StartRecord, environment: Environment) -> Environment:
+    """`environment`, with the record's C++ compiler and version of transformers where this machine has none."""
+    return dataclasses.replace(
+        environment,
+        compiler=environment.compiler or record.compiler,
+        transformers=environment.transformers or record.transformers,
+        missing_internals=record.missing_internals,
+    )
+
+
+def _defaults_name(needs_tokenizer: bool) -> str:
+    return WITH_TOKENIZER if needs_tokenizer else WITHOUT_TOKENIZER
+
+
+def _mismatch(record: StartRecord, environment: Environment, plan: Plan) -> str:
+    """Why the record does not fit; "" if it does."""
+    if environment.transformers != record.transformers:
+        installed = environment.transformers
+        return f"the packages were made with transformers {record.transformers}, and {installed} is installed"
+    if changed := changed_sources(record.sources):
+        return f"{changed[0]} of transformers has changed since the packages were made"
+    for name, value in compiler_variables().items():  # one that is unset now had its effect on the packages
+        if record.variables.get(name) != value:
+            return f"the packages were made with another value of {name}"
+    if plan.key != record.plan_key:
+        return "the packages belong to another plan; `tcdeploy cache why` names what differs on this machine"
+    return ""
+
+
+def _start(
+    found: _Found,
+    recipe: Recipe,
+    progress: Progress,
+    stages: StageTimer,
+    trusted_keys: Path | None,
+    tokenizer: Any,
+) -> Deployment:
+    """`tokenizer`: None if the command generates no text."""
+    count_start()
+    record, plan = found.record, found.plan
+    progress.planned(plan)
+    with stages.stage("load"):
+        is_on_gpu = plan.device == "cuda"
+        staging = cache_folder.activate(
+            plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=is_on_gpu
+        )
+        if is_on_gpu:
+            from tcdeploy.torch_compat.triton_platform_key import patch_platform_key  # imports Triton
+
+            patch_platform_key()
+        acquire_lease(staging.target, plan.key)
+        policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
+        earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
+        _check_files(found, staging, earlier)
+        assert earlier is not None
+        runner = _load(found, staging, earlier)
+    with stages.stage("reference"):
+        stored, config = read_reference(Path(staging.path, record.reference)), _StoredConfig(record.config)
+        prompts = CheckPrompts(plan, record.architecture, config, FIRST_SEED)
+        if stored is None or not stored.rows.keys() >= set(prompts.all_prefixes()):
+            raise _DoesNotFit(f"{record.reference} does not hold the reference of this plan")
+        checker = ParityChecker(runner, record.architecture, config, stored)
+    start = Start(
+        recipe=recipe,
+        plan=plan,
+        environment=found.environment,
+        architecture=record.architecture,
+        generation_defaults=record.defaults[_defaults_name(tokenizer is not None)],
+        origin=dataclasses.replace(earlier.origin, recipe=dataclasses.asdict(recipe)),
+        staging=staging,
+        earlier=earlier,
+        previous=PreviousRun(
+            frozenset(bucket.bucket for bucket in earlier.buckets),
+            earlier.cold_seconds(),
+            earlier.trials(),
+            earlier.plan.get("tune_seconds", 0.0),
+        ),
+        tokenizer=tokenizer,
+    )
+    with stages.stage("compile"):
+        warmed = warm(start, runner, checker, FileAccessTracker(staging.path), False, progress)
+    return record_start(start, runner, warmed, [found.path, record.buffers, record.reference], stages)
+
+
+def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None) -> None:
+    """Raise _DoesNotFit unless the files of the record are among the checked files of the plan."""
+    paths = {file.path for file in earlier.files} if earlier is not None else set[str]()
+    record = found.record
+    for path in (found.path, record.buffers, record.reference):
+        if path not in paths:
+            raise _DoesNotFit(f"{path} is not listed in the plan's manifest")
+    if Path(staging.path, found.path).read_text() != found.text:
+        raise _DoesNotFit(f"{found.path} has changed while it was read")
+
+
+def _load(found: _Found, staging: StagingFolder, earlier: Manifest) -> ModelRunner:
+    record, plan = found.record, found.plan
+    sources = {
+        name: WeightSource(dtype, tuple(shape), source) for name, (dtype, shape, source) in record.weights.items()
+    }
+    described = DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+    try:
+        weights = load_weights(described, stored_tensors(weight_files(found.folder)), plan.device)
+    except (KeyError, ValueError, OSError) as error:
+        raise _DoesNotFit(f"the checkpoint does not fit: {error}") from error
+    except torch.OutOfMemoryError as error:
+        raise SpaceError(
+            f"the weights of {plan.model} do not fit into the GPU's free memory",
+            "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
+        ) from error
+    constants = {f"weight/{name}": tensor for name, tensor in weights.items()}
+    for index, (k_cache, v_cache) in enumerate(allocate_kv_cache(plan, record.architecture)):
+        constants |= {f"kv/{index}/k": k_cache, f"kv/{index}/v": v_cache}
+    forward = PackagedForward(
+        constants, record.supports_logits_to_keep, plan, Path(staging.path, record.package_folder)
+    )
+    counters = make_split_counters(plan, record.architecture)
+    runner = ModelRunner(None, plan, StepHolder(), counters, record.architecture.vocab_size, forward)
+    variants = {bucket.bucket: bucket.variant for bucket in earlier.buckets}
+    for bucket in plan.buckets:
+        for variant in plan.variants(bucket):
+            if variant.name == variants.get(bucket.name):
+                runner.set_variant(bucket, variant)
+    return runner
+
+
+def _load_tokenizer(recipe: Recipe, folder: Path) -> Any:
+    """From the folder of the weights, because a model of the Hub may have changed."""
+    from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
+
+    is_on_hub = not recipe.model.startswith("builtin:") and not Path(recipe.model).is_dir()
+    return load_tokenizer(dataclasses.replace(recipe, model=str(folder), revision=None) if is_on_hub else recipe)

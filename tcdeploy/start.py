@@ -1,0 +1,40 @@
+"""`prepare`: from a recipe to a running deployment.
+
+With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
+the model's code and torch's compiler (packaged_start.py). Every other start goes through pipeline.py. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import NullProgress, Progress
+
+if TYPE_CHECKING:
+    from tcdeploy.deployment import Deployment
+
+
+def prepare(
+    recipe: Recipe,
+    progress: Progress | None = None,
+    measure: bool = False,
+    trusted_keys: Path | None = None,
+    needs_tokenizer: bool = False,
+) -> Deployment:
+    """As `pipeline.prepare`, which describes the arguments. Raises TcdeployError.
+
+    `measure` compares each bucket with uncompiled steps, and those need the model's code.
+    """
+    progress = progress or NullProgress()
+    if recipe.programs == "aot" and not measure:
+        from tcdeploy.packaged_start import start_from_packages
+
+        deployment = start_from_packages(recipe, progress, trusted_keys, needs_tokenizer)
+        if deployment is not None:
+            return deployment
+    from tcdeploy import pipeline
+
+    return pipeline.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer)

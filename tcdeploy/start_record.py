@@ -1,0 +1,212 @@
+"""What a later start needs to know about a model to run its ahead-of-time packages without its code.
+
+    aot/start-KEY-CONTENT.json          the record
+    aot/start-KEY-CONTENT.safetensors   the model's computed buffers, such as rotary frequencies
+    references/CONTENT.safetensors      the reference of the parity check
+
+A start with `--programs aot` that loads the model with transformers writes these files. KEY hashes what is known before
+anything is loaded: the recipe, the model's files (weight files by their sizes, headers and samples), this package, and
+the versions of Python, torch and Triton. A later start with the same key reads the record, checks it, and loads the
+weights from where the record says they are in the checkpoint (packaged_start.py).
+
+The record also lists the source files of transformers that computed the reference. A start does not use it if one of
+them has changed, or if another version of transformers is installed. Does not import torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tcdeploy.cache.contents import AOT_DIR
+from tcdeploy.engine.generation_defaults import GenerationDefaults
+from tcdeploy.errors import ModelError
+from tcdeploy.planning.architecture import Architecture, AttentionSpec
+from tcdeploy.planning.decision import Decision
+from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+SCHEMA = 1
+PACKAGE = Path(__file__).parent
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs, tokenizers and chat templates
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weight file
+# Names of the two entries of `defaults` and `decisions`: of commands that generate text, and of others.
+WITH_TOKENIZER, WITHOUT_TOKENIZER = "with tokenizer", "without tokenizer"
+# Fields of a recipe that are not in the key: the model's files are hashed instead, and the others change no program.
+IGNORED_FIELDS = {"model", "revision", "cache_dir", "on_bad_cache", "trust_cache_dir", "require_signed"}
+# Set by tcdeploy or by torch itself, so not compared.
+SET_VARIABLES = {
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_CACHE_MANAGER", "TRITON_PTXAS_PATH",
+}  # fmt: skip
+# Of variables that may change what is compiled.
+COMPILER_PREFIXES = ("TORCHINDUCTOR_", "TORCH_COMPILE", "TORCHDYNAMO_", "AOT_INDUCTOR_", "TRITON_")
+log = logging.getLogger("tcdeploy.pipeline")
+
+
+@dataclass(frozen=True)
+class StartRecord:
+    """The content of the JSON file.
+
+    defaults, decisions: by WITH_TOKENIZER or WITHOUT_TOKENIZER.
+    sources: sha256 of files of transformers, by path in its folder.
+    variables: `compiler_variables` of the start that wrote the record.
+    weights: by name in the model, as `weight_sources.WeightSource`.
+    """
+
+    plan_key: str
+    package_folder: str  # relative to the cache folder, as the two paths below
+    reference: str
+    buffers: str
+    transformers: str  # version
+    compiler: str  # as `Environment.compiler`
+    sources: dict[str, str]
+    variables: dict[str, str]
+    missing_internals: tuple[tuple[str, str], ...]
+    architecture: Architecture
+    config: dict[str, Any]
+    defaults: dict[str, GenerationDefaults]
+    decisions: dict[str, tuple[Decision, ...]]
+    supports_logits_to_keep: bool
+    weights: dict[str, Any]
+    schema: int = SCHEMA
+
+
+def start_key(recipe: Recipe, folder: Path | None) -> str | None:
+    """16 hex digits; None for a recipe whose starts have no record: random weights, or code from a repository.
+
+    `folder`: of the model's files. Also None if one of them cannot be read; a full start reports what is wrong with it.
+    """
+    if recipe.programs != "aot" or recipe.load_format != "auto" or recipe.trust_remote_code or folder is None:
+        return None
+    try:
+        files = dict(_model_files(folder)) if weight_files(folder) else None
+    except (OSError, ModelError):
+        return None
+    if files is None:
+        return None
+    request = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in IGNORED_FIELDS}
+    versions = [platform.python_version(), *(_version(name) for name in ("torch", "triton", "tokenizers"))]
+    factors = [SCHEMA, request, versions, _own_sources(), files]
+    return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def compiler_variables() -> dict[str, str]:
+    """The variables of this process that may change what torch and Triton compile."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith(COMPILER_PREFIXES) and name not in SET_VARIABLES
+    }
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that transformers would load; [] if it would load others."""
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    try:
+        names = set(json.loads((folder / INDEX).read_bytes())["weight_map"].values())
+        return [folder / name for name in sorted(names) if Path(name).name == name]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
+
+
+def _model_files(folder: Path) -> Iterator[tuple[str, str]]:
+    """What identifies each file that a start reads: of a weight file the size, the header and samples."""
+    from tcdeploy.models.checkpoint_reader import read_header  # imports torch
+
+    for path in sorted([*folder.iterdir(), *folder.glob("*/*.jinja")]):
+        if path.suffix in READ_SUFFIXES and path.is_file():
+            yield path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()
+    for path in weight_files(folder):
+        yield path.name, f"{path.stat().st_size} {hashlib.sha256(read_header(path)).hexdigest()} {_sample(path)}"
+
+
+def _sample(path: Path) -> str:
+    """A digest of parts of a file, read in milliseconds, so that two fine-tunes usually differ."""
+    digest, size = hashlib.sha256(), path.stat().st_size
+    with path.open("rb") as file:
+        for number in range(SAMPLES):
+            file.seek(number * max(0, size - SAMPLE_BYTES) // (SAMPLES - 1))
+            digest.update(file.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _own_sources() -> str:
+    digest = hashlib.sha256()
+    for path in sorted(PACKAGE.rglob("*.py")):
+        content = hashlib.sha256(path.read_bytes()).hexdigest()
+        digest.update(f"{path.relative_to(PACKAGE).as_posix()} {content}\n".encode())
+    return digest.hexdigest()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def write_record(folder: Path, key: str, record: StartRecord, buffers: Mapping[str, Tensor]) -> list[str]:
+    """Write the record and its buffers below `folder`. Returns the paths of all its files, the reference included."""
+    from safetensors.torch import save
+
+    content = save(dict(buffers))
+    digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
+    stem = f"{AOT_DIR}/start-{key}-{digest}"
+    record = dataclasses.replace(record, buffers=f"{stem}.safetensors")
+    Path(folder, AOT_DIR).mkdir(parents=True, exist_ok=True)
+    Path(folder, record.buffers).write_bytes(content)
+    Path(folder, f"{stem}.json").write_text(to_json(record))
+    return [f"{stem}.json", record.buffers, record.reference]
+
+
+def to_json(record: StartRecord) -> str:
+    return json.dumps(dataclasses.asdict(record))
+
+
+def parse_record(text: str) -> StartRecord:
+    """The inverse of `to_json`. Raises ValueError, KeyError or TypeError for another text."""
+    values: dict[str, Any] = json.loads(text)
+    if values["schema"] != SCHEMA:
+        raise ValueError(f"schema {values['schema']}")
+    architecture = values["architecture"]
+    layers = tuple(AttentionSpec(**spec) for spec in architecture["attention_layers"])
+    packed = tuple(tuple(group) for group in architecture["packed_linears"])
+    return StartRecord(
+        **{
+            **values,
+            "missing_internals": tuple((name, text) for name, text in values["missing_internals"]),
+            "architecture": Architecture(**{**architecture, "attention_layers": layers, "packed_linears": packed}),
+            "defaults": {name: _defaults(item) for name, item in values["defaults"].items()},
+            "decisions": {
+                name: tuple(Decision(**item) for item in items) for name, items in values["decisions"].items()
+            },
+        }
+    )
+
+
+def _defaults(values: Mapping[str, Any]) -> GenerationDefaults:
+    return GenerationDefaults(**{**values, "stop_token_ids": tuple(values["stop_token_ids"])})
+
+
+def find_records(cache_dir: str | Path, key: str) -> list[tuple[str, str]]:
+    """(path in the folder, text) of the records with this key, newest first."""
+    found: list[tuple[float, str, str]] = []
+    for path in Path(cache_dir, AOT_DIR).glob(f"start-{key}-*.json"):
+        try:
+            found.append((path.stat().st_mtime, path.relative_to(cache_dir).as_posix(), path.read_text()))
+        except (OSError, ValueError) as error:
+            log.debug("%s cannot be read: %s", path, error)
+    return [(path, text) for _, path, text in sorted(found, reverse=True)]

@@ -1,0 +1,83 @@
+"""Tensors that are read from safetensors files into existing ones, compared with what the safetensors package reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tcdeploy.errors import ModelError
+from tcdeploy.models import checkpoint_reader
+from tcdeploy.models.checkpoint_reader import Copy, copy_tensors, read_tensor, stored_tensors
+
+TENSORS = {
+    "matrix": torch.arange(120, dtype=torch.float32).view(10, 12),
+    "half": torch.linspace(-3, 3, 77).to(torch.bfloat16),
+    "ids": torch.arange(9, dtype=torch.int64),
+    "scalar": torch.tensor(2.5),
+}
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[Path]:
+    """Two shards."""
+    first, second = tmp_path / "a.safetensors", tmp_path / "b.safetensors"
+    save_file({name: TENSORS[name] for name in ("matrix", "half")}, first, {"format": "pt"})
+    save_file({name: TENSORS[name] for name in ("ids", "scalar")}, second)
+    return [first, second]
+
+
+@pytest.mark.parametrize("chunk_bytes", [7, 64, 1 << 20])
+def test_tensors_of_all_shards_arrive_whole(
+    files: list[Path], chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint_reader, "CHUNK_BYTES", chunk_bytes)
+    stored = stored_tensors(files)
+    targets = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    copy_tensors(Copy(stored[name], target) for name, target in targets.items())
+    for name, tensor in TENSORS.items():
+        assert torch.equal(targets[name], tensor) and torch.equal(read_tensor(stored[name]), tensor)
+
+
+def test_rows_and_other_dtypes_and_strides_are_targets_too(files: list[Path]) -> None:
+    stored = stored_tensors(files)
+    packed, transposed = torch.zeros(20, 12), torch.zeros(12, 10).T
+    copies = [Copy(stored["matrix"], packed[5:15]), Copy(stored["matrix"], transposed)]
+    as_float: Tensor = torch.zeros(77)
+    copy_tensors([*copies, Copy(stored["half"], as_float)])
+    assert torch.equal(packed[5:15], TENSORS["matrix"]) and not packed[:5].any() and not packed[15:].any()
+    assert torch.equal(transposed, TENSORS["matrix"]) and torch.equal(as_float, TENSORS["half"].float())
+
+
+def test_the_first_elements_can_be_read_alone(files: list[Path]) -> None:
+    assert read_tensor(stored_tensors(files)["matrix"], 5).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_file_that_lost_its_end_is_an_error(files: list[Path]) -> None:
+    stored = stored_tensors(files)
+    with files[0].open("r+b") as file:
+        file.truncate(files[0].stat().st_size - 1)
+    last = max((stored["matrix"], stored["half"]), key=lambda item: item.end)
+    target = torch.zeros(last.shape, dtype=last.dtype)
+    with pytest.raises(ModelError, match="ends before its last tensor"):
+        copy_tensors([Copy(last, target)])
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 4, (1000).to_bytes(8, "little") + b"{}"])
+def test_a_file_without_a_header_is_an_error(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelError, match="no safetensors header"):
+        stored_tensors([path])
+
+
+@pytest.mark.gpu
+def test_a_gpu_receives_the_same_bytes(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint_reader, "CHUNK_BYTES", 64)
+    stored = stored_tensors(files)
+    targets = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in TENSORS.items()}
+    copy_tensors(Copy(stored[name], target) for name, target in targets.items())
+    assert all(torch.equal(targets[name].cpu(), tensor) for name, tensor in TENSORS.items())

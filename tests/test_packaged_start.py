@@ -1,0 +1,290 @@
+"""Starts from ahead-of-time packages alone: what they import, which tokens they give, and when they are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import logging
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tcdeploy import packaged_start, pipeline
+from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.errors import IntegrityError
+from tcdeploy.models import executed_sources, weight_sources
+from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
+from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import NullProgress
+from tcdeploy.start import prepare
+from tests.conftest import PACKAGES, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
+from tests.model_families import SUPPORTED
+
+BUCKETS: dict[str, Any] = {"buckets": (32,), "batch_sizes": (4,)}
+FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
+PROMPT = list(range(40, 60))
+ABSENT = ("transformers", "torch._dynamo", "torch._inductor", "triton", "sympy", "tokenizers", "huggingface_hub")
+SCRIPT = f"""
+import json, sys
+sys.path[:0] = {PACKAGES.split(":")!r}
+from tcdeploy import Recipe, SamplingParams, prepare
+
+model, cache = sys.argv[1:]
+deployment = prepare(Recipe(model=model, programs="aot", buckets=(32,), batch_sizes=(4,), cache_dir=cache))
+tokens = deployment.engine.generate([{PROMPT}], SamplingParams(max_new_tokens=12))
+outcomes = [(record.outcome, record.compiles) for record in deployment.records]
+print(json.dumps([tokens[0], outcomes, sorted(set(sys.modules) & set({ABSENT!r}))]))
+"""
+
+
+def aot_recipe(cache_dir: str, model: str = TINY) -> Recipe:
+    return Recipe(model=model, programs="aot", cache_dir=cache_dir, **BUCKETS)
+
+
+def start(cache_dir: str, model: str = TINY) -> Any:
+    return packaged_start.start_from_packages(aot_recipe(cache_dir, model), NullProgress())
+
+
+@pytest.fixture(scope="module")
+def cache(cache_dir: str) -> Iterator[str]:
+    """A folder with the packages of the embedded model, and the record of the start that compiled them.
+
+    Other tests of this process may have compiled them before.
+    """
+    prepare(aot_recipe(cache_dir))
+    yield cache_dir
+
+
+@pytest.fixture
+def own_cache(cache: str, tmp_path: Path) -> str:
+    """A copy that a test may change."""
+    folders = shutil.ignore_patterns(".start-*", "leases", "precompiled_headers")
+    return str(shutil.copytree(cache, tmp_path / "cache", ignore=folders))
+
+
+def transformers_tokens(model: Any, count: int = 12) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
+    return ids[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+
+
+def run_script(cache_dir: str, model: str = TINY) -> Any:
+    """In a new process without HOME, without a compiler on PATH, and with no variable but the number of threads."""
+    command = [sys.executable, "-c", SCRIPT, model, cache_dir]
+    environ = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    completed = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout)
+
+
+def test_a_start_imports_neither_a_compiler_nor_modelling_code(cache: str, reference_tiny: Any) -> None:
+    tokens, outcomes, imported = run_script(cache)
+    assert (outcomes, imported) == ([["hit", 0]] * 2, [])
+    assert tokens == transformers_tokens(reference_tiny)
+
+
+def test_a_bundle_starts_in_the_same_way(own_cache: str, tmp_path: Path, run_cli: RunCLI, reference_tiny: Any) -> None:
+    bundle, unpacked = str(tmp_path / "tiny.tcb"), str(tmp_path / "unpacked")
+    packed = run_cli("cache", "pack", TINY, *FLAGS, "--cache-dir", own_cache, "--out", bundle)
+    assert packed.returncode == 0, packed.stderr
+    assert run_cli("cache", "unpack", bundle, unpacked, "--allow-unsigned").returncode == 0
+    tokens, outcomes, imported = run_script(unpacked)
+    assert (outcomes, imported) == ([["hit", 0]] * 2, [])
+    assert tokens == transformers_tokens(reference_tiny)
+
+
+def test_a_full_start_in_the_process_that_compiled_finds_its_packages(own_cache: str) -> None:
+    deployment = pipeline.prepare(aot_recipe(own_cache))
+    assert [record.outcome for record in deployment.records] == ["hit"] * 2
+    assert len(list(Path(own_cache, "aot").glob("start-*.json"))) == 1
+
+
+def test_random_requests_get_the_tokens_of_jit_programs(cache: str) -> None:
+    source = random.Random(5)
+    prompts = [[source.randrange(3, 900) for _ in range(source.randrange(1, 90))] for _ in range(20)]
+    engine = start(cache).engine
+    assert not engine.runner.has_model
+    expected = prepare_tiny(cache, **BUCKETS).engine.generate(prompts, SamplingParams(max_new_tokens=12))
+    assert engine.generate(prompts, SamplingParams(max_new_tokens=12)) == expected
+
+
+def test_generate_and_serve_start_from_packages(cache: str, tmp_path: Path, run_cli: RunCLI) -> None:
+    """They load the tokenizer with transformers."""
+    generated = run_cli(
+        "generate", TINY, *FLAGS, "--cache-dir", cache, "--max-new-tokens", "4", "This module", new=True
+    )
+    assert generated.returncode == 0, generated.stderr
+    command = cli_command("serve", TINY, *FLAGS, "--cache-dir", cache, "--port", "0")
+    environ = cli_environment(tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environ) as server:
+        try:
+            assert server.stdout is not None
+            address = next(line.split()[1] for line in server.stdout if line.startswith("ready: "))
+            body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == 4
+        finally:
+            server.terminate()
+        assert server.stderr is not None
+        assert "cannot be used" not in server.stderr.read()
+
+
+def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+
+    def logprobs(engine: Any) -> list[float]:
+        engine.submit(PROMPT, params)
+        tokens = [token for _ in iter(lambda: engine.has_work, False) for token in engine.step()]
+        return [entry.chosen for token in tokens for entry in token.prompt_logprobs or ()]
+
+    expected = logprobs(prepare_tiny(cache, **BUCKETS).engine)
+    assert len(expected) == len(PROMPT) - 1
+    assert logprobs(start(cache).engine) == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"transformers": "0.1"}, "made with transformers"),
+        ({"cpu": "another"}, "another plan"),
+        ({"torch": "0.1"}, "another plan"),
+    ],
+)
+def test_packages_of_another_machine_are_refused(
+    cache: str,
+    changes: dict[str, str],
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    here = packaged_start.detect_environment()
+    monkeypatch.setattr(packaged_start, "detect_environment", lambda: dataclasses.replace(here, **changes))
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert reason in caplog.text
+
+
+def test_a_new_setting_of_the_compiler_is_noticed(
+    cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert "another value of TORCHINDUCTOR_MAX_AUTOTUNE" in caplog.text
+
+
+def test_an_edit_of_modelling_code_is_noticed(
+    cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    [record] = Path(cache, "aot").glob("start-*.json")
+    sources = json.loads(record.read_text())["sources"]
+    assert {"models/qwen3/modeling_qwen3.py", "modeling_rope_utils.py"} & sources.keys()
+    monkeypatch.setattr(executed_sources, "_package_folder", lambda: tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert "of transformers has changed since the packages were made" in caplog.text
+
+
+def test_only_executed_files_of_transformers_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called, other = tmp_path / "called.py", tmp_path / "other.py"
+    called.write_text("def call():\n    return 1\n")
+    other.write_text("def unused():\n    return 2\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    import called as module  # type: ignore[import-not-found]
+
+    importlib.import_module("other")
+    files: set[str] = set()
+    with record_executed_files(files):
+        module.call()
+    monkeypatch.setattr(executed_sources, "_package_folder", lambda: tmp_path)
+    digests = digest_sources(files)
+    assert list(digests) == ["called.py"] and changed_sources(digests) == []
+    called.write_text("def call():\n    return 3\n")
+    assert changed_sources(digests) == ["called.py"]
+
+
+@pytest.mark.parametrize("fault", ["layers swapped", "one element"])
+def test_a_wrong_program_is_caught_by_the_stored_reference(
+    cache: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_weights = weight_sources.load_weights
+
+    def with_a_fault(*arguments: Any) -> dict[str, Tensor]:
+        weights = load_weights(*arguments)
+        first, second = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"
+        if fault == "layers swapped":
+            weights[first], weights[second] = weights[second], weights[first]
+        else:
+            weights[first][3, 5] += 10
+        return weights
+
+    monkeypatch.setattr(packaged_start, "load_weights", with_a_fault)
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert "differs from the stored one" in caplog.text
+
+
+def test_other_weights_of_the_same_shapes_are_checked_with_transformers_once(own_cache: str, tmp_path: Path) -> None:
+    """Their header and size are equal, so the record is found; their logits are others. Then they have a record."""
+    from transformers import AutoModelForCausalLM
+
+    model = shutil.copytree(BUILTIN_MODELS[TINY], tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    weights["model.layers.2.mlp.down_proj.weight"] *= -1
+    save_file(weights, model / "model.safetensors", {"format": "pt"})
+    assert start(own_cache, str(model)) is None
+    deployment = prepare(aot_recipe(own_cache, str(model)))
+    assert deployment.engine.runner.has_model
+    assert [record.outcome for record in deployment.records] == ["hit"] * 2, "programs do not depend on weights"
+    expected = transformers_tokens(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval())
+    tokens, _, imported = run_script(own_cache, str(model))
+    assert (tokens, imported) == (expected, [])
+
+
+@pytest.mark.parametrize("missing", ["reference", "buffers"])
+def test_a_record_without_its_files_is_not_used(own_cache: str, missing: str) -> None:
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    record = json.loads(path.read_text())
+    Path(own_cache, record[missing]).unlink()
+    with pytest.raises(IntegrityError, match="is missing"):
+        start(own_cache)
+
+
+def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:
+    [path] = Path(own_cache, "aot").glob("start-*.json")
+    path.write_text(path.read_text().replace('"schema": 1', '"schema": 0'))
+    with caplog.at_level(logging.WARNING):
+        assert start(own_cache) is None
+    assert "cannot be read" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
+def test_other_families_start_with_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
+    """gemma2 has two kinds of layers and soft-capping; gpt2 has learned positions, biases and transposed layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from tcdeploy.models.dummy_weights import draw_dummy_weights
+
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **SUPPORTED[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    draw_dummy_weights(model)
+    model.save_pretrained(tmp_path / "model")
+    cache_dir = str(tmp_path / "cache")
+    prepare(aot_recipe(cache_dir, str(tmp_path / "model")))
+    tokens, outcomes, imported = run_script(cache_dir, str(tmp_path / "model"))
+    assert (outcomes, imported) == ([["hit", 0]] * 2, [])
+    assert tokens == transformers_tokens(model)
