@@ -116,7 +116,10 @@ def start_from_packages(
 
 
 def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
-    """The record for this recipe; None if there is none. Raises _DoesNotFit if none fits or can be read."""
+    """Look for a record of this recipe. Returns None if there is none.
+
+    Raises _DoesNotFit if there are records, but none can be used.
+    """
     folder = local_folder(recipe.model, recipe.revision)
     key = start_key(recipe, folder)
     if key is None or folder is None:

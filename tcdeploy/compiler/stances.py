@@ -46,7 +46,7 @@ def fail_on_recompile() -> Iterator[None]:
 
 
 def _torch_stance(stance: str) -> contextlib.AbstractContextManager[object]:
-    """torch's own setting. It imports Dynamo, without which there is nothing to compile."""
+    """torch's own stance. To set it would import Dynamo, so it is not set before something else has imported that."""
     stance_context: contextlib.AbstractContextManager[object] = (
         torch.compiler.set_stance(stance) if is_compiler_imported() else contextlib.nullcontext()
     )

@@ -9,7 +9,10 @@ BUILTIN_MODELS = {"builtin:tiny": Path(__file__).parent / "tiny"}
 
 
 def local_folder(model: str, revision: str | None) -> Path | None:
-    """The folder of a model's files on this machine; None if there is none, or if it holds only a part of them."""
+    """The folder of a model's files on this machine; None if there is none.
+
+    A model of the Hub may have been downloaded only in part.
+    """
     if model in BUILTIN_MODELS:
         return BUILTIN_MODELS[model]
     if Path(model).is_dir():

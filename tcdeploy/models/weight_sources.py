@@ -45,7 +45,7 @@ class DescribedWeights(NamedTuple):
 
 
 class WeightNotInCheckpointError(Exception):
-    """A tensor of the model is not in its checkpoint, or cannot be told apart from others there."""
+    """A tensor of the model is not in the checkpoint, or several tensors of the checkpoint have its values."""
 
 
 def describe_weights(
@@ -68,7 +68,9 @@ def describe_weights(
             source = ["same", names[memory]]
         elif (source := finder.find(name, tensor) if tensor.is_contiguous() else None) is None:
             if name in parameters or tensor.nbytes + sum(item.nbytes for item in stored.values()) > MAX_STORED_BYTES:
-                raise WeightNotInCheckpointError(f"{name} is not in the checkpoint, or only in another layout")
+                raise WeightNotInCheckpointError(
+                    f"{name} is not in the checkpoint, or is equal to several tensors of it"
+                )
             stored[name], source = tensor.detach().cpu().contiguous(), ["stored", name]
         names.setdefault(memory, name)
         sources[name] = WeightSource(_dtype_name(tensor.dtype), tuple(tensor.shape), source)
@@ -76,8 +78,10 @@ def describe_weights(
 
 
 def load_weights(described: DescribedWeights, checkpoint: Mapping[str, StoredTensor], device: str) -> dict[str, Tensor]:
-    """The tensors of a model by name. Raises KeyError or ValueError for a checkpoint that does not fit, and as
-    `copy_tensors`."""
+    """The tensors of a model by name.
+
+    Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as `copy_tensors`.
+    """
     tensors: dict[str, Tensor] = {}
     copies: list[Copy] = []
     for name, (dtype, shape, source) in described.sources.items():
@@ -120,7 +124,7 @@ class _Finder:
         self._names: dict[torch.dtype, dict[bytes, list[str]]] = {}  # by dtype after conversion, and fingerprint
 
     def find(self, name: str, tensor: Tensor) -> Source | None:
-        """The source of a contiguous tensor of the model; None if there is none, or if it is ambiguous."""
+        """Where a contiguous tensor of the model comes from; None if nothing has its values, or if several do."""
         if not tensor.numel():
             return None
         tensor = tensor.detach().cpu()

@@ -69,7 +69,7 @@ def test_packed_and_stacked_tensors_are_found_by_their_parts(tmp_path: Path) -> 
 
 
 def test_packed_layers_are_found_by_their_names(tmp_path: Path) -> None:
-    """Biases are often zeros, so values cannot tell them apart."""
+    """The biases of a model may all be zeros. Then their values are equal, and only their names differ."""
     checkpoint = {
         f"model.layers.{layer}.{part}.{leaf}": torch.randn(rows, 4) if leaf == "weight" else torch.zeros(rows)
         for layer in range(2)
