@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from tcdeploy.planning.environment import AOT_PACKAGES
+from tcdeploy.torch_compat.aot_pdl import dependent_launches
 from tcdeploy.torch_compat.internal import Internal, find
 
 LOADER = "torch:_C._aoti.AOTIModelPackageLoader"
@@ -45,7 +46,7 @@ def compile_package(exported: Any, path: str, inductor_config: dict[str, Any]) -
     metadata = getattr(settings, "metadata", {})
     metadata_before = dict(metadata)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), dependent_launches():
             warnings.filterwarnings("ignore", category=FutureWarning)  # torch copies its deprecated LeafSpec
             find(COMPILER)(exported, package_path=path, inductor_configs={**inductor_config, **without_lines})
     finally:  # torch adds to this setting in place, and it is part of its cache keys

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from tcdeploy.torch_compat import (
     aot_package,
+    aot_pdl,
     attention_registry,
     autotune_cache,
     benchmarker,
@@ -45,11 +46,11 @@ from tcdeploy.torch_compat.internal import Internal
 INTERNALS: tuple[Internal, ...] = tuple(
     module.INTERNAL
     for module in (
-        aot_package, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback, compile_counters,
-        compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries, custom_graph_pass,
-        dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, float32_tensors, graph_cache_keys,
-        inductor_settings, inductor_workers, mark_dynamic, pdl, precompiled_headers, torch_flash, triton_cache,
-        triton_platform_key, triton_source, uvicorn_protocol,
+        aot_package, aot_pdl, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback,
+        compile_counters, compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries,
+        custom_graph_pass, dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, float32_tensors,
+        graph_cache_keys, inductor_settings, inductor_workers, mark_dynamic, pdl, precompiled_headers, torch_flash,
+        triton_cache, triton_platform_key, triton_source, uvicorn_protocol,
     )
 )  # fmt: skip
 

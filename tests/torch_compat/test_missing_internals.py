@@ -72,6 +72,7 @@ MOVED = {
     "compiler imports": ("compile_stack", "MODULES", ("torch._inductor.moved",)),
     "compile threads": ("compile_threads", "CONFIG", "torch._inductor.moved"),
     "ahead-of-time packages": ("aot_package", "LOADER", "torch:_C.moved"),
+    "dependent launch in packages": ("aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
     "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),
     "C++ compiler queries": ("compiler_queries", "BUILDER", "torch._inductor.moved"),
     "rotary fusion": ("eager_input_vals", "KEY", "moved_input_vals"),

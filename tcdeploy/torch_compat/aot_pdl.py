@@ -1,0 +1,100 @@
+"""Programmatic dependent launch (pdl.py) of the kernels in ahead-of-time packages.
+
+In torch 2.11 to 2.13 the C++ code of a package launches every kernel in the ordinary way, also kernels that were
+generated with `triton.enable_pdl`. A decode step of Llama 3.1 8B then takes 2% longer than with the kernels launched
+from Python. While a package is compiled, the calls of torch's `launchKernel` are replaced by a function of ours for the
+kernels that torch would launch with PDL from Python, provided that their source waits for the previous kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from tcdeploy.torch_compat.internal import Internal, find, has_parameters, mentions
+
+KERNEL_CALL = "torch._inductor.codegen.cpp_wrapper_gpu:DeferredTritonCallWrapper"
+CUDA_CODE = "torch._inductor.codegen.cuda.device_op_overrides:CUDADeviceOpOverrides"
+ORDINARY_CALL, DEPENDENT_CALL = "launchKernel(", "launchDependentKernel("
+WAIT = "gdc_wait"
+# The parameters of torch's `launchKernel`.
+DEPENDENT_LAUNCH = """
+            static inline void launchDependentKernel(
+                    CUfunction func,
+                    uint32_t gridX,
+                    uint32_t gridY,
+                    uint32_t gridZ,
+                    uint32_t numWarps,
+                    uint32_t sharedMemBytes,
+                    void* args[],
+                    cudaStream_t stream) {
+                CUlaunchAttribute attribute = {};
+                attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+                attribute.value.programmaticStreamSerializationAllowed = 1;
+                CUlaunchConfig config = {};
+                config.gridDimX = gridX;
+                config.gridDimY = gridY;
+                config.gridDimZ = gridZ;
+                config.blockDimX = 32 * numWarps;
+                config.blockDimY = 1;
+                config.blockDimZ = 1;
+                config.sharedMemBytes = sharedMemBytes;
+                config.hStream = stream;
+                config.attrs = &attribute;
+                config.numAttrs = 1;
+                CUDA_DRIVER_CHECK(cuLaunchKernelEx(&config, func, args, nullptr));
+            }
+"""
+
+
+def supported() -> bool:
+    call, code = find(KERNEL_CALL), find(CUDA_CODE)
+    return (
+        has_parameters(getattr(call, "generate_launch_kernel", None), "self", "prefix", "params")
+        and mentions(getattr(call, "generate", None), "kernel_name_to_body", "generate_launch_kernel")
+        and any(ORDINARY_CALL in text for text in _texts(getattr(code, "kernel_driver", None)))
+    )
+
+
+INTERNAL = Internal(
+    "dependent launch in packages",
+    "torch",
+    "torch._inductor.codegen.cpp_wrapper_gpu.DeferredTritonCallWrapper.generate_launch_kernel",
+    "decode steps of `--programs aot` are about 2% slower",
+    supported,
+)
+
+
+@contextmanager
+def dependent_launches() -> Iterator[None]:
+    """Packages that are compiled in this context launch kernels with PDL where torch does from Python."""
+    if not supported():
+        yield
+        return
+    kernel_call, cuda_code = find(KERNEL_CALL), find(CUDA_CODE)
+    generate_launch, kernel_driver = kernel_call.generate_launch_kernel, cuda_code.kernel_driver
+
+    def generate(call: Any, prefix: Any, wrapper: Any, *arguments: Any, **keywords: Any) -> None:
+        code = type(prefix)()
+        generate_launch(call, code, wrapper, *arguments, **keywords)
+        text = code.getvalue()
+        params = arguments[-1] if arguments else keywords["params"]
+        prefix.splice(text.replace(ORDINARY_CALL, DEPENDENT_CALL) if _waits(call, params) else text)
+
+    kernel_call.generate_launch_kernel = generate
+    cuda_code.kernel_driver = lambda code: kernel_driver(code) + DEPENDENT_LAUNCH
+    try:
+        yield
+    finally:
+        kernel_call.generate_launch_kernel, cuda_code.kernel_driver = generate_launch, kernel_driver
+
+
+def _waits(call: Any, params: dict[str, Any]) -> bool:
+    """Whether torch launches the kernel with PDL from Python, and the kernel waits for its predecessor."""
+    return bool(params["triton_meta"].get("launch_pdl")) and WAIT in call.kernel_name_to_body[call.kernel_name]
+
+
+def _texts(function: Any) -> list[str]:
+    code = getattr(function, "__code__", None)
+    return [constant for constant in code.co_consts if isinstance(constant, str)] if code else []
