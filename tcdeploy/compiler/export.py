@@ -32,6 +32,7 @@ from tcdeploy.compiler.step_program import Call, InputSpec, StepProgram
 from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.mark_dynamic import dynamic_dims, tensors_in
 
+METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
 MIN_DYNAMIC_SIZE = 2  # torch specialises programs on sizes of 0 and 1
 MAX_DYNAMIC_SIZE = 1 << 31  # a program must allow at least this size; torch's own limit is larger
 
@@ -239,7 +240,21 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     for sizes in exported.range_constraints.values():
         if sizes.lower > MIN_DYNAMIC_SIZE or sizes.upper < MAX_DYNAMIC_SIZE:
             raise NotImplementedError(f"its forward allows only sizes from {sizes.lower} to {sizes.upper}")
+    _erase_metadata_checks(exported)
     return exported
+
+
+def _erase_metadata_checks(exported: ExportedProgram) -> None:
+    """Erase the checks of dtype and device that torch.export adds at each cast.
+
+    They are users of the tensors that they check, so they prevent fusions: RMSNorm into GEMVs (passes/rms_norm.py). The
+    inputs of a program are checked by `LoadedStep`, and the dtypes of the other tensors follow from theirs.
+    """
+    for module in exported.graph_module.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.find_nodes(op="call_function", target=METADATA_CHECK):
+                module.graph.erase_node(node)
+            module.recompile()
 
 
 def _code(exported: ExportedProgram) -> str:

@@ -31,6 +31,7 @@ class ExportingForward:
         self.num_reused = 0  # runs of a step's programs for a later step
         self.equal_layers: tuple[int, ...] | None = None
         self.steps: list[tuple[StepInputs, StepProgram, Tensor, Tensor]] = []
+        self.targets: set[Any] = set()  # of the nodes of all programs
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         expected = self.runner.transformers_forward(inputs)
@@ -52,6 +53,7 @@ class ExportingForward:
         return expected
 
     def uncompiled(self, program: Any) -> Any:
+        self.targets |= {node.target for node in program.graph.nodes}
         module = program.module(check_guards=False)
 
         def run(tensors: list[Tensor]) -> list[Tensor]:
@@ -147,6 +149,14 @@ def test_layers_that_differ_have_programs_of_their_own(difference: str, tmp_path
         programs = [call.program for call in step_program.calls[1 : LAYERS + 1]]
         assert programs[0] == programs[2] == programs[3] != programs[1]
     assert forward.equal_layers == (0, 1, 0, 0)
+
+
+def test_programs_do_not_check_dtypes(tmp_path: Path, cache_dir: str) -> None:
+    """torch.export adds such checks, and as users of a tensor they prevent fusions."""
+    runner, layers = load_model(save_config("llama", tmp_path), cache_dir)
+    runner.forward = forward = ExportingForward(runner, layers)
+    run_steps(runner)
+    assert torch.ops.aten.rsqrt.default in forward.targets and export.METADATA_CHECK not in forward.targets
 
 
 def test_the_export_leaves_the_model_as_it_was(tmp_path: Path, cache_dir: str) -> None:
