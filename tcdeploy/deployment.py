@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.step_costs import StepCosts
+from tcdeploy.engine.step_costs import StepCosts, parse_step_costs
 from tcdeploy.engine.timing import measure_step_costs
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.import_times import describe_uncompiled
@@ -105,15 +105,35 @@ def warm(
     measure: bool,
     progress: Progress,
 ) -> Warmed:
-    """Warm and check all buckets, and measure what steps cost. `measure`: also time each bucket, eager and compiled."""
+    """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
+
+    `measure`: also time each bucket, eager and compiled.
+    """
     plan = start.plan
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
     with tracker.track():
         records = warm_buckets(runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished)
     runner.graphs.warmed()
-    with runner.uncounted_steps():
-        costs = measure_step_costs(runner)
+    costs = _recorded_costs(start, records)
+    if costs is None:
+        with runner.uncounted_steps():
+            costs = measure_step_costs(runner)
     return Warmed(records, costs, tracker.paths())
+
+
+def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | None:
+    """The costs in the manifest, if they can be read and were measured with the same programs; else None."""
+    earlier = start.earlier
+    if earlier is None or earlier.step_costs is None or not start.previous.buckets:
+        return None
+    is_same = {record.bucket: record.variant for record in earlier.buckets} == {
+        record.bucket: record.variant for record in records
+    }
+    try:
+        return parse_step_costs(earlier.step_costs) if is_same else None
+    except (ValueError, KeyError, TypeError) as error:
+        log.warning("steps are timed again, because their times in the manifest cannot be read: %s", error)
+        return None
 
 
 def record_start(
@@ -138,6 +158,7 @@ def record_start(
         workspace_bytes,
         is_first_start(),
         compilation_date(warmed.records, earlier),
+        asdict(warmed.costs),
     )
     publish(staging, manifest)
     if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):

@@ -30,7 +30,7 @@ from tcdeploy.planning.recipe import Recipe
 
 SCHEMA_VERSION = 7
 MANIFESTS_DIR = "manifests"
-OPTIONAL_FIELDS = {"compiled_at"}  # of a manifest; version 0.2 did not record them
+OPTIONAL_FIELDS = {"compiled_at", "step_costs"}  # of a manifest; version 0.2 did not record them
 OBSOLETE_BUCKET_FIELDS = {"step_ms"}  # development versions after 0.2 recorded them
 
 
@@ -133,6 +133,7 @@ class Manifest:
     workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
     is_first_start: bool = True  # whether its process had prepared nothing before
     compiled_at: int | None = None  # end of the last start that compiled, in seconds since 1970; None: not recorded
+    step_costs: dict[str, Any] | None = None  # fields of engine/step_costs.py's StepCosts; None: not recorded
     schema: int = SCHEMA_VERSION
 
     @property
@@ -162,6 +163,7 @@ def make_manifest(
     workspace_bytes: int | None = None,
     is_first_start: bool = True,
     compiled_at: int | None = None,
+    step_costs: dict[str, Any] | None = None,
 ) -> Manifest:
     return Manifest(
         plan=asdict(plan),
@@ -173,6 +175,7 @@ def make_manifest(
         workspace_bytes=workspace_bytes,
         is_first_start=is_first_start,
         compiled_at=compiled_at,
+        step_costs=step_costs,
     )
 
 

@@ -27,10 +27,10 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 CORRECTION_WEIGHT = 0.05  # of the latest step, in the moving average: it spans about 20 steps
 MIN_CORRECTION, MAX_CORRECTION = 0.5, 2.0
@@ -62,12 +62,16 @@ class StepCosts:
     prefix_token_ms: float = 0.0
 
     def __post_init__(self) -> None:
+        """Raises ValueError: the values may come from a file."""
         for sizes in ([tokens for tokens, _ in self.prefill_ms], [rows for rows, _ in self.decode_ms_by_rows]):
-            assert sizes and sizes == sorted(set(sizes)) and sizes[0] >= 1, f"{sizes} are not ascending sizes"
+            if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+                raise ValueError(f"{sizes} are not ascending sizes")
         times = [ms for _, ms in (*self.prefill_ms, *self.decode_ms_by_rows)]
-        assert all(0 < ms < math.inf for ms in times), f"times must be positive and finite: {times}"
+        if not all(0 < ms < math.inf for ms in times):
+            raise ValueError(f"times must be positive and finite: {times}")
         factors = (self.decode_context_ms, self.prefix_pair_ms, self.prefix_token_ms)
-        assert all(0 <= factor < math.inf for factor in factors), f"factors must be finite and not negative: {factors}"
+        if not all(0 <= factor < math.inf for factor in factors):
+            raise ValueError(f"factors must be finite and not negative: {factors}")
 
     def decode_ms(self, rows: int, row_context: int | None = None) -> float:
         """Milliseconds of a decode step of `rows` rows. `row_context` None: that of the timed step."""
@@ -118,6 +122,12 @@ class StepCosts:
         """The points (tokens, ms) that `size_ms` interpolates, ascending in tokens."""
         smallest, ms = self.prefill_ms[0]
         return _never_decreasing([(1, min(ms, self.decode_ms(1)))] * (smallest > 1) + list(self.prefill_ms))
+
+
+def parse_step_costs(values: Mapping[str, Any]) -> StepCosts:
+    """StepCosts from its fields as JSON holds them, in lists. Raises ValueError, KeyError or TypeError for others."""
+    times = {name: tuple(map(tuple, values[name])) for name in ("prefill_ms", "decode_ms_by_rows")}
+    return StepCosts(**{**values, **times})
 
 
 class StepEstimate(NamedTuple):
