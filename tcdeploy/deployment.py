@@ -6,7 +6,7 @@ pipeline.py starts a deployment from the model's code, packaged_start.py from ah
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -24,11 +24,12 @@ from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.step_costs import StepCosts, parse_step_costs
 from tcdeploy.engine.timing import measure_step_costs
+from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.import_times import describe_uncompiled
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
-from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 from tcdeploy.stages import StageTimer, import_timer
@@ -104,15 +105,19 @@ def warm(
     tracker: FileAccessTracker,
     measure: bool,
     progress: Progress,
+    prepared: Mapping[Bucket, CompiledVariant] | None = None,
 ) -> Warmed:
     """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
 
-    `measure`: also time each bucket, eager and compiled.
+    measure: also time each bucket, eager and compiled.
+    prepared: the result of `prepare_buckets`, if it was called.
     """
     plan = start.plan
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
     with tracker.track():
-        records = warm_buckets(runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished)
+        records = warm_buckets(
+            runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared
+        )
     runner.graphs.warmed()
     costs = _recorded_costs(start, records)
     if costs is None:

@@ -1,9 +1,9 @@
 """Starts a deployment from ahead-of-time packages, without the model's code and without torch's compiler.
 
 It needs a record that an earlier start has written (start_record.py). The weights are read from the checkpoint to where
-the programs expect them, and every bucket is compared with the stored reference before it serves, as in any other
-start. If something does not fit, `start_from_packages` returns None, and pipeline.py starts with transformers; the
-reason is logged.
+the programs expect them; on a GPU the programs are loaded and captured meanwhile. Then every bucket is compared with
+the stored reference before it serves, as in any other start. If something does not fit, `start_from_packages` returns
+None, and pipeline.py starts with transformers; the reason is logged.
 
 The keys and values that a check needs are computed by the prefill packages, because there is no other forward pass.
 Wrong ones change the logits of the buckets that read them.
@@ -16,17 +16,21 @@ from tcdeploy.stages import ImportStage, StageTimer
 
 _import_stage = ImportStage()
 
+import contextlib
 import dataclasses
 import gc
+import itertools
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packages call
-from tcdeploy.attention.kv_cache import allocate_kv_cache
+from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
 from tcdeploy.cache.contents import FileAccessTracker
@@ -42,15 +46,16 @@ from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
-from tcdeploy.engine.warmup import PreviousRun
+from tcdeploy.engine.tuning import CompiledVariant
+from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
 from tcdeploy.errors import CompileError, MismatchError, SpaceError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
-from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, load_weights
+from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
-from tcdeploy.planning.plan import Plan, decide_cache_dir, make_plan
+from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 from tcdeploy.start_record import (
@@ -188,21 +193,36 @@ def _start(
     count_start()
     record, plan = found.record, found.plan
     progress.planned(plan)
-    with stages.stage("load"):
-        is_on_gpu = plan.device == "cuda"
-        staging = cache_folder.activate(
-            plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=is_on_gpu
-        )
-        if is_on_gpu:
-            from tcdeploy.torch_compat.triton_platform_key import patch_platform_key  # imports Triton
+    with contextlib.ExitStack() as reading:  # the weights are read while this block runs
+        with stages.stage("load"):
+            is_on_gpu = plan.device == "cuda"
+            staging = cache_folder.activate(
+                plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=is_on_gpu
+            )
+            if is_on_gpu:
+                from tcdeploy.torch_compat.triton_platform_key import patch_platform_key  # imports Triton
 
-            patch_platform_key()
-        acquire_lease(staging.target, plan.key)
-        policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
-        earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
-        _check_files(found, staging, earlier)
-        assert earlier is not None
-        runner = _load(found, staging, earlier)
+                patch_platform_key()
+            acquire_lease(staging.target, plan.key)
+            policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
+            earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
+            _check_files(found, staging, earlier)
+            assert earlier is not None
+            described = _described_weights(record, staging)
+            with _checkpoint_errors(plan):
+                checkpoint = stored_tensors(weight_files(found.folder))
+                weights = reading.enter_context(loading_weights(described, checkpoint, plan.device))
+            kv_cache = allocate_kv_cache(plan, record.architecture)
+            runner = _make_runner(record, plan, staging, earlier, weights, kv_cache)
+            tracker = FileAccessTracker(staging.path)
+        prepared: dict[Bucket, CompiledVariant] = {}
+        if _prepares_early(plan):
+            with stages.stage("programs"), tracker.track():
+                prepared = prepare_buckets(runner, plan.cache_dir)
+                for cache in itertools.chain(*kv_cache):
+                    cache.zero_()  # steps with half the weights may have written infinities
+        with stages.stage("load"), _checkpoint_errors(plan):
+            reading.close()
     with stages.stage("reference"):
         stored, config = read_reference(Path(staging.path, record.reference)), _StoredConfig(record.config)
         prompts = CheckPrompts(plan, record.architecture, config, FIRST_SEED)
@@ -227,7 +247,7 @@ def _start(
         tokenizer=tokenizer,
     )
     with stages.stage("compile"):
-        warmed = warm(start, runner, checker, FileAccessTracker(staging.path), False, progress)
+        warmed = warm(start, runner, checker, tracker, False, progress, prepared)
     return record_start(start, runner, warmed, [found.path, record.buffers, record.reference], stages)
 
 
@@ -242,14 +262,23 @@ def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None
         raise _DoesNotFit(f"{found.path} has changed while it was read")
 
 
-def _load(found: _Found, staging: StagingFolder, earlier: Manifest) -> ModelRunner:
-    record, plan = found.record, found.plan
+def _prepares_early(plan: Plan) -> bool:
+    """Whether steps run while the weights are read. On a CPU they would slow each other down."""
+    return plan.device == "cuda"
+
+
+def _described_weights(record: StartRecord, staging: StagingFolder) -> DescribedWeights:
     sources = {
         name: WeightSource(dtype, tuple(shape), source) for name, (dtype, shape, source) in record.weights.items()
     }
-    described = DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+    return DescribedWeights(sources, load_file(Path(staging.path, record.buffers)))
+
+
+@contextlib.contextmanager
+def _checkpoint_errors(plan: Plan) -> Iterator[None]:
+    """Translates the errors of `loading_weights`."""
     try:
-        weights = load_weights(described, stored_tensors(weight_files(found.folder)), plan.device)
+        yield
     except (KeyError, ValueError, OSError) as error:
         raise _DoesNotFit(f"the checkpoint does not fit: {error}") from error
     except torch.OutOfMemoryError as error:
@@ -257,8 +286,18 @@ def _load(found: _Found, staging: StagingFolder, earlier: Manifest) -> ModelRunn
             f"the weights of {plan.model} do not fit into the GPU's free memory",
             "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
         ) from error
+
+
+def _make_runner(
+    record: StartRecord,
+    plan: Plan,
+    staging: StagingFolder,
+    earlier: Manifest,
+    weights: dict[str, Tensor],
+    kv_cache: list[LayerKV],
+) -> ModelRunner:
     constants = {f"weight/{name}": tensor for name, tensor in weights.items()}
-    for index, (k_cache, v_cache) in enumerate(allocate_kv_cache(plan, record.architecture)):
+    for index, (k_cache, v_cache) in enumerate(kv_cache):
         constants |= {f"kv/{index}/k": k_cache, f"kv/{index}/v": v_cache}
     forward = PackagedForward(
         constants, record.supports_logits_to_keep, plan, Path(staging.path, record.package_folder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import json
@@ -20,8 +21,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
+from tcdeploy.cache.manifest import manifest_path, read_manifests, write_manifest
+from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.step_costs import parse_step_costs
 from tcdeploy.errors import IntegrityError
 from tcdeploy.models import executed_sources, weight_sources
 from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
@@ -147,6 +152,52 @@ def test_generate_and_serve_start_from_packages(cache: str, tmp_path: Path) -> N
         assert "tcdeploy.packaged_start" in imports and "tcdeploy.pipeline" not in imports
 
 
+def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU. The weights are read only after the steps have run here, and the tokens are the same."""
+    loading_weights, events = weight_sources.loading_weights, []
+
+    @contextlib.contextmanager
+    def read_late(*arguments: Any) -> Iterator[dict[str, Tensor]]:
+        described, _, device = arguments
+        weights = {
+            name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
+            for name, (dtype, shape, _) in described.sources.items()
+        }
+        yield weights
+        events.append("read")
+        with loading_weights(*arguments) as complete:
+            pass
+        for name, weight in weights.items():
+            weight.copy_(complete[name])
+
+    def prepare_buckets(*arguments: Any) -> Any:
+        events.append("prepare")
+        return warmup.prepare_buckets(*arguments)
+
+    expected = start(cache).engine.generate([PROMPT], SamplingParams(max_new_tokens=12))
+    monkeypatch.setattr(packaged_start, "loading_weights", read_late)
+    monkeypatch.setattr(packaged_start, "prepare_buckets", prepare_buckets)
+    monkeypatch.setattr(packaged_start, "_prepares_early", lambda plan: True)
+    deployment = start(cache)
+    assert events == ["prepare", "read"]
+    assert [(record.outcome, record.compiles) for record in deployment.records] == [("hit", 0)] * 2
+    assert deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=12)) == expected
+
+
+def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measure(runner: Any) -> Any:
+        raise AssertionError("steps are timed")
+
+    monkeypatch.setattr(deployment_module, "measure_step_costs", measure)
+    deployment = start(own_cache)
+    manifest = read_manifests(own_cache)[deployment.plan.key]
+    assert deployment.engine.clock.predictor.costs == parse_step_costs(manifest.step_costs or {})
+    path = manifest_path(own_cache, deployment.plan.key)
+    write_manifest(path, dataclasses.replace(manifest, step_costs={"prefill_ms": [[32, "fast"]]}))
+    with pytest.raises(AssertionError, match="steps are timed"):
+        start(own_cache)
+
+
 def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:
     params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
 
@@ -225,18 +276,19 @@ def test_only_executed_files_of_transformers_are_recorded(tmp_path: Path, monkey
 def test_a_wrong_program_is_caught_by_the_stored_reference(
     cache: str, fault: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    load_weights = weight_sources.load_weights
+    loading_weights = weight_sources.loading_weights
 
-    def with_a_fault(*arguments: Any) -> dict[str, Tensor]:
-        weights = load_weights(*arguments)
+    @contextlib.contextmanager
+    def with_a_fault(*arguments: Any) -> Iterator[dict[str, Tensor]]:
         first, second = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"
-        if fault == "layers swapped":
-            weights[first], weights[second] = weights[second], weights[first]
-        else:
+        with loading_weights(*arguments) as weights:
+            if fault == "layers swapped":
+                weights[first], weights[second] = weights[second], weights[first]
+            yield weights
+        if fault == "one element":
             weights[first][3, 5] += 10
-        return weights
 
-    monkeypatch.setattr(packaged_start, "load_weights", with_a_fault)
+    monkeypatch.setattr(packaged_start, "loading_weights", with_a_fault)
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
     assert "differs from the stored one" in caplog.text

@@ -202,6 +202,9 @@ class ModelRunner:
         self.graphs.drop(bucket)
         self._variants[bucket] = variant
 
+    def variant(self, bucket: Bucket) -> Variant:
+        return self._variants[bucket]
+
     @property
     def uncaptured_runs(self) -> int:
         """Forward passes of captured buckets that did not replay a CUDA graph: those that compute prompt logprobs."""

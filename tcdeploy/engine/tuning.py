@@ -129,7 +129,7 @@ def select_variant(
         compiled.setdefault(variant, latest)
         if error is None:
             latest = latest._replace(compilation=total_compilation(variant, compiled))
-            selected = _check_variant(batch, variant, latest, trials, checker)
+            selected = check_variant(batch, variant, latest, trials, checker)
             if selected.check.parity.passed:
                 return selected
             parity = describe_parity(selected.check.parity)
@@ -152,9 +152,10 @@ def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) 
     return next((variant for variant in untimed if variant.name not in failed), None)
 
 
-def _check_variant(
+def check_variant(
     batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
 ) -> SelectedVariant:
+    """The bucket's present variant with the result of its parity check, which may have failed."""
     peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
     check = checker.check(batch.bucket)
     return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)

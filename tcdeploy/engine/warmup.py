@@ -8,7 +8,7 @@ compile, capture and check seconds apart, and torch's counters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,8 +20,15 @@ from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.timing import StepTimes, measure_step_times
-from tcdeploy.engine.tuning import SelectedVariant, select_variant, tune
-from tcdeploy.engine.warmup_inputs import make_small_batch, timed_context
+from tcdeploy.engine.tuning import (
+    CompiledVariant,
+    SelectedVariant,
+    check_variant,
+    compile_variant,
+    select_variant,
+    tune,
+)
+from tcdeploy.engine.warmup_inputs import make_small_batch, make_timing_batch, timed_context
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.progress import Progress
@@ -46,6 +53,26 @@ class _WarmedBucket(NamedTuple):
     tuning_seconds: float
 
 
+def prepare_buckets(runner: ModelRunner, cache_dir: str) -> dict[Bucket, CompiledVariant]:
+    """Load, run and capture the step of each bucket, with the variant that the runner has set.
+
+    For a start from packages, while the weights are read: the results of the steps are ignored, but the weights must be
+    finite. `warm_buckets` then checks the buckets. The KV cache contains arbitrary values afterwards. Raises as
+    `PackagedForward`, and CompileError.
+    """
+    prepared: dict[Bucket, CompiledVariant] = {}
+    for bucket in _in_order(runner.plan):
+        batch = make_timing_batch(runner, bucket)
+        with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
+            prepared[bucket] = compile_variant(batch, runner.variant(bucket))
+    runner.row_assignment.clear()
+    return prepared
+
+
+def _in_order(plan: Plan) -> list[Bucket]:
+    return sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
+
+
 def warm_buckets(
     runner: ModelRunner,
     checker: ParityChecker,
@@ -54,22 +81,24 @@ def warm_buckets(
     measure: bool,
     progress: Progress,
     on_finished: Callable[[BucketRecord], None] = lambda record: None,
+    prepared: Mapping[Bucket, CompiledVariant] | None = None,
 ) -> list[BucketRecord]:
     """Warm all buckets; returns their records in the plan's order.
 
     With `measure` each bucket's step is timed, eager and compiled. `on_finished` is called for each bucket that has
-    passed its parity check. Raises CompileError for a bucket that fails this check, and SpaceError if torch could not
-    write all cache entries.
+    passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called. Raises CompileError for a
+    bucket that fails this check, and SpaceError if torch could not write all cache entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
-    order = sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
+    order = _in_order(plan)
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with translate_compile_errors(plan, cache_dir):
-            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, measure)
+            compiled = prepared[bucket] if prepared else None
+            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, measure, compiled)
         records[bucket] = warmed.record
         tuning_left -= warmed.tuning_seconds
         try:
@@ -89,7 +118,9 @@ def _warm_bucket(
     checker: ParityChecker,
     tune_seconds: float,
     measure: bool,
+    compiled: CompiledVariant | None,
 ) -> _WarmedBucket:
+    """`compiled`: of a bucket that is prepared."""
     plan = runner.plan
     if plan.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -99,11 +130,16 @@ def _warm_bucket(
         batch.fill_kv_cache()
     has_more_time = plan.tune_seconds > previous.tune_seconds
     tuning = tune(batch, previous.trials.get(bucket.name, ()), has_more_time, tune_seconds)
-    selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
+    if compiled is not None:
+        selected = check_variant(batch, runner.variant(bucket), compiled, tuning.trials, checker)
+    else:
+        selected = select_variant(batch, tuning, checker, bucket.name in previous.buckets)
     is_captured = runner.graphs.is_captured(bucket)
     if bucket.min_size and not is_captured:  # otherwise the captures of small sizes load these kernels
         make_small_batch(runner, bucket).run_in_two_chunks()  # attention has other kernels for few tokens
     kernels_compiled = (read_counts() - before).kernels_compiled  # trials and checks included
+    if compiled is not None:
+        kernels_compiled += compiled.compilation.counts.kernels_compiled
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
     step_times = measure_step_times(runner, bucket) if measure and selected.check.parity.passed else None

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import queue
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -28,6 +29,7 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
 CHUNK_BYTES = 16 << 20
 THREADS = 8
+SWITCH_SECONDS = 0.0005  # for the GIL: by default, a thread waits up to 5 ms for it several times per chunk
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -92,10 +94,12 @@ def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor
     return tensor if max_elements is not None else tensor.view(stored.shape)
 
 
-def copy_tensors(copies: Iterable[Copy]) -> None:
-    """Read all tensors into their targets. Raises ModelError if a file is too short, and OSError.
+@contextlib.contextmanager
+def copying_tensors(copies: Iterable[Copy]) -> Iterator[None]:
+    """Read all tensors into their targets while the block runs. They are complete after the block.
 
-    All targets are on one device.
+    If the block raises an exception, the rest is not read. All targets are on one device. Raises ModelError if a file
+    is too short, and OSError.
     """
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     targets: list[Tensor] = []
@@ -104,17 +108,26 @@ def copy_tensors(copies: Iterable[Copy]) -> None:
         for task in _tasks(copy):
             tasks.put(task)
     if not targets:
+        yield
         return
     device, stop = targets[0].device, threading.Event()
     # The threads copy on streams of their own: earlier work on the targets' memory has to end before, and all copies
     # before the targets are used or freed.
     _synchronize(device)
+    switch_interval = sys.getswitchinterval()
     try:
         with ThreadPoolExecutor(THREADS) as pool:
+            sys.setswitchinterval(SWITCH_SECONDS)
             workers = [pool.submit(_run_tasks, tasks, device, stop) for _ in range(THREADS)]
+            try:
+                yield
+            except BaseException:
+                stop.set()
+                raise
         for worker in workers:
             worker.result()
     finally:
+        sys.setswitchinterval(switch_interval)
         _synchronize(device)
 
 

@@ -17,6 +17,7 @@ A source is one of, as JSON:
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.checkpoint_reader import Copy, StoredTensor, copy_tensors, read_tensor
+from tcdeploy.models.checkpoint_reader import Copy, StoredTensor, copying_tensors, read_tensor
 
 FINGERPRINT_ELEMENTS = 32
 MAX_STORED_BYTES = 64 << 20
@@ -77,10 +78,14 @@ def describe_weights(
     return DescribedWeights(sources, stored)
 
 
-def load_weights(described: DescribedWeights, checkpoint: Mapping[str, StoredTensor], device: str) -> dict[str, Tensor]:
-    """The tensors of a model by name.
+@contextlib.contextmanager
+def loading_weights(
+    described: DescribedWeights, checkpoint: Mapping[str, StoredTensor], device: str
+) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a model by name, which are read while the block runs. They are complete after the block.
 
-    Raises KeyError or ValueError if the checkpoint lacks a tensor or has another shape, and as `copy_tensors`.
+    Before that, each element is zero or the stored value. Raises KeyError or ValueError if the checkpoint lacks a
+    tensor or has another shape, and as `copying_tensors`.
     """
     tensors: dict[str, Tensor] = {}
     copies: list[Copy] = []
@@ -90,10 +95,10 @@ def load_weights(described: DescribedWeights, checkpoint: Mapping[str, StoredTen
         elif source[0] == "stored":
             tensors[name] = described.stored[source[1]].to(device)
         else:
-            tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+            tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             copies += _copies(source, tensors[name], checkpoint)
-    copy_tensors(copies)
-    return tensors
+    with copying_tensors(copies):
+        yield tensors
 
 
 def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tcdeploy.deployment import Deployment
 from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepOutput, capture_graph
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
+from tcdeploy.packaged_start import start_from_packages
 from tcdeploy.pipeline import prepare
 from tcdeploy.planning.recipe import build_recipe
 from tcdeploy.planning.variants import (
@@ -28,6 +30,7 @@ from tcdeploy.planning.variants import (
     SKINNY_PDL_COMBO_FUSED,
     attention_variant,
 )
+from tcdeploy.progress import NullProgress
 from tests.conftest import reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
@@ -230,6 +233,29 @@ def test_a_dynamic_range_serves_every_length(cache_dir: str) -> None:
     with measure_compiles() as serving, fail_on_recompile():
         deployment.engine.generate(PROMPTS, SamplingParams(max_new_tokens=3))
     assert serving.counts.compiles == 0
+
+
+def read_libraries(package: Path) -> list[bytes]:
+    with zipfile.ZipFile(package) as archive:
+        return [archive.read(name) for name in archive.namelist() if name.endswith(".so")]
+
+
+def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(cache_dir: str) -> None:
+    """The packages are compiled by the first start; the second one captures them while it reads the weights."""
+    flags: dict[str, Any] = {"programs": "aot", "buckets": (128,)}
+    compiled = deploy("builtin:tiny", cache_dir, **flags)
+    libraries = [library for path in Path(cache_dir, "aot").glob("*/*.pt2") for library in read_libraries(path)]
+    assert any(b"cuLaunchKernelEx" in library for library in libraries) == compiled.plan.is_hopper
+    reset_programs()
+    settings = {"model": "builtin:tiny", "batch_sizes": (1, 4), "context": 512, "kv_blocks": 256, **flags}
+    recipe = build_recipe({**settings, "cache_dir": cache_dir}, environ={})
+    started = start_from_packages(recipe, NullProgress())
+    assert started is not None and "programs" in started.stage_seconds
+    assert [(record.outcome, record.compiles, record.captured) for record in started.records] == [("hit", 0, True)] * 3
+    with measure_compiles() as serving, fail_on_recompile():
+        answers = started.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    assert serving.counts.compiles == 0
+    assert answers == compiled.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
 
 
 def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:

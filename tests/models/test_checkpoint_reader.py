@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models import checkpoint_reader
-from tcdeploy.models.checkpoint_reader import Copy, copy_tensors, read_tensor, stored_tensors
+from tcdeploy.models.checkpoint_reader import Copy, copying_tensors, read_tensor, stored_tensors
 
 TENSORS = {
     "matrix": torch.arange(120, dtype=torch.float32).view(10, 12),
@@ -37,7 +37,8 @@ def test_tensors_of_all_shards_arrive_whole(
     monkeypatch.setattr(checkpoint_reader, "CHUNK_BYTES", chunk_bytes)
     stored = stored_tensors(files)
     targets = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    copy_tensors(Copy(stored[name], target) for name, target in targets.items())
+    with copying_tensors(Copy(stored[name], target) for name, target in targets.items()):
+        pass
     for name, tensor in TENSORS.items():
         assert torch.equal(targets[name], tensor) and torch.equal(read_tensor(stored[name]), tensor)
 
@@ -47,7 +48,8 @@ def test_rows_and_other_dtypes_and_strides_are_targets_too(files: list[Path]) ->
     packed, transposed = torch.zeros(20, 12), torch.zeros(12, 10).T
     copies = [Copy(stored["matrix"], packed[5:15]), Copy(stored["matrix"], transposed)]
     as_float: Tensor = torch.zeros(77)
-    copy_tensors([*copies, Copy(stored["half"], as_float)])
+    with copying_tensors([*copies, Copy(stored["half"], as_float)]):
+        pass
     assert torch.equal(packed[5:15], TENSORS["matrix"]) and not packed[:5].any() and not packed[15:].any()
     assert torch.equal(transposed, TENSORS["matrix"]) and torch.equal(as_float, TENSORS["half"].float())
 
@@ -62,8 +64,8 @@ def test_a_file_that_lost_its_end_is_an_error(files: list[Path]) -> None:
         file.truncate(files[0].stat().st_size - 1)
     last = max((stored["matrix"], stored["half"]), key=lambda item: item.end)
     target = torch.zeros(last.shape, dtype=last.dtype)
-    with pytest.raises(ModelError, match="ends before its last tensor"):
-        copy_tensors([Copy(last, target)])
+    with pytest.raises(ModelError, match="ends before its last tensor"), copying_tensors([Copy(last, target)]):
+        pass
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 8, b"\xff" * 4, (1000).to_bytes(8, "little") + b"{}"])
@@ -79,5 +81,6 @@ def test_a_gpu_receives_the_same_bytes(files: list[Path], monkeypatch: pytest.Mo
     monkeypatch.setattr(checkpoint_reader, "CHUNK_BYTES", 64)
     stored = stored_tensors(files)
     targets = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in TENSORS.items()}
-    copy_tensors(Copy(stored[name], target) for name, target in targets.items())
+    with copying_tensors(Copy(stored[name], target) for name, target in targets.items()):
+        pass
     assert all(torch.equal(targets[name].cpu(), tensor) for name, tensor in TENSORS.items())

@@ -11,7 +11,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tcdeploy.models.checkpoint_reader import stored_tensors
-from tcdeploy.models.weight_sources import DescribedWeights, WeightNotInCheckpointError, describe_weights, load_weights
+from tcdeploy.models.weight_sources import (
+    DescribedWeights,
+    WeightNotInCheckpointError,
+    describe_weights,
+    loading_weights,
+)
 
 
 def model_of(parameters: dict[str, Tensor], buffers: dict[str, Tensor] | None = None) -> nn.Module:
@@ -31,7 +36,8 @@ def describe(
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.items()}, path)
     stored = stored_tensors([path])
     described = describe_weights(model, stored, packed)
-    loaded = load_weights(described, stored, "cpu")
+    with loading_weights(described, stored, "cpu") as loaded:
+        pass
     expected = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():
@@ -137,4 +143,4 @@ def test_a_checkpoint_with_other_shapes_does_not_fit(tmp_path: Path) -> None:
     path = tmp_path / "other.safetensors"
     save_file({"w": torch.randn(6, 4)}, path)
     with pytest.raises(ValueError, match=r"w has the shape \[6, 4\], not \[4, 6\]"):
-        load_weights(described, stored_tensors([path]), "cpu")
+        loading_weights(described, stored_tensors([path]), "cpu").__enter__()
