@@ -221,6 +221,10 @@ def _write_record(
     if folder is None or start_key(recipe, folder) != key:
         log.warning("later starts load this model with transformers: its files have changed during this start")
         return []
+    if forward.foreign_ops:
+        names = ", ".join(sorted(forward.foreign_ops))
+        log.warning("later starts load this model with transformers, because its packages call %s", names)
+        return []
     try:
         checkpoint = stored_tensors(weight_files(folder))
         weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)

@@ -24,6 +24,8 @@ from torch import Tensor
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
 from tcdeploy.cache.manifest import manifest_path, read_manifests, write_manifest
+from tcdeploy.compiler import packages
+from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
@@ -35,7 +37,6 @@ from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
 from tests.conftest import PACKAGES, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
-from tests.model_families import SUPPORTED
 
 BUCKETS: dict[str, Any] = {"buckets": (32,), "batch_sizes": (4,)}
 FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
@@ -328,20 +329,21 @@ def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest
     assert "cannot be read" in caplog.text
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt2"])
-def test_other_families_start_with_the_tokens_of_transformers(family: str, tmp_path: Path) -> None:
-    """gemma2 has two kinds of layers and soft-capping; gpt2 has learned positions, biases and transposed layers."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def test_no_record_is_written_for_packages_that_call_ops_of_other_libraries(
+    own_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Step programs name the ops, so a start that loads its packages knows them too. The model has no record yet."""
+    model = shutil.copytree(BUILTIN_MODELS[TINY], tmp_path / "model")
+    (model / "notes.json").write_text("{}")
 
-    from tcdeploy.models.dummy_weights import draw_dummy_weights
+    def with_a_foreign_op(text: str) -> StepProgram:
+        return dataclasses.replace(parse_step_program(text), foreign_ops=("some_library::scale",))
 
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **SUPPORTED[family])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    draw_dummy_weights(model)
-    model.save_pretrained(tmp_path / "model")
-    cache_dir = str(tmp_path / "cache")
-    prepare(aot_recipe(cache_dir, str(tmp_path / "model")))
-    tokens, outcomes, imported = run_script(cache_dir, str(tmp_path / "model"))
-    assert (outcomes, imported) == ([["hit", 0]] * 2, [])
-    assert tokens == transformers_tokens(model)
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
+        patch.setattr(packages, "parse_step_program", with_a_foreign_op)
+        deployment = pipeline.prepare(aot_recipe(own_cache, str(model)))
+    assert [record.outcome for record in deployment.records] == ["hit"] * 2
+    assert "because its packages call some_library::scale" in caplog.text
+    assert start(own_cache, str(model)) is None
+    pipeline.prepare(aot_recipe(own_cache, str(model)))
+    assert start(own_cache, str(model)) is not None

@@ -29,6 +29,7 @@ from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata, Prefi
 from tcdeploy.compiler.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.compiler.model_forward import StepInputs, step_tensors
 from tcdeploy.compiler.step_program import Call, InputSpec, StepProgram
+from tcdeploy.passes.grouped_mm import foreign_ops, replace_grouped_mm
 from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.mark_dynamic import dynamic_dims, tensors_in
 
@@ -131,7 +132,8 @@ class _StepExport:
             if part.layer_call is not None:
                 self._add_layer(number, part.layer_call, layer_calls[number])
         [logits] = next(node for node in traced.graph.nodes if node.op == "output").args[0]
-        step_program = StepProgram(tuple(self._calls), self._values[logits].name, self._specs)
+        ops = set[str]().union(*map(foreign_ops, self._exported.values()))
+        step_program = StepProgram(tuple(self._calls), self._values[logits].name, self._specs, tuple(sorted(ops)))
         programs = self._layer_programs
         return ExportedStep(step_program, self._exported, tuple(programs.index(name) for name in programs))
 
@@ -235,6 +237,7 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     examples = [item.example.detach() for item in inputs]
     shapes = ([item.dynamic_shape for item in inputs],)
     exported = torch.export.export(_Function(function), (examples,), dynamic_shapes=shapes, strict=False)
+    replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")
     for sizes in exported.range_constraints.values():

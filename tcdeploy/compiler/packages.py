@@ -61,6 +61,7 @@ class PackagedForward:
         self.folder, self._plan = folder, plan
         self._steps: dict[StepVariant, LoadedStep] = {}
         self._programs: dict[str, RunProgram] = {}
+        self.foreign_ops: set[str] = set()  # as in StepProgram, of all steps that were loaded
 
     def __call__(self, inputs: StepInputs) -> Tensor:
         """Logits [outputs, vocab].
@@ -106,6 +107,7 @@ class PackagedForward:
         for name in step_program.programs:
             if name not in self._programs:
                 self._programs[name] = self._load_package(name)
+        self.foreign_ops.update(step_program.foreign_ops)
         self._steps[key] = LoadedStep(step_program, self._programs, self.constants)
         if key.selects_in_last_layer:
             at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))

@@ -59,11 +59,15 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class StepProgram:
-    """The calls of a step, in order. `logits`: the name of the result. `inputs`: input specifications by program."""
+    """The calls of a step, in order. `logits`: the name of the result. `inputs`: input specifications by program.
+
+    `foreign_ops`: the ops of other libraries that its programs call, which must be imported to run them.
+    """
 
     calls: tuple[Call, ...]
     logits: str
     inputs: dict[str, tuple[InputSpec, ...]]
+    foreign_ops: tuple[str, ...] = ()
 
     @property
     def programs(self) -> tuple[str, ...]:
@@ -92,7 +96,7 @@ def parse_step_program(text: str) -> StepProgram:
         program: tuple(InputSpec(dtype, tuple(shape), strides and tuple(strides)) for dtype, shape, strides in specs)
         for program, specs in document["inputs"].items()
     }
-    return StepProgram(tuple(calls), document["logits"], inputs)
+    return StepProgram(tuple(calls), document["logits"], inputs, tuple(document["foreign_ops"]))
 
 
 class LoadedStep:

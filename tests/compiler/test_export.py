@@ -107,6 +107,18 @@ def test_exported_steps_compute_the_models_logits(family: str, shapes: str, tmp_
         assert len(step_program.programs) == LAYER_KINDS.get(family, 1) + 2, "a kind of layer has one program"
 
 
+def test_ops_that_packages_would_need_a_library_for_are_named(
+    tmp_path: Path, cache_dir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for replaces, expected in ((True, ()), (False, ("transformers::grouped_mm_fallback",))):
+        if not replaces:
+            monkeypatch.setattr(export, "replace_grouped_mm", lambda exported: None)
+        runner, layers = load_model(save_config("mixtral", tmp_path), cache_dir)
+        runner.forward = forward = ExportingForward(runner, layers)
+        run_steps(runner)
+        assert [step_program.foreign_ops for _, step_program, *_ in forward.steps] == [expected] * 3
+
+
 @pytest.mark.parametrize("shapes", ["bucket", "dynamic"])
 def test_the_last_layer_can_return_only_the_selected_rows(shapes: str, tmp_path: Path, cache_dir: str) -> None:
     runner, layers = load_model(save_config("qwen3", tmp_path), cache_dir, shapes=shapes, mixed_steps="on")
