@@ -219,8 +219,9 @@ class StagingFolder:
                 relative = path.relative_to(self.path)
                 if relative.as_posix() not in kept and relative.parts[0] != HEADERS_DIR:
                     path.unlink()
-            with contextlib.suppress(OSError):  # not empty
-                os.rmdir(parent)
+            if parent != self.path:  # empty if it is a private copy, which has no lock file
+                with contextlib.suppress(OSError):  # not empty
+                    os.rmdir(parent)
         self._copied.clear()
         self._hashed.clear()
         self.bundle = None

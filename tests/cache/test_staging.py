@@ -26,6 +26,7 @@ from tcdeploy.cache.staging import (
     StagingFolder,
     create_private_copy,
     create_staging_folder,
+    own_staging_folder,
     take_over_finished_buckets,
 )
 from tcdeploy.cache.stored_headers import HEADERS_DIR
@@ -327,6 +328,17 @@ def test_the_private_copy_of_a_killed_start_is_removed_by_the_next_one(
     end(killed)
     create_private_copy(str(root))
     assert not Path(killed.path).exists() and Path(running.path).exists()
+
+
+def test_a_second_start_of_a_process_reuses_its_private_copy(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a start from packages that did not fit. A private copy has no lock file, so it is empty then."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = create_private_copy(str(root))
+    write(first.path, "5m/kernel.so")
+    assert own_staging_folder(str(root)) is first
+    assert paths_in(first.path) == set() and first.is_usable
 
 
 def test_finished_buckets_are_one_line_each(root: Path) -> None:
