@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tcdeploy.cache.contents import AOT_DIR
 from tcdeploy.compiler import aot_counts
+from tcdeploy.compiler.cxx_runtime import check_cxx_runtime
 from tcdeploy.compiler.export import TracedLayer, export_step
 from tcdeploy.compiler.jit import inductor_options
 from tcdeploy.compiler.model_forward import StepInputs, TransformersForward
@@ -80,6 +81,7 @@ class AotForward(PackagedForward):
         for name, exported in exported_step.exported.items():
             path = self.package_path(name)
             if not path.is_file():
+                check_cxx_runtime()
                 partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
                 compile_package(exported, str(partial), inductor_options(variant, self._plan.graphs))
                 os.replace(partial, path)

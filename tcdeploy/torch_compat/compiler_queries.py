@@ -22,6 +22,15 @@ def supported() -> bool:
     )
 
 
+def cpp_compiler() -> str:
+    """The C++ compiler that Inductor calls: CXX, or "g++". "" if it is missing, or if torch has no such function."""
+    get_cpp_compiler = find(f"{BUILDER}:get_cpp_compiler")
+    try:
+        return str(get_cpp_compiler()) if callable(get_cpp_compiler) else ""
+    except RuntimeError:  # torch's InvalidCxxCompiler; torch raises it again when it compiles
+        return ""
+
+
 INTERNAL = Internal(
     "C++ compiler queries",
     "torch",

@@ -1,0 +1,44 @@
+"""Refuses a C++ compiler whose ahead-of-time packages cannot be loaded.
+
+A compiler may be configured to link libstdc++ statically. Then each package has a copy of it beside the one of torch,
+and the two meet when a package is loaded: std::regex crashed the process (an H100 machine with torch 2.11, whose CXX
+named such a gcc), or the loader fails without a reason (a CPU with torch 2.13). Programs of torch.compile are not
+affected.
+
+The check links a library that needs libstdc++ and looks for its name in it. That takes less than 0.1 s, once per
+process, before the first package is compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tcdeploy.errors import CompileError
+from tcdeploy.torch_compat.compiler_queries import cpp_compiler
+
+PROBE = 'extern "C" void probe() { throw 1; }\n'  # needs the C++ runtime, and no header
+RUNTIME_NAME = b"\0libstdc++.so."  # in the table of strings, where the names of needed libraries are
+
+
+def check_cxx_runtime() -> None:
+    """Raise CompileError if Inductor's C++ compiler links libstdc++ statically."""
+    compiler = cpp_compiler()
+    if compiler and links_runtime_statically(compiler):
+        raise CompileError(
+            f"the C++ compiler {compiler} links libstdc++ statically, so the packages that it builds cannot be loaded",
+            "set CXX to a compiler that links it dynamically, for example CXX=/usr/bin/g++, or use --programs jit",
+        )
+
+
+@functools.cache
+def links_runtime_statically(compiler: str) -> bool:
+    """False also if it cannot link the probe: then it will fail on the first package, and torch reports the reason."""
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
+        source.write_text(PROBE)
+        command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
+        linked = subprocess.run(command, capture_output=True)
+        return linked.returncode == 0 and RUNTIME_NAME not in library.read_bytes()
