@@ -10,6 +10,7 @@ compiler/aot.py describes KEY, and compiles packages that are missing.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -134,9 +135,12 @@ class PackagedForward:
             return load_package(str(path), 0 if self._plan.device == "cuda" else -1, str(unpack_folder))
         except RuntimeError as error:
             reason = str(error).strip().split("\n")[0]
+            hint = "use another --cache-dir, or --programs jit"
+            if os.statvfs(unpack_folder).f_flag & os.ST_NOEXEC:
+                reason += " (the file system is mounted with noexec)"
+                hint = "use a folder of another file system: TMPDIR if the cache folder is read-only, or --cache-dir"
             raise CompileError(
-                f"torch cannot load the package {path.name} of {self._plan.model}: {reason}",
-                "use another --cache-dir, or --programs jit",
+                f"torch cannot load the package {path.name} of {self._plan.model}: {reason}", hint
             ) from error
 
     def package_path(self, name: str) -> Path:
