@@ -49,11 +49,13 @@ COMPILING_FIXTURES = frozenset(
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
     "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "engine/test_tuning.py", "gpu/", "linear/",
-    "models/test_packed_linears.py", "parity/", "passes/", "test_prewarm.py", "test_story.py", "torch_compat/",
+    "models/test_packed_linears.py", "parity/", "passes/", "test_packaged_families.py", "test_prewarm.py",
+    "test_story.py", "torch_compat/",
 )  # fmt: skip
 
 # Files that take half a minute or more. They run first: otherwise the last worker runs one while the others are idle.
 LONG_FILES = (
+    "test_packaged_families.py", "test_packaged_start.py",
     "bundle/test_why.py", "compiler/test_programs.py", "cache/test_folder.py", "compiler/test_aot.py",
     "torch_compat/test_missing_internals.py", "bundle/test_relocation.py", "test_prewarm.py",
     "cache/test_source_keys.py", "engine/test_tuning.py", "cache/test_toolchain.py", "hostile/test_kills.py",

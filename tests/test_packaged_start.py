@@ -88,9 +88,9 @@ def transformers_tokens(model: Any, count: int = 12) -> list[int]:
 
 
 def run_script(cache_dir: str, model: str = TINY) -> Any:
-    """In a new process without HOME, without a compiler on PATH, and with no variable but the number of threads."""
+    """In a new process without HOME, and with a PATH that has no compiler. It has no other variables."""
     command = [sys.executable, "-c", SCRIPT, model, cache_dir]
-    environ = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    environ = {"OMP_NUM_THREADS": str(torch.get_num_threads()), "PATH": "/no-programs"}
     completed = subprocess.run(command, env=environ, cwd="/", capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     return json.loads(completed.stdout)
