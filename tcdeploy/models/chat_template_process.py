@@ -5,31 +5,42 @@ does not limit time and memory: two nested loops over range(100000) take hours, 
 computed, and doubling a string 40 times needs a terabyte. A thread that runs such code cannot be stopped, but a process
 can be killed.
 
-Requests and replies are JSON objects: arguments of transformers' `render_jinja_template`, and {"text": ...} or
-{"error": ..., "line": ...}. Imports nothing of this package, and no torch.
+Requests are JSON objects with `template`, `messages` and `variables`; replies are {"text": ...} or {"error": ...,
+"line": ...}. Templates are written for transformers' `apply_chat_template`, so `make_environment` gives them the same
+functions, and tests compare the texts. transformers itself is not imported: it takes 1 s and 60 MB, and need not be
+installed. Imports nothing of this package, and no torch.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import resource
 import signal
 import sys
 import traceback
+from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any
+
+from jinja2 import Template, nodes
+from jinja2.exceptions import SecurityError, TemplateError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
 
 CPU_SECONDS = 10  # of one request; the parent kills this process earlier, unless the parent itself was killed
 MEMORY_BYTES = 1 << 30  # in addition to what the process has mapped after its imports
 MAX_TEXT_CHARS = 16 << 20  # a request has at most 8 MiB
 TEMPLATE_FILE = "<template>"  # the file name of templates in Jinja's tracebacks
+# Names of a message's reasoning in the API and in templates; the first that is set is used.
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 
 
 def main(descriptor: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which may still finish requests
     connection = Connection(descriptor)
-    from transformers.utils.chat_template_utils import render_jinja_template
-
     _limit_memory()
     connection.send_bytes(b"ready")
     while True:
@@ -38,12 +49,12 @@ def main(descriptor: int) -> None:
         except EOFError:  # the parent has exited
             return
         _limit_cpu_time()
-        connection.send_bytes(json.dumps(_render(render_jinja_template, request)).encode())
+        connection.send_bytes(json.dumps(_reply(**json.loads(request))).encode())
 
 
-def _render(render_jinja_template: Any, request: bytes) -> dict[str, Any]:
+def _reply(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> dict[str, Any]:
     try:
-        (text,), _ = render_jinja_template(**json.loads(request))
+        text = render(template, messages, variables)
     except MemoryError:
         return {"error": f"it needs more than {MEMORY_BYTES >> 20} MiB of memory", "line": None}
     except Exception as error:  # templates raise exceptions of Jinja and of Python
@@ -52,6 +63,104 @@ def _render(render_jinja_template: Any, request: bytes) -> dict[str, Any]:
     if len(text) > MAX_TEXT_CHARS:
         return {"error": f"its output has {len(text)} characters; the limit is {MAX_TEXT_CHARS}", "line": None}
     return {"text": text}
+
+
+def render(template: str, messages: list[dict[str, Any]], variables: dict[str, Any]) -> str:
+    """The text that transformers' `render_jinja_template` returns for one conversation.
+
+    Templates may test `tools`, `documents` and `add_generation_prompt`, so these are always defined.
+    """
+    defined = {"tools": None, "documents": None, "add_generation_prompt": False, **variables}
+    return _compile(template).render({**defined, "messages": [_with_reasoning_names(item) for item in messages]})
+
+
+def _with_reasoning_names(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its reasoning under the two names that templates read."""
+    reasoning = next((message[name] for name in REASONING_FIELDS if message.get(name) is not None), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+@functools.lru_cache
+def _compile(template: str) -> Template:
+    return make_environment().from_string(template)
+
+
+def make_environment() -> ImmutableSandboxedEnvironment:
+    """Jinja's sandbox with the settings, filters and functions that transformers gives chat templates."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise_exception,
+        "strftime_now": _strftime_now,
+        "dict": DictFunctions(),
+        "namespace": PublicNamespace,
+    }
+    return environment
+
+
+class GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks the model's output for training. It adds nothing to the text.
+
+    The block is called like a macro, so a variable that is set inside keeps its value inside.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return str(caller())
+
+
+class DictFunctions:
+    """The functions of `dict` that a template may call, without the attributes of the type."""
+
+    def __call__(self, *items: Any, **named_items: Any) -> dict[Any, Any]:
+        return dict(*items, **named_items)
+
+    def fromkeys(self, keys: Any, value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
+
+
+class PublicNamespace(Namespace):
+    """Jinja's `namespace` without names that start with an underscore, such as `__class__`."""
+
+    def __init__(self, /, *items: Any, **named_items: Any) -> None:
+        values = dict(*items, **named_items)
+        for name in values:
+            _check_public(name)
+        super().__init__(values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_public(name)
+        super().__setitem__(name, value)
+
+
+def _check_public(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a namespace cannot have the attribute {name!r}, which starts with an underscore")
+
+
+def _to_json(
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
+) -> str:
+    """Jinja's own filter escapes characters that have a meaning in HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    return datetime.now().strftime(format)
 
 
 def _template_line(error: Exception) -> int | None:

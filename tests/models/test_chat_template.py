@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +13,12 @@ from typing import Any
 
 import pytest
 from transformers import AutoTokenizer
+from transformers.utils import chat_template_utils
 
 from tcdeploy.errors import ModelError
-from tcdeploy.models import chat_template
-from tcdeploy.models.chat_template import render_chat, start_renderer
+from tcdeploy.models import chat_template, chat_template_process
+from tcdeploy.models.chat_template import render_chat, reserved_names, start_renderer
+from tcdeploy.models.chat_template_process import render
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import TINY
 
@@ -49,6 +54,144 @@ def test_the_text_is_that_of_transformers(tokenizer: Any, template: Any, variabl
     assert render_chat(tokenizer, MESSAGES, **variables) == tokenizer.apply_chat_template(
         MESSAGES, tokenize=False, **variables
     )
+
+
+HERMES = """{%- if tools %}
+    {{- '<|im_start|>system\\n' }}
+    {%- for tool in tools %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- set ns = namespace(last=-1, seen=[]) %}
+{%- for message in messages %}
+    {%- if message.role == 'system' %}{% continue %}{% endif %}
+    {%- if message.role == 'stop' %}{% break %}{% endif %}
+    {%- set ns.last = loop.index0 %}
+    {{- '<|im_start|>' ~ message.role ~ '\\n' ~ (message.content or '') | trim }}
+    {%- for call in message.tool_calls or [] %}
+        {{- '\\n<tool_call>' }}{{ call.function | tojson(indent=2, sort_keys=true, separators=(',', ': ')) }}
+    {%- endfor %}
+    {{- '<|im_end|>' }}
+{%- endfor %}
+{{ ns.last }}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+MACROS = """{% macro wrap(text, tag='b') -%}
+  <{{ tag }}>{{ text }}{{ caller() if caller }}</{{ tag }}>
+{%- endmacro %}
+{% for message in messages | selectattr('content') %}
+    {% if loop.first %}
+{{ wrap(message.content | replace('l', 'L')) }}
+    {% else %}
+{% call wrap(message.content, 'i') %} & more{% endcall %}
+    {% endif %}
+{% endfor %}
+{{ dict(a=1, **{'b': 2}) }} {{ dict.fromkeys('ab', 0) }} {{ documents is none }} {{ unknown is defined }}"""
+GENERATION = """{% set kept = 'outside' %}{% for message in messages %}
+{% if message.role == 'assistant' %}{% generation %}
+  {% set kept = 'inside' %}{{ message.content }}{{ kept }}
+{% endgeneration %}{% endif %}
+{% endfor %}{{ kept }}"""
+REASONING = """{% for message in messages %}
+{{ message.reasoning_content }}|{{ message.thinking }}|{{ message.reasoning }}{{ message.content is defined }}
+{% endfor %}"""
+CALL = {"function": {"name": "f", "arguments": {"é": [None, 1.5]}}}
+CONVERSATION: list[dict[str, Any]] = [
+    {"role": "system", "content": "Use <html> & 'quotes'"},
+    {"role": "user", "content": "  Grüße \N{SNOWMAN} \U0001f600 </script> "},
+    {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": {"é": [None, 1.5]}}}],
+    },
+    {"role": "assistant", "content": "Yes", "reasoning": "as asked"},
+    {"role": "assistant", "content": "No", "thinking": "", "reasoning_content": None},
+    {"role": "stop", "content": "never"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "variables"),
+    [
+        (HERMES, {"tools": [TOOL], "add_generation_prompt": True}),
+        (HERMES, {"tools": None, "add_generation_prompt": False}),
+        (MACROS, {}),
+        (GENERATION, {}),
+        (REASONING, {}),
+        ("{{ strftime_now('%d %b %Y') }} {{ strftime_now('') }}", {}),
+        ("{{ messages[2] }}{{ messages[0].items() | list }}{{ tools }}{{ bos_token }}{{ pad_token }}", {}),
+        ("  {% if true %}\n  kept\n  {% endif %}\n\n  {# note #}\nend\n", {}),
+        ("{{ x.y }}{{ x['z'] | upper }}{{ [3, 1] | sort | join('-') }}{{ 'a' 'b' }}", {"x": {"y": None, "z": "ß"}}),
+        ("{{ namespace(self=1, **{'a': 2}).self }}{{ namespace({'b': 3}).b }}", {}),
+    ],
+)
+def test_templates_like_those_of_models_give_the_text_of_transformers(
+    tokenizer: Any, template: str, variables: dict[str, Any]
+) -> None:
+    tokenizer.chat_template = template
+    expected = tokenizer.apply_chat_template(CONVERSATION, tokenize=False, **variables)
+    assert render_chat(tokenizer, CONVERSATION, **variables) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('only ' ~ messages | length) }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{{ namespace(__class__=1) }}",
+        "{% set ns = namespace() %}{% set ns._hidden = 1 %}",
+        "{{ dict.__init__ }}{{ dict.mro() }}",
+        "{{ strftime_now.__globals__ }}{{ raise_exception.__globals__.x }}",
+        "{{ '{0.__class__.x}'.format(1) }}",
+        "{% generation %}{% break %}{% endgeneration %}",
+        "{% include 'x' %}",
+        "{{ messages | tojson(default=1) }}",
+        "{% for m in messages %}{{ 1 + m.role }}{% endfor %}",
+    ],
+)
+def test_templates_that_fail_in_transformers_fail_here_with_the_same_kind_of_error(
+    tokenizer: Any, template: str
+) -> None:
+    tokenizer.chat_template = template
+    with pytest.raises(Exception) as expected:  # noqa: B017 - any, of Jinja and of Python
+        tokenizer.apply_chat_template(CONVERSATION, tokenize=False)
+    with pytest.raises(type(expected.value)):
+        render(template, CONVERSATION, {})
+    with pytest.raises(ModelError, match="the chat template failed"):
+        render_chat(tokenizer, CONVERSATION)
+
+
+def test_the_environment_has_the_functions_and_settings_of_transformers(tokenizer: Any) -> None:
+    """An addition to transformers' environment, such as a filter, must fail here."""
+    theirs = chat_template_utils._compile_jinja_template("").environment
+    ours = chat_template_process.make_environment()
+    for name in ("filters", "tests", "globals"):
+        assert getattr(ours, name).keys() == getattr(theirs, name).keys()
+    for name in (
+        "trim_blocks",
+        "lstrip_blocks",
+        "keep_trailing_newline",
+        "autoescape",
+        "undefined",
+        "newline_sequence",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert len(ours.extensions) == len(theirs.extensions)
+    assert {tag for item in ours.extensions.values() for tag in item.tags} == {
+        tag for item in theirs.extensions.values() for tag in item.tags
+    }
+
+
+def test_the_process_imports_no_transformers(tokenizer: Any) -> None:
+    command = [sys.executable, "-X", "importtime", "-c", f"import runpy; runpy.run_path({str(chat_template.SCRIPT)!r})"]
+    imports = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "jinja2.sandbox" in imports
+    assert not [name for name in ("transformers", "torch", "numpy", "tcdeploy") if f" {name}\n" in imports]
+
+
+def test_reserved_names_are_the_arguments_of_transformers_and_jinja(tokenizer: Any) -> None:
+    functions = (tokenizer.apply_chat_template, chat_template_utils.render_jinja_template)
+    names = {"messages", "self"}.union(*(inspect.signature(function).parameters for function in functions))
+    assert names <= reserved_names(tokenizer)
 
 
 def test_variables_replace_neither_the_messages_nor_the_template(tokenizer: Any) -> None:
