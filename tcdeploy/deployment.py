@@ -55,7 +55,10 @@ class Deployment:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """Loaded on first access unless `prepare` has loaded it. Raises ModelError if the model has none."""
+        """transformers' tokenizer, or a StoredTokenizer after a start from packages.
+
+        Loaded on first access unless `prepare` has loaded it. Raises ModelError if the model has none.
+        """
         if self.loaded_tokenizer is not None:
             return self.loaded_tokenizer
         from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers

@@ -53,6 +53,7 @@ from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops 
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import changed_sources
 from tcdeploy.models.location import local_folder
+from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
 from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
@@ -108,10 +109,7 @@ def start_from_packages(
     try:
         with stages.stage("decide"):
             found = _find(recipe, needs_tokenizer)
-            tokenizer = None
-            if found is not None and needs_tokenizer:
-                tokenizer = _load_tokenizer(recipe, found.folder)
-        return None if found is None else _start(found, recipe, progress, stages, trusted_keys, tokenizer)
+        return None if found is None else _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer)
     except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as reason:
         log.warning("the model is loaded with transformers, because its packages cannot be used: %s", str(reason))
     gc.collect()
@@ -187,9 +185,8 @@ def _start(
     progress: Progress,
     stages: StageTimer,
     trusted_keys: Path | None,
-    tokenizer: Any,
+    needs_tokenizer: bool,
 ) -> Deployment:
-    """`tokenizer`: None if the command generates no text."""
     count_start()
     record, plan = found.record, found.plan
     progress.planned(plan)
@@ -215,6 +212,7 @@ def _start(
             kv_cache = allocate_kv_cache(plan, record.architecture)
             runner = _make_runner(record, plan, staging, earlier, weights, kv_cache)
             tracker = FileAccessTracker(staging.path)
+            tokenizer = _load_tokenizer(recipe, found, Path(staging.path)) if needs_tokenizer else None
         prepared: dict[Bucket, CompiledVariant] = {}
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
@@ -234,7 +232,7 @@ def _start(
         plan=plan,
         environment=found.environment,
         architecture=record.architecture,
-        generation_defaults=record.defaults[_defaults_name(tokenizer is not None)],
+        generation_defaults=record.defaults[_defaults_name(needs_tokenizer)],
         origin=dataclasses.replace(earlier.origin, recipe=dataclasses.asdict(recipe)),
         staging=staging,
         earlier=earlier,
@@ -248,14 +246,14 @@ def _start(
     )
     with stages.stage("compile"):
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
-    return record_start(start, runner, warmed, [found.path, record.buffers, record.reference], stages)
+    return record_start(start, runner, warmed, [found.path, *record.files()], stages)
 
 
 def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None) -> None:
     """Raise _DoesNotFit unless the files of the record are among the checked files of the plan."""
     paths = {file.path for file in earlier.files} if earlier is not None else set[str]()
     record = found.record
-    for path in (found.path, record.buffers, record.reference):
+    for path in (found.path, *record.files()):
         if path not in paths:
             raise _DoesNotFit(f"{path} is not listed in the plan's manifest")
     if Path(staging.path, found.path).read_text() != found.text:
@@ -312,9 +310,12 @@ def _make_runner(
     return runner
 
 
-def _load_tokenizer(recipe: Recipe, folder: Path) -> Any:
-    """From the folder of the weights, because a model of the Hub may have changed."""
+def _load_tokenizer(recipe: Recipe, found: _Found, cache_dir: Path) -> Any:
+    """The stored tokenizer; that of transformers if it could not be stored."""
+    if found.record.tokenizer is not None:
+        return load_stored_tokenizer(found.record.tokenizer, cache_dir, found.folder)
     from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
 
+    # From the folder of the weights, because a model of the Hub may have changed.
     is_on_hub = not recipe.model.startswith("builtin:") and not Path(recipe.model).is_dir()
-    return load_tokenizer(dataclasses.replace(recipe, model=str(folder), revision=None) if is_on_hub else recipe)
+    return load_tokenizer(dataclasses.replace(recipe, model=str(found.folder), revision=None) if is_on_hub else recipe)

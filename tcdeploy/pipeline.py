@@ -63,7 +63,7 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe_model
 from tcdeploy.models.sources import source_file
-from tcdeploy.models.tokenizer import load_tokenizer, tokenizer_stop_ids
+from tcdeploy.models.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer, tokenizer_stop_ids
 from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_weights
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
@@ -211,7 +211,7 @@ def _write_record(
     staging: StagingFolder,
     executed_files: set[str],
 ) -> list[str]:
-    """Write a start record, its buffers and the reference (start_record.py). Returns their paths in the cache folder.
+    """Write a start record and its files (start_record.py). Returns their paths in the cache folder.
 
     `key`: of the files as they were when the start began. Without a record, logs why and returns [].
     """
@@ -237,12 +237,17 @@ def _write_record(
     if not write_reference(Path(staging.path, reference), checker.reference, plan, warmed.records):
         return []
     defaults, decisions = {}, {}
-    for name, has_tokenizer in ((WITH_TOKENIZER, True), (WITHOUT_TOKENIZER, False)):
-        try:
-            tokenizer = (planned.tokenizer or load_tokenizer(recipe)) if has_tokenizer else None
-        except TcdeployError:  # a model without a tokenizer, which `warm` does not need
-            continue
-        defaults[name], decisions[name] = _generation_defaults(recipe, planned.config, architecture, tokenizer)
+    defaults[WITHOUT_TOKENIZER], decisions[WITHOUT_TOKENIZER] = _generation_defaults(
+        recipe, planned.config, architecture, None
+    )
+    described = TokenizerDescription(None, "", "")
+    if (tokenizer := _load_recorded_tokenizer(planned)) is not None:
+        defaults[WITH_TOKENIZER], decisions[WITH_TOKENIZER] = _generation_defaults(
+            recipe, planned.config, architecture, tokenizer
+        )
+        described = describe_tokenizer(tokenizer, architecture.model_type, folder)
+    if described.problem:
+        log.warning("later starts load the tokenizer with transformers: %s", described.problem)
     record = StartRecord(
         plan_key=plan.key,
         package_folder=forward.folder.relative_to(staging.path).as_posix(),
@@ -259,12 +264,22 @@ def _write_record(
         decisions=decisions,
         supports_logits_to_keep=forward.supports_logits_to_keep,
         weights=dict(weights.sources),
+        tokenizer=described.record,
+        tokenizer_problem=described.problem,
     )
     try:
-        return write_record(Path(staging.path), key, record, weights.stored)
+        return write_record(Path(staging.path), key, record, weights.stored, described.backend_json)
     except OSError as error:
         log.warning("later starts load this model with transformers: their record cannot be written: %s", error)
         return []
+
+
+def _load_recorded_tokenizer(planned: PlannedDeployment) -> Any:
+    """The tokenizer for the record, which `warm` has not loaded; None if the model has none."""
+    try:
+        return planned.tokenizer or load_tokenizer(planned.recipe)
+    except TcdeployError:
+        return None
 
 
 def _reference_path(

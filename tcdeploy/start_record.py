@@ -2,6 +2,7 @@
 
     aot/start-KEY-CONTENT.json          the record
     aot/start-KEY-CONTENT.safetensors   the model's computed buffers, such as rotary frequencies
+    aot/tokenizer-CONTENT.json          the tokenizer's backend, if the model's tokenizer.json is not equal to it
     references/CONTENT.safetensors      the reference of the parity check
 
 A start with `--programs aot` that loads the model with transformers writes these files. KEY hashes what is known before
@@ -30,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from tcdeploy.cache.contents import AOT_DIR
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.errors import ModelError
+from tcdeploy.models.stored_tokenizer import TokenizerRecord
 from tcdeploy.planning.architecture import Architecture, AttentionSpec
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.recipe import Recipe
@@ -63,6 +65,7 @@ class StartRecord:
     sources: sha256 of files of transformers, by path in its folder.
     variables: `compiler_variables` of the start that wrote the record.
     weights: by name in the model, as `weight_sources.WeightSource`.
+    tokenizer: None if the model has none, or if it cannot be stored, which `tokenizer_problem` then explains.
     """
 
     plan_key: str
@@ -80,7 +83,14 @@ class StartRecord:
     decisions: dict[str, tuple[Decision, ...]]
     supports_logits_to_keep: bool
     weights: dict[str, Any]
+    tokenizer: TokenizerRecord | None
+    tokenizer_problem: str
     schema: int = SCHEMA
+
+    def files(self) -> list[str]:
+        """The paths of the files that belong to the record, in the cache folder."""
+        backend = [self.tokenizer.backend] if self.tokenizer is not None and self.tokenizer.backend else []
+        return [self.buffers, self.reference, *backend]
 
 
 def start_key(recipe: Recipe, folder: Path | None) -> str | None:
@@ -158,18 +168,27 @@ def _version(package: str) -> str:
         return ""
 
 
-def write_record(folder: Path, key: str, record: StartRecord, buffers: Mapping[str, Tensor]) -> list[str]:
-    """Write the record and its buffers below `folder`. Returns the paths of all its files, the reference included."""
+def write_record(
+    folder: Path, key: str, record: StartRecord, buffers: Mapping[str, Tensor], backend_json: str = ""
+) -> list[str]:
+    """Write the record, its buffers and its tokenizer's backend below `folder`.
+
+    Returns the paths of all its files, the reference included. `backend_json`: "" if no backend is stored.
+    """
     from safetensors.torch import save
 
+    Path(folder, AOT_DIR).mkdir(parents=True, exist_ok=True)
+    if backend_json and record.tokenizer is not None:
+        backend = f"{AOT_DIR}/tokenizer-{hashlib.sha256(backend_json.encode()).hexdigest()[:16]}.json"
+        Path(folder, backend).write_text(backend_json, encoding="utf-8")
+        record = dataclasses.replace(record, tokenizer=dataclasses.replace(record.tokenizer, backend=backend))
     content = save(dict(buffers))
     digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
     stem = f"{AOT_DIR}/start-{key}-{digest}"
     record = dataclasses.replace(record, buffers=f"{stem}.safetensors")
-    Path(folder, AOT_DIR).mkdir(parents=True, exist_ok=True)
     Path(folder, record.buffers).write_bytes(content)
     Path(folder, f"{stem}.json").write_text(to_json(record))
-    return [f"{stem}.json", record.buffers, record.reference]
+    return [f"{stem}.json", *record.files()]
 
 
 def to_json(record: StartRecord) -> str:
@@ -182,6 +201,7 @@ def parse_record(text: str) -> StartRecord:
     if values["schema"] != SCHEMA:
         raise ValueError(f"schema {values['schema']}")
     architecture = values["architecture"]
+    tokenizer = values["tokenizer"]
     layers = tuple(AttentionSpec(**spec) for spec in architecture["attention_layers"])
     packed = tuple(tuple(group) for group in architecture["packed_linears"])
     return StartRecord(
@@ -193,6 +213,7 @@ def parse_record(text: str) -> StartRecord:
             "decisions": {
                 name: tuple(Decision(**item) for item in items) for name, items in values["decisions"].items()
             },
+            "tokenizer": tokenizer and TokenizerRecord(**{**tokenizer, "special_ids": tuple(tokenizer["special_ids"])}),
         }
     )
 

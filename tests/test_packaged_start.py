@@ -11,7 +11,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
-from tcdeploy.cache.manifest import manifest_path, read_manifests, write_manifest
+from tcdeploy.cache.manifest import manifest_path, read_manifest, read_manifests, write_manifest
 from tcdeploy.compiler import packages
 from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
@@ -31,17 +32,20 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
 from tcdeploy.errors import IntegrityError
 from tcdeploy.models import executed_sources, weight_sources
+from tcdeploy.models import tokenizer as tokenizer_module
 from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
 from tests.conftest import PACKAGES, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
+from tests.server.test_tools import CLOCK, QUESTION, make_model
 
 BUCKETS: dict[str, Any] = {"buckets": (32,), "batch_sizes": (4,)}
 FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
 PROMPT = list(range(40, 60))
-ABSENT = ("transformers", "torch._dynamo", "torch._inductor", "triton", "sympy", "tokenizers", "huggingface_hub")
+ABSENT_WITH_TOKENIZER = ("transformers", "torch._dynamo", "torch._inductor", "triton", "sympy")
+ABSENT = (*ABSENT_WITH_TOKENIZER, "tokenizers", "huggingface_hub")
 SCRIPT = f"""
 import json, sys
 sys.path[:0] = {PACKAGES.split(":")!r}
@@ -80,11 +84,15 @@ def own_cache(cache: str, tmp_path: Path) -> str:
     return str(shutil.copytree(cache, tmp_path / "cache", ignore=folders))
 
 
-def transformers_tokens(model: Any, count: int = 12) -> list[int]:
-    ids = torch.tensor([PROMPT])
+def transformers_tokens(model: Any) -> list[int]:
+    return greedy_tokens(model, PROMPT)
+
+
+def greedy_tokens(model: Any, prompt: Sequence[int], count: int = 12) -> list[int]:
+    ids = torch.tensor([prompt])
     for _ in range(count):
         ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], 1)
-    return ids[0, len(PROMPT) :].tolist()  # type: ignore[no-any-return]
+    return ids[0, len(prompt) :].tolist()  # type: ignore[no-any-return]
 
 
 def run_script(cache_dir: str, model: str = TINY) -> Any:
@@ -127,30 +135,111 @@ def test_random_requests_get_the_tokens_of_jit_programs(cache: str) -> None:
     assert engine.generate(prompts, SamplingParams(max_new_tokens=12)) == expected
 
 
-def test_generate_and_serve_start_from_packages(cache: str, tmp_path: Path) -> None:
-    """They import transformers for the tokenizer, but not the module that loads models. Python lists the imports."""
-    flags = (TINY, *FLAGS, "--cache-dir", cache)
-    environ = cli_environment(tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()), PYTHONPROFILEIMPORTTIME="1")
-    command = cli_command("generate", *flags, "--max-new-tokens", "4", "This module")
-    generated = subprocess.run(command, capture_output=True, text=True, env=environ)
-    assert generated.returncode == 0 and generated.stdout.strip(), generated.stderr
-    log = tmp_path / "log"
+def imported(log: str) -> set[str]:
+    """The modules that a process with PYTHONPROFILEIMPORTTIME has listed."""
+    return {line.rpartition("|")[2].strip() for line in log.splitlines() if line.startswith("import time:")}
+
+
+@contextlib.contextmanager
+def serving(command: Sequence[str], log: Path, environ: dict[str, str]) -> Iterator[str]:
+    """The address of a server; its stderr is written to `log`. It runs in the folder of the log."""
     with (
         log.open("w") as stderr,
         subprocess.Popen(
-            cli_command("serve", *flags, "--port", "0"), stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ
+            [*command, "--port", "0"], stdout=subprocess.PIPE, stderr=stderr, text=True, env=environ, cwd=log.parent
         ) as server,
     ):
         try:
             assert server.stdout is not None
-            address = next(line.split()[1] for line in server.stdout if line.startswith("ready: "))
-            body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
-            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=60).json()
-            assert answer["usage"]["completion_tokens"] == 4
+            address = next((line.split()[1] for line in server.stdout if line.startswith("ready: ")), "")
+            assert address, log.read_text()
+            yield address
         finally:
             server.terminate()
-    for imports in (generated.stderr, log.read_text()):
-        assert "tcdeploy.packaged_start" in imports and "tcdeploy.pipeline" not in imports
+
+
+def test_generate_and_serve_start_without_transformers_and_compilers(cache: str, tmp_path: Path) -> None:
+    """Python lists the imports. Chats and grammars need the tokenizer in other ways than completions."""
+    flags = (TINY, *FLAGS, "--cache-dir", cache)
+    environ = cli_environment(tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()), PYTHONPROFILEIMPORTTIME="1")
+    command = cli_command("generate", *flags, "--max-new-tokens", "4", "--chat", "This module")
+    generated = subprocess.run(command, capture_output=True, text=True, env=environ)
+    assert generated.returncode == 0 and generated.stdout.strip(), generated.stderr
+    log = tmp_path / "log"
+    limits = {"max_tokens": 4, "temperature": 0}
+    messages = [{"role": "user", "content": "This module"}]
+    with serving(cli_command("serve", *flags), log, environ) as address:
+        for path, body in (
+            ("completions", {"prompt": PROMPT}),
+            ("completions", {"prompt": "This", "response_format": {"type": "json_object"}, "logprobs": 1}),
+            ("chat/completions", {"messages": messages}),
+        ):
+            answer = httpx.post(f"{address}/v1/{path}", json={**body, **limits}, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == 4, answer
+    for modules in map(imported, (generated.stderr, log.read_text())):
+        assert {"tcdeploy.packaged_start", "tokenizers"} <= modules
+        assert not {name for name in modules if name.startswith(ABSENT_WITH_TOKENIZER)}
+
+
+def test_tools_import_transformers_with_the_first_request_that_has_them(own_cache: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "model")
+    prepare(aot_recipe(own_cache, str(model)))
+    environ = cli_environment(tmp_path, OMP_NUM_THREADS=str(torch.get_num_threads()), PYTHONPROFILEIMPORTTIME="1")
+    log = tmp_path / "log"
+    with serving(cli_command("serve", str(model), *FLAGS, "--cache-dir", own_cache), log, environ) as address:
+        assert "transformers" not in imported(log.read_text())
+        body = {"messages": [QUESTION], "tools": [CLOCK], "max_tokens": 99, "temperature": 0, "tool_choice": "required"}
+        answer = httpx.post(f"{address}/v1/chat/completions", json=body, timeout=60).json()
+        [call] = answer["choices"][0]["message"]["tool_calls"]
+        assert call["function"]["name"] == "clock"
+    modules = imported(log.read_text())
+    assert "transformers.utils.chat_parsing" in modules and "torch._dynamo" not in modules
+
+
+def test_a_tokenizer_that_cannot_be_stored_is_loaded_with_transformers(
+    own_cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(BUILTIN_MODELS[TINY], tmp_path / "model")
+    (model / "note.json").write_text("{}")  # so that the record has another key
+    recipe = aot_recipe(own_cache, str(model))
+    earlier = set(Path(own_cache, "aot").glob("start-*.json"))
+    monkeypatch.setattr(tokenizer_module, "overridden_methods", lambda kind: ["decode"])
+    prepare(recipe)
+    [path] = set(Path(own_cache, "aot").glob("start-*.json")) - earlier
+    record = json.loads(path.read_text())
+    assert record["tokenizer"] is None and record["tokenizer_problem"].endswith("it overrides decode")
+    deployment = packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+    assert deployment is not None and isinstance(deployment.tokenizer, PreTrainedTokenizerFast)
+
+
+def test_a_backend_that_differs_from_the_models_file_is_in_the_cache(own_cache: str, tmp_path: Path) -> None:
+    """Without it in the manifest, a bundle would lack it."""
+    model = shutil.copytree(BUILTIN_MODELS[TINY], tmp_path / "model")
+    config = json.loads((model / "tokenizer_config.json").read_text())
+    (model / "tokenizer_config.json").write_text(json.dumps({**config, "extra_special_tokens": ["<added>"]}))
+    recipe = aot_recipe(own_cache, str(model))
+    prepare(recipe)
+    deployment = packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+    assert deployment is not None
+    [added] = deployment.tokenizer("<added>", add_special_tokens=False).input_ids
+    assert added in deployment.tokenizer.all_special_ids
+    [path] = Path(own_cache, "aot").glob("tokenizer-*.json")
+    manifest = read_manifest(manifest_path(own_cache, deployment.plan.key))
+    assert manifest is not None and f"aot/{path.name}" in {file.path for file in manifest.files}
+    path.write_text("{}")
+    with pytest.raises(IntegrityError):
+        packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+
+
+def test_a_model_without_a_tokenizer_has_a_record_for_commands_that_need_none(own_cache: str, tmp_path: Path) -> None:
+    model = shutil.copytree(
+        BUILTIN_MODELS[TINY], tmp_path / "model", ignore=shutil.ignore_patterns("*token*", "*.jinja")
+    )
+    recipe = aot_recipe(own_cache, str(model))
+    prepare(recipe)
+    deployment = packaged_start.start_from_packages(recipe, NullProgress())
+    assert deployment is not None and not deployment.engine.runner.has_model
+    assert packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True) is None
 
 
 def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytest.MonkeyPatch) -> None:

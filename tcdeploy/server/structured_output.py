@@ -13,6 +13,7 @@ model in a loop would fill its context with it. Timings: docs/performance.md.
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import logging
 from collections.abc import Sequence
@@ -49,9 +50,7 @@ class StructuredOutputBackend:
         self._tokenizer: LLTokenizer | None = None
         self._unavailable_reason = ""  # "" if grammars are available
         try:
-            from llguidance.hf import from_tokenizer
-
-            self._tokenizer = from_tokenizer(tokenizer, eos_token=list(stop_token_ids) or None)
+            self._tokenizer = make_ll_tokenizer(tokenizer, stop_token_ids)
             self._masker = GrammarMasker(self._tokenizer)
         except ImportError:
             self._unavailable_reason = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
@@ -105,6 +104,20 @@ class StructuredOutputBackend:
         if ll_matcher.is_error() or ll_matcher.is_stopped():
             raise _schema_error(ll_matcher.get_error() or "no value satisfies it", field)
         return CompiledGrammar(ll_matcher, self._masker)
+
+
+def make_ll_tokenizer(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
+    """llguidance's tokenizer for transformers' fast tokenizers, as `llguidance.hf.from_tokenizer` makes it, and for
+    stored ones. That function imports transformers.
+
+    Raises ImportError without llguidance.
+    """
+    from llguidance import LLTokenizer
+
+    backend = copy.copy(tokenizer.backend_tokenizer)
+    backend.no_padding()
+    backend.no_truncation()
+    return LLTokenizer(backend.to_str(), eos_token=list(stop_token_ids) or tokenizer.eos_token_id)
 
 
 class GrammarMasker:

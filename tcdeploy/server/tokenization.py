@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_chat, render_pool, reserved_names
+from tcdeploy.models.stored_tokenizer import StoredTokenizer
 from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -36,7 +37,7 @@ class Prompt(NamedTuple):
 
 @dataclass(frozen=True)
 class PromptTokenizer:
-    """`tokenizer` is transformers' tokenizer of the model; `model_name` is used in error messages."""
+    """`tokenizer`: of the model, of transformers or stored; `model_name` is used in error messages."""
 
     tokenizer: Any
     encoder: TextEncoder
@@ -122,9 +123,11 @@ class PromptTokenizer:
 
     def info(self) -> dict[str, Any]:
         """vLLM's /tokenizer_info, without paths of this machine."""
+        tokenizer = self.tokenizer
+        is_stored = isinstance(tokenizer, StoredTokenizer)
         return {
-            "tokenizer_class": type(self.tokenizer).__name__,
-            **{name: getattr(self.tokenizer, name) for name in INFO_FIELDS},
+            "tokenizer_class": tokenizer.class_name if is_stored else type(tokenizer).__name__,
+            **{name: getattr(tokenizer, name) for name in INFO_FIELDS},
         }
 
     async def _check_token_ids(self, token_ids: list[int], field: str = "prompt") -> None:
@@ -143,8 +146,9 @@ class PromptTokenizer:
             raise bad_request("messages is empty", "messages")
         if not self.tokenizer.chat_template:
             raise bad_request(f"{self.model_name} has no chat template", "messages")
-        self.tools.check(tools)
-        template_kwargs = {**template_kwargs, "tools": tools} if tools else template_kwargs
+        if tools:
+            await asyncio.get_running_loop().run_in_executor(render_pool, self.tools.check, tools)
+            template_kwargs = {**template_kwargs, "tools": tools}
 
         def render() -> str:
             return render_chat(self.tokenizer, [message.for_template() for message in messages], **template_kwargs)

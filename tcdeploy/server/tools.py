@@ -1,7 +1,8 @@
 """Tool calls: tools enter the prompt through the chat template, and transformers parses the calls in the output.
 
 Model families delimit calls differently. The format comes from the tokenizer's `response_template`, or from
-transformers' table of families, and transformers' `ResponseParser` reads it; models without either reject `tools`.
+transformers' table of families, and transformers' `ResponseParser` reads it; models without either reject `tools`. If
+the tokenizer was loaded without transformers, the first request with tools imports it.
 The parser is fed while tokens arrive. Content is streamed as it comes, except text that may start a call; a call is
 sent once it is complete.
 
@@ -13,16 +14,17 @@ JSON between two fixed delimiters, and only if the parser reads an example of it
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
 import uuid
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_chat
+from tcdeploy.models.response_template import response_template
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.structured_output import with_bounded_whitespace
 
@@ -62,22 +64,25 @@ class Markup(NamedTuple):
 
 
 class ToolSupport:
-    """Tool calling of one model. `unsupported_reason` is "" if it is available."""
+    """Tool calling of one model. `unsupported_reason` is "" if the model supports it."""
 
     def __init__(self, tokenizer: Any, model_type: str) -> None:
         self._tokenizer = tokenizer
-        self._template = _response_template(tokenizer, model_type)
+        self._template = response_template(tokenizer, model_type)
         if not _template_renders_tools(tokenizer):
             self.unsupported_reason = "the model's chat template does not render tools"
         elif "tool_calls" not in (self._template or {}).get("fields", {}):
             self.unsupported_reason = "the model's tokenizer has no response template that describes tool calls"
         else:
-            self.unsupported_reason = self._template_error()
+            self.unsupported_reason = ""
 
     def check(self, tools: list[dict[str, Any]]) -> None:
-        """Raises ApiError 400 if `tools` is not empty and the model does not support tools."""
-        if tools and self.unsupported_reason:
-            raise bad_request(f"tools are not supported: {self.unsupported_reason}", "tools", "unsupported_parameter")
+        """Raises ApiError 400 if `tools` is not empty and their calls cannot be parsed.
+
+        The first call with tools may block for a second, because it may import transformers.
+        """
+        if tools and (reason := self.unsupported_reason or self._parser_problem):
+            raise bad_request(f"tools are not supported: {reason}", "tools", "unsupported_parameter")
 
     def tool_parser(self, request: ChatRequest, prompt: str) -> ToolCallParser:
         """Parser for one choice. `prompt` is the rendered chat, which may contain the start of the output."""
@@ -102,7 +107,9 @@ class ToolSupport:
         first, last = tool_parser.push(example), tool_parser.finish()
         return len(first.calls + last.calls) == 1 and not (first.content or last.content or tool_parser.is_broken)
 
-    def _template_error(self) -> str:
+    @functools.cached_property
+    def _parser_problem(self) -> str:
+        """Why transformers' parser cannot be used; "" if it can."""
         try:
             _new_response_parser(self._template, "", [])
         except (ImportError, ValueError) as error:
@@ -258,20 +265,3 @@ def _template_renders_tools(tokenizer: Any) -> bool:
         return PROBE_TOOL_NAME in render_chat(tokenizer, [message], tools=[tool])
     except ModelError:  # no template, or one that fails
         return False
-
-
-def _response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
-    """The tokenizer's response template, or that of transformers' table of model families."""
-    template = getattr(tokenizer, "response_template", None)
-    template = _template_of_family(tokenizer, model_type) if template is None else template
-    return None if template is None else dict(template)
-
-
-def _template_of_family(tokenizer: Any, model_type: str) -> Any:
-    """transformers' internal table of response templates. None if the internal has moved: tools are then rejected."""
-    try:
-        from transformers.cli.serving.utils import get_response_template
-    except ImportError:
-        return None
-    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))  # it reads nothing else of a model
-    return get_response_template(tokenizer, model)

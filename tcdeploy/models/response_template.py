@@ -1,0 +1,30 @@
+"""The response template of a model: how its output marks reasoning and tool calls.
+
+It is an attribute of the tokenizer, or comes from transformers' table of model families.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from tcdeploy.models.stored_tokenizer import StoredTokenizer
+
+
+def response_template(tokenizer: Any, model_type: str) -> dict[str, Any] | None:
+    """The template of `tokenizer`; None if neither it nor its family has one. Imports transformers if it is needed."""
+    if isinstance(tokenizer, StoredTokenizer):  # its template was looked up when the tokenizer was stored
+        return tokenizer.response_template
+    template = getattr(tokenizer, "response_template", None)
+    template = _template_of_family(tokenizer, model_type) if template is None else template
+    return None if template is None else dict(template)
+
+
+def _template_of_family(tokenizer: Any, model_type: str) -> Any:
+    """transformers' internal table of response templates. None if the internal has moved: tools are then rejected."""
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:
+        return None
+    model = SimpleNamespace(config=SimpleNamespace(model_type=model_type))  # it reads nothing else of a model
+    return get_response_template(tokenizer, model)
