@@ -29,6 +29,7 @@ from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.import_times import describe_uncompiled
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
@@ -61,6 +62,7 @@ class Deployment:
         """
         if self.loaded_tokenizer is not None:
             return self.loaded_tokenizer
+        require_extra("compile", "load a tokenizer that `prepare` did not load (needs_tokenizer)")
         from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
 
         return load_tokenizer(self.plan)

@@ -56,6 +56,7 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
 from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
@@ -151,11 +152,17 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
 
 
 def _environment_of(record: StartRecord, environment: Environment) -> Environment:
-    """`environment`, with the record's C++ compiler and version of transformers where this machine has none."""
+    """`environment`, with what was recorded of packages that this machine lacks and that packages do not need.
+
+    A C++ compiler and transformers are never needed, Triton only on a GPU. The folders of Python's headers and of torch
+    are compiler options, and nothing is compiled.
+    """
     return dataclasses.replace(
         environment,
         compiler=environment.compiler or record.compiler,
         transformers=environment.transformers or record.transformers,
+        triton=environment.triton or ("" if environment.gpus else record.triton),
+        install_paths=record.install_paths,
         missing_internals=record.missing_internals,
     )
 
@@ -314,6 +321,7 @@ def _load_tokenizer(recipe: Recipe, found: _Found, cache_dir: Path) -> Any:
     """The stored tokenizer; that of transformers if it could not be stored."""
     if found.record.tokenizer is not None:
         return load_stored_tokenizer(found.record.tokenizer, cache_dir, found.folder)
+    require_extra("compile", f"load the tokenizer of this model, because {found.record.tokenizer_problem}")
     from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
 
     # From the folder of the weights, because a model of the Hub may have changed.

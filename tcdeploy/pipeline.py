@@ -7,9 +7,11 @@ Read `prepare` from top to bottom: each `with` block is a stage, and its seconds
 from __future__ import annotations
 
 # ruff: noqa: E402 - importing is a stage, and its seconds are reported
+from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.stages import ImportStage, StageTimer
 
 _import_stage = ImportStage()
+require_compile_extra()
 
 import dataclasses
 import gc
@@ -255,6 +257,8 @@ def _write_record(
         buffers="",
         transformers=planned.environment.transformers,
         compiler=planned.environment.compiler,
+        triton=planned.environment.triton,
+        install_paths=planned.environment.install_paths,
         sources=sources,
         variables=compiler_variables(),
         missing_internals=planned.environment.missing_internals,

@@ -7,7 +7,7 @@
 
 A start with `--programs aot` that loads the model with transformers writes these files. KEY hashes what is known before
 anything is loaded: the recipe, the model's files (weight files by their sizes, headers and samples), this package, and
-the versions of Python, torch and Triton. A later start with the same key reads the record, checks it, and loads the
+the versions of Python, torch and tokenizers. A later start with the same key reads the record, checks it, and loads the
 weights from where the record says they are in the checkpoint (packaged_start.py).
 
 The record also lists the source files of transformers that computed the reference. A start does not use it if one of
@@ -73,7 +73,9 @@ class StartRecord:
     reference: str
     buffers: str
     transformers: str  # version
-    compiler: str  # as `Environment.compiler`
+    compiler: str  # as in `Environment`, like the two below
+    triton: str
+    install_paths: str
     sources: dict[str, str]
     variables: dict[str, str]
     missing_internals: tuple[tuple[str, str], ...]
@@ -107,7 +109,7 @@ def start_key(recipe: Recipe, folder: Path | None) -> str | None:
     if files is None:
         return None
     request = {name: value for name, value in dataclasses.asdict(recipe).items() if name not in IGNORED_FIELDS}
-    versions = [platform.python_version(), *(_version(name) for name in ("torch", "triton", "tokenizers"))]
+    versions = [platform.python_version(), *(_version(name) for name in ("torch", "tokenizers"))]
     factors = [SCHEMA, request, versions, _own_sources(), files]
     return hashlib.sha256(json.dumps(factors, sort_keys=True).encode()).hexdigest()[:16]
 

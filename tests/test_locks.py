@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 import tomllib
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,15 @@ def license_rows() -> dict[tuple[str, str], str]:
     return {(name, version): license for name, version, license in rows}
 
 
+def requirements_of(extras: Iterable[str], optional: dict[str, list[str]]) -> Iterator[Requirement]:
+    """The packages of extras. An extra may name other extras of this package."""
+    for item in map(Requirement, (text for extra in extras for text in optional[extra])):
+        if item.name == "tcdeploy":
+            yield from requirements_of(sorted(item.extras), optional)
+        else:
+            yield item
+
+
 @pytest.mark.parametrize("lock", LOCKS, ids=lambda path: path.stem)
 def test_every_line_of_a_lock_is_an_exact_version_with_hashes(lock: Path) -> None:
     blocks = re.split(r"\n(?=[a-z0-9])", re.sub(r"^ *#.*\n?", "", lock.read_text(), flags=re.MULTILINE))
@@ -50,12 +60,14 @@ def test_every_line_of_a_lock_is_an_exact_version_with_hashes(lock: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("lock", "extras"), [("runtime", ("s3", "oci", "structured")), ("dev", ("dev",))], ids=["runtime", "dev"]
+    ("lock", "extras"),
+    [("runtime", ("compile", "serve", "s3", "oci", "structured")), ("dev", ("dev",))],
+    ids=["runtime", "dev"],
 )
 def test_the_locks_satisfy_the_lower_bounds_of_the_package(lock: str, extras: tuple[str, ...]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     optional = project["optional-dependencies"]
-    wanted = map(Requirement, [*project["dependencies"], *(item for extra in extras for item in optional[extra])])
+    wanted = [*map(Requirement, project["dependencies"]), *requirements_of(extras, optional)]
     locked = pins(ROOT / f"scripts/locks/{lock}.txt")
     for item in wanted:
         if (lock, item.name) != ("dev", "torch"):

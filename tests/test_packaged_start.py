@@ -8,19 +8,20 @@ import importlib
 import json
 import logging
 import random
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy import deployment as deployment_module
 from tcdeploy import packaged_start, pipeline
@@ -30,15 +31,17 @@ from tcdeploy.compiler.step_program import StepProgram, parse_step_program
 from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
-from tcdeploy.errors import IntegrityError
+from tcdeploy.errors import IntegrityError, UsageError
 from tcdeploy.models import executed_sources, weight_sources
 from tcdeploy.models import tokenizer as tokenizer_module
 from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
 from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.planning import extras
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
-from tests.conftest import PACKAGES, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
+from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
+from tests.fork_server import HAS_GPU
 from tests.server.test_tools import CLOCK, QUESTION, make_model
 
 BUCKETS: dict[str, Any] = {"buckets": (32,), "batch_sizes": (4,)}
@@ -210,6 +213,10 @@ def test_a_tokenizer_that_cannot_be_stored_is_loaded_with_transformers(
     assert record["tokenizer"] is None and record["tokenizer_problem"].endswith("it overrides decode")
     deployment = packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
     assert deployment is not None and isinstance(deployment.tokenizer, PreTrainedTokenizerFast)
+    monkeypatch.setattr(extras, "is_installed", lambda name: name != "transformers")
+    with pytest.raises(UsageError, match="load the tokenizer of this model, because .* it overrides decode") as error:
+        packaged_start.start_from_packages(recipe, NullProgress(), needs_tokenizer=True)
+    assert error.value.hint == "pip install 'tcdeploy[compile]'"
 
 
 def test_a_backend_that_differs_from_the_models_file_is_in_the_cache(own_cache: str, tmp_path: Path) -> None:
@@ -436,3 +443,103 @@ def test_no_record_is_written_for_packages_that_call_ops_of_other_libraries(
     assert start(own_cache, str(model)) is None
     pipeline.prepare(aot_recipe(own_cache, str(model)))
     assert start(own_cache, str(model)) is not None
+
+
+class ServeOnly(NamedTuple):
+    """A new virtual environment with `tcdeploy[serve]`, and an unpacked bundle."""
+
+    folder: Path
+    flags: tuple[str, ...]
+    environ: dict[str, str]
+
+    def command(self, *arguments: str) -> list[str]:
+        return [str(self.folder / "bin/tcdeploy"), *arguments]
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, env=self.environ, cwd=self.folder, timeout=120
+        )
+
+
+@pytest.fixture(scope="module")
+def serve_only(cache: str, tmp_path_factory: pytest.TempPathFactory, run_cli_in: RunCLI) -> ServeOnly:
+    """Its PATH has no compiler. All packages have the locked versions, as those of the tests have."""
+    if HAS_GPU:
+        pytest.skip("the environment of a GPU machine has another build of torch than pip selects")
+    folder = tmp_path_factory.mktemp("serve_only")
+    bundle, unpacked = str(folder / "tiny.tcb"), str(folder / "unpacked")
+    for command in (
+        ("cache", "pack", TINY, *FLAGS, "--cache-dir", cache, "--out", bundle),
+        ("cache", "unpack", bundle, unpacked, "--allow-unsigned"),
+    ):
+        done = run_cli_in(folder, *command)
+        assert done.returncode == 0, done.stderr
+    pins = re.findall(r"^[a-z0-9-]+==[^\\\n]+", (ROOT / "scripts/locks/dev.txt").read_text(), re.MULTILINE)
+    (folder / "pins.txt").write_text("\n".join(pins))
+    subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True)
+    constraints = ("-c", str(ROOT / "scripts/constraints.txt"), "-c", str(folder / "pins.txt"))
+    install = [folder / "venv/bin/pip", "install", "-q", "--no-compile", *constraints, f"{ROOT}[serve]"]
+    installed = subprocess.run(install, capture_output=True, text=True)
+    assert installed.returncode == 0, installed.stderr
+    environ = {
+        "PATH": str(folder / "venv/bin"), "HOME": str(folder), "OMP_NUM_THREADS": str(torch.get_num_threads()),
+    }  # fmt: skip
+    return ServeOnly(folder / "venv", (TINY, *FLAGS, "--cache-dir", unpacked), environ)
+
+
+def test_a_bundle_is_served_where_transformers_is_not_installed(
+    serve_only: ServeOnly, tmp_path: Path, reference_tiny: Any
+) -> None:
+    """The same tokens as transformers gives, as text of a chat, and of a stream."""
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
+    messages = [{"role": "user", "content": "This module"}]
+    chat = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    with serving(serve_only.command("serve", *serve_only.flags), tmp_path / "log", serve_only.environ) as address:
+        limits = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{address}/v1/chat/completions", json={"messages": messages, **limits}, timeout=60).json()
+        expected = tokenizer.decode(greedy_tokens(reference_tiny, chat), skip_special_tokens=True)
+        assert answer["choices"][0]["message"]["content"] == expected
+        streamed = httpx.post(
+            f"{address}/v1/completions", json={"prompt": PROMPT, "stream": True, **limits}, timeout=60
+        )
+        events = [json.loads(line[6:]) for line in streamed.text.splitlines() if line.startswith("data: {")]
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert len(events) > 1 and text == tokenizer.decode(greedy_tokens(reference_tiny, PROMPT))
+        info = httpx.get(f"{address}/tokenizer_info").json()
+        assert info["tokenizer_class"] == type(tokenizer).__name__
+    warnings = [line for line in (tmp_path / "log").read_text().splitlines() if line.startswith("warning")]
+    assert not [line for line in warnings if "bytecode" not in line]  # pip ran with --no-compile
+
+
+def test_text_is_generated_where_transformers_is_not_installed(
+    serve_only: ServeOnly, cache: str, run_cli: RunCLI
+) -> None:
+    prompt = ("--max-new-tokens", "12", "--temperature", "0", "This module")
+    generated = serve_only.run("generate", *serve_only.flags, *prompt)
+    assert generated.returncode == 0, generated.stderr
+    expected = run_cli("generate", TINY, *FLAGS, "--cache-dir", cache, *prompt)
+    assert generated.stdout == expected.stdout and expected.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("compile", TINY),
+        ("warm", TINY, "--dry-run"),
+        ("generate", TINY, "Hi", "--cache-dir", "empty", "--programs", "aot"),
+        ("serve", TINY, "--port", "0", "--cache-dir", "empty"),
+        ("bench", "decode", TINY),
+    ],
+    ids=" ".join,
+)
+def test_commands_that_need_transformers_name_the_extra_that_installs_it(
+    serve_only: ServeOnly, arguments: tuple[str, ...]
+) -> None:
+    lookup = subprocess.run(
+        [serve_only.folder / "bin/python", "-c", "import transformers"], capture_output=True, text=True
+    )
+    assert "ModuleNotFoundError" in lookup.stderr
+    failed = serve_only.run(*arguments)
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr
+    assert "error: transformers is not installed, and it is needed to load and compile a model" in failed.stderr
+    assert "hint: pip install 'tcdeploy[compile]'" in failed.stderr

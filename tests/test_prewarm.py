@@ -37,7 +37,7 @@ def test_a_bundle_is_warmed_without_a_key_then_signed_and_pushed_and_later_runs_
     cold, warm = re.search(r"\| total, process start to ready \| ([\d.]+) \| ([\d.]+) \|", report).groups()  # type: ignore[union-attr]
     assert float(cold) > float(warm) > 0
     assert first.summary.read_text() == report == Path(first.output("report")).read_text()
-    assert "pip install --quiet" in first.calls.read_text() and "../../..[s3]" in first.calls.read_text()
+    assert "pip install --quiet" in first.calls.read_text() and "../../..[compile,s3]" in first.calls.read_text()
 
     signing = {**keys, "bundle": first.output("bundle"), "to": str(store)}
     publish = ActionRunner("sign-and-push", tmp_path / "publish", signing)

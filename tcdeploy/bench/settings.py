@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.plan import Plan
 
 BASELINES = ("eager", "generate", "region")
@@ -169,3 +170,4 @@ def check_plot(path: str) -> None:
     check_writable(path, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
+    require_extra("serve", "plot results, which may be those of servers")

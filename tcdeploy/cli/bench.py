@@ -30,6 +30,7 @@ from tcdeploy.cli.bench_options import (
 from tcdeploy.cli.bench_serve import serve
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 
 app = typer.Typer(
@@ -77,6 +78,7 @@ def decode(
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:
+        require_compile_extra()
         from tcdeploy.bench import decode
 
         report = decode.run(recipe, settings, progress)
@@ -114,6 +116,7 @@ def prefill(
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:
+        require_compile_extra()
         from tcdeploy.bench import prefill
 
         report = prefill.run(recipe, settings, progress)
@@ -151,6 +154,7 @@ def throughput(
     from tcdeploy.cli import display
 
     with display.show_progress() as progress:
+        require_compile_extra()
         from tcdeploy.bench import throughput
 
         report = throughput.run(recipe, settings, progress)

@@ -20,6 +20,7 @@ from tcdeploy.cli.bench_options import (
     parse_rate,
     publish_document,
 )
+from tcdeploy.planning.extras import require_extra
 
 
 def serve(
@@ -116,6 +117,7 @@ def serve(
     seed: Seed = ServeSettings.seed,
 ) -> None:
     """Measure throughput and latencies of any OpenAI-compatible server."""
+    require_extra("serve", "send requests to a server")
     settings = ServeSettings(
         url=url.rstrip("/"), label=label, served_model=served_model, api_key=api_key, requests=requests,
         duration=duration, request_rate=parse_rate(request_rate), burstiness=burstiness, concurrency=concurrency,

@@ -22,6 +22,7 @@ from tcdeploy.cli.remote_cache import (
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
+from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import ServerSettings
 
@@ -86,6 +87,7 @@ def serve(
         )
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
+    require_extra("serve", "serve a model")
     with display.show_progress() as progress:
         from tcdeploy.server.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_chat
 from tcdeploy.models.response_template import response_template
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.protocol import ChatRequest, bad_request
 from tcdeploy.server.structured_output import with_bounded_whitespace
 
@@ -110,6 +111,8 @@ class ToolSupport:
     @functools.cached_property
     def _parser_problem(self) -> str:
         """Why transformers' parser cannot be used; "" if it can."""
+        if not is_installed("transformers"):
+            return "their calls are parsed by transformers, which is not installed: pip install 'tcdeploy[compile]'"
         try:
             _new_response_parser(self._template, "", [])
         except (ImportError, ValueError) as error:

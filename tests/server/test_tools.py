@@ -16,6 +16,7 @@ import pytest
 
 from tcdeploy.engine.sequence import NewToken
 from tcdeploy.models.load import resolve_model_path
+from tcdeploy.server import tools as tools_module
 from tcdeploy.server.protocol import ApiError, ChatRequest
 from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
@@ -254,6 +255,19 @@ def test_a_model_without_tool_support_reports_the_reason(tmp_path: Path) -> None
         with pytest.raises(ApiError, match=reason) as rejection:
             unsupported.check([CLOCK])
         assert (rejection.value.status, rejection.value.param) == (400, "tools")
+
+
+def test_a_server_without_transformers_rejects_tools_with_the_command_that_installs_it(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tools_module, "is_installed", lambda name: name != "transformers")
+    tools = ToolSupport(tokenizer, LLAMA)
+    tools.check([])
+    with pytest.raises(
+        ApiError, match=r"transformers, which is not installed: pip install 'tcdeploy\[compile\]'"
+    ) as error:
+        tools.check([CLOCK])
+    assert (error.value.status, error.value.param) == (400, "tools")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,39 @@
+"""Checks that the packages of an optional extra are installed. Does not import them, and no torch.
+
+`pip install tcdeploy` is enough to unpack, verify and push bundles. Serving and compiling need more packages, and an
+image that only serves bundles should not contain transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+from tcdeploy.errors import UsageError
+
+# The modules of each extra in pyproject.toml that a command cannot do without. A test compares them.
+EXTRA_MODULES = {
+    "compile": ("transformers",),
+    "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),
+}
+COMPILE_HINT = (
+    "pip install 'tcdeploy[compile]'; without it, a model starts only from ahead-of-time packages in the cache folder "
+    "(--programs aot)"
+)
+
+
+def require_extra(extra: str, purpose: str, hint: str = "") -> None:
+    """Raise UsageError if a package of `extra` is not installed. `purpose` completes "NAME is needed to ..."."""
+    for name in EXTRA_MODULES[extra]:
+        if not is_installed(name):
+            raise UsageError(
+                f"{name} is not installed, and it is needed to {purpose}", hint or f"pip install 'tcdeploy[{extra}]'"
+            )
+
+
+def require_compile_extra() -> None:
+    """Raise UsageError unless models can be loaded and compiled."""
+    require_extra("compile", "load and compile a model", COMPILE_HINT)
+
+
+def is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
