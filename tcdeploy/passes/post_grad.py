@@ -1,6 +1,6 @@
 """The post-grad FX pass of every compiled program, which runs the passes of this package.
 
-    cse.py                           always
+    sizes.py, cse.py                 always
     last_token_rows.py               always
     gemv.py                          always
     rotary.py                        with fused_epilogues
@@ -28,6 +28,7 @@ from tcdeploy.passes.residual_add import fuse_inplace_residual_add, fuse_residua
 from tcdeploy.passes.rms_norm import fuse_rms_norm
 from tcdeploy.passes.rotary import fuse_rope_into_attention
 from tcdeploy.passes.silu_mul import fuse_swiglu
+from tcdeploy.passes.sizes import read_sizes_from_inputs
 from tcdeploy.passes.skinny_gemm import replace_with_skinny_gemm
 from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass
@@ -45,6 +46,7 @@ class PostGradPass(CustomGraphPass):
         self.skinny_gemm, self.inplace_residual, self.fused_epilogues = skinny_gemm, inplace_residual, fused_epilogues
 
     def __call__(self, graph: Graph) -> None:
+        read_sizes_from_inputs(graph)
         eliminate_common_subexpressions(graph)
         hoist_row_selection(graph)
         sink_slices(graph)
