@@ -15,8 +15,9 @@ import contextlib
 import dataclasses
 import hashlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +30,11 @@ from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata, Prefi
 from tcdeploy.compiler.graph_parts import GraphPart, cut_at_layers, layer_operator
 from tcdeploy.compiler.model_forward import StepInputs, step_tensors
 from tcdeploy.compiler.step_program import Call, InputSpec, StepProgram
-from tcdeploy.passes.grouped_mm import foreign_ops, replace_grouped_mm
+from tcdeploy.passes.grouped_mm import foreign_ops, graph_modules, op_name, replace_grouped_mm
 from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_call
 from tcdeploy.torch_compat.mark_dynamic import dynamic_dims, tensors_in
 
-METADATA_CHECK = torch.ops.aten._assert_tensor_metadata.default
+METADATA_CHECK = "aten::_assert_tensor_metadata"
 MIN_DYNAMIC_SIZE = 2  # torch specialises programs on sizes of 0 and 1
 MAX_DYNAMIC_SIZE = 1 << 31  # a program must allow at least this size; torch's own limit is larger
 
@@ -68,11 +69,11 @@ class _LayerCall(NamedTuple):
 
 
 class _Input(NamedTuple):
-    """An input of a program: its name in the step program, an example, and its dynamic dimensions."""
+    """An input of a program: its name in the step program, an example, and its dynamic dimensions with their maxima."""
 
     name: str
     example: Tensor
-    dynamic_dims: tuple[int, ...] = ()
+    dynamic_dims: Mapping[int, int | None] = MappingProxyType({})
 
     @property
     def spec(self) -> InputSpec:
@@ -84,7 +85,7 @@ class _Input(NamedTuple):
 
     @property
     def dynamic_shape(self) -> dict[int, Any] | None:
-        return {dim: Dim.DYNAMIC(min=MIN_DYNAMIC_SIZE) for dim in self.dynamic_dims} or None
+        return {dim: Dim.DYNAMIC(MIN_DYNAMIC_SIZE, maximum) for dim, maximum in self.dynamic_dims.items()} or None
 
 
 @torch.no_grad()
@@ -206,7 +207,9 @@ class _StepExport:
         """Export a program; returns its name, which is equal for equal programs."""
         exported = _export(forward, inputs)
         specs = tuple(item.spec for item in inputs)
-        identity = f"{_code(exported)}{specs}{self._compile_options}"
+        # The maxima decide whether kernels compute indices in 32 bits.
+        maxima = [list(item.dynamic_dims.values()) for item in inputs]
+        identity = f"{_code(exported)}{specs}{maxima}{self._compile_options}"
         name = hashlib.sha256(identity.encode()).hexdigest()[:16]
         self._exported.setdefault(name, exported)
         self._specs[name] = specs
@@ -240,11 +243,23 @@ def _export(function: Callable[[list[Tensor]], Any], inputs: list[_Input]) -> Ex
     replace_grouped_mm(exported)
     if exported.constants:
         raise NotImplementedError(f"its forward creates constant tensors ({', '.join(exported.constants)})")
-    for sizes in exported.range_constraints.values():
-        if sizes.lower > MIN_DYNAMIC_SIZE or sizes.upper < MAX_DYNAMIC_SIZE:
+    maxima = _required_maxima(exported, inputs)
+    for symbol, sizes in exported.range_constraints.items():
+        if sizes.lower > MIN_DYNAMIC_SIZE or sizes.upper < maxima.get(str(symbol), MAX_DYNAMIC_SIZE):
             raise NotImplementedError(f"its forward allows only sizes from {sizes.lower} to {sizes.upper}")
     _erase_metadata_checks(exported)
     return exported
+
+
+def _required_maxima(exported: ExportedProgram, inputs: list[_Input]) -> dict[str, int]:
+    """The size that each symbol of the program must allow: the smallest maximum of the inputs that have this size."""
+    maxima: dict[str, int] = {}
+    placeholders = [node for node in exported.graph.nodes if node.op == "placeholder"]
+    for node, item in zip(placeholders, inputs, strict=True):
+        for dim, maximum in item.dynamic_dims.items():
+            symbol = str(node.meta["val"].shape[dim])
+            maxima[symbol] = min(maxima.get(symbol, MAX_DYNAMIC_SIZE), maximum or MAX_DYNAMIC_SIZE)
+    return maxima
 
 
 def _erase_metadata_checks(exported: ExportedProgram) -> None:
@@ -253,11 +268,10 @@ def _erase_metadata_checks(exported: ExportedProgram) -> None:
     They are users of the tensors that they check, so they prevent fusions: RMSNorm into GEMVs (passes/rms_norm.py). The
     inputs of a program are checked by `LoadedStep`, and the dtypes of the other tensors follow from theirs.
     """
-    for module in exported.graph_module.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.find_nodes(op="call_function", target=METADATA_CHECK):
-                module.graph.erase_node(node)
-            module.recompile()
+    for module in graph_modules(exported):
+        for node in [node for node in module.graph.nodes if op_name(node) == METADATA_CHECK]:
+            module.graph.erase_node(node)
+        module.recompile()
 
 
 def _code(exported: ExportedProgram) -> str:
@@ -353,6 +367,6 @@ def _make_metadata(tensors: dict[str, Tensor]) -> AttentionMetadata:
 def _example_value(node: Node, name: str) -> _Input:
     """A value of the graph around the layers, with zeros as its example."""
     value = node.meta["val"]
-    dims = tuple(dim for dim, size in enumerate(value.shape) if not isinstance(size, int))
+    dims = {dim: None for dim, size in enumerate(value.shape) if not isinstance(size, int)}
     sizes = [size if isinstance(size, int) else size.node.hint for size in value.shape]
     return _Input(name, torch.zeros(sizes, dtype=value.dtype, device=value.device), dims)

@@ -27,8 +27,8 @@ AVAILABLE_NAMESPACES = {"aten", "prim", "prims", "higher_order", "mkldnn", "quan
 
 def replace_grouped_mm(exported: ExportedProgram) -> None:
     """Replace each call of transformers' op by `tcdeploy::grouped_mm`, whose arguments have the same order."""
-    for module in _graph_modules(exported):
-        calls = [node for node in module.graph.nodes if _op_name(node) == FALLBACK]
+    for module in graph_modules(exported):
+        calls = [node for node in module.graph.nodes if op_name(node) == FALLBACK]
         for node in calls:
             node.args = (*node.args, *(node.kwargs[name] for name in FALLBACK_ARGUMENTS[len(node.args) :]))
             node.kwargs = {}
@@ -39,16 +39,16 @@ def replace_grouped_mm(exported: ExportedProgram) -> None:
 
 def foreign_ops(exported: ExportedProgram) -> set[str]:
     """The names of the ops that are neither torch's nor ours, such as "transformers::grouped_mm_fallback"."""
-    nodes = [node for module in _graph_modules(exported) for node in module.graph.nodes]
-    return {_op_name(node) for node in nodes if _namespace(node.target) not in {"", *AVAILABLE_NAMESPACES}}
+    nodes = [node for module in graph_modules(exported) for node in module.graph.nodes]
+    return {op_name(node) for node in nodes if _namespace(node.target) not in {"", *AVAILABLE_NAMESPACES}}
 
 
-def _graph_modules(exported: ExportedProgram) -> Iterator[GraphModule]:
+def graph_modules(exported: ExportedProgram) -> Iterator[GraphModule]:
     """The program's graph, and those of its branches and loops."""
     return (module for module in exported.graph_module.modules() if isinstance(module, GraphModule))
 
 
-def _op_name(node: Node) -> str:
+def op_name(node: Node) -> str:
     """The name of the op that a node calls, such as "aten::add.Tensor"; "" for other nodes."""
     target: Any = node.target
     return str(target.name()) if _namespace(target) else ""

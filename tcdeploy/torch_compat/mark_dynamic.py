@@ -40,14 +40,14 @@ def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | No
 
     torch's own mark is left out if its compiler is not imported: then no program is compiled for the tensor.
     """
-    setattr(tensor, DIMS_ATTRIBUTE, sorted({dim, *dynamic_dims(tensor)}))
+    setattr(tensor, DIMS_ATTRIBUTE, {**dynamic_dims(tensor), dim: max})
     if is_imported(DYNAMO) and supported():
         find(MARK_DYNAMIC)(tensor, dim, min=min, max=max)
 
 
-def dynamic_dims(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions of `tensor` that were marked, ascending."""
-    return tuple(getattr(tensor, DIMS_ATTRIBUTE, ()))
+def dynamic_dims(tensor: Tensor) -> dict[int, int | None]:
+    """The dimensions of `tensor` that were marked, and the maximum of each; None: no maximum."""
+    return dict(sorted(getattr(tensor, DIMS_ATTRIBUTE, {}).items()))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
