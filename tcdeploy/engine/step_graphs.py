@@ -36,7 +36,7 @@ from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.sizes import DYNAMIC_STEP_TOKENS
 
 # In tokens. These sizes and the largest are captured before the first request, with all numbers of row slots.
-EARLY_SIZES = (64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+EARLY_SIZES = (64, 128, 256, 512, 1024)
 log = logging.getLogger("tcdeploy.engine")
 
 
