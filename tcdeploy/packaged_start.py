@@ -43,6 +43,7 @@ from tcdeploy.cache.staging import StagingFolder
 from tcdeploy.compiler.packages import MissingPackageError, PackagedForward
 from tcdeploy.deployment import Deployment, Start, count_start, record_start, warm
 from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.gpu_initialization import initializing_gpu
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
@@ -108,9 +109,10 @@ def start_from_packages(
     """
     stages = StageTimer(progress)
     try:
-        with stages.stage("decide"):
-            found = _find(recipe, needs_tokenizer)
-        return None if found is None else _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer)
+        with contextlib.nullcontext() if recipe.device == "cpu" else initializing_gpu():
+            with stages.stage("decide"):
+                found = _find(recipe, needs_tokenizer)
+            return None if found is None else _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer)
     except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as reason:
         log.warning("the model is loaded with transformers, because its packages cannot be used: %s", str(reason))
     gc.collect()
