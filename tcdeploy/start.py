@@ -1,8 +1,8 @@
 """`prepare`: from a recipe to a running deployment.
 
 With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
-the model's code and torch's compiler (packaged_start.py). Every other start goes through pipeline.py. Does not import
-torch.
+the model's code and torch's compiler (packaged_start.py). Every other start goes through pipeline.py. Both import torch
+first, and meanwhile the weights are read into the page cache (models/read_ahead.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,8 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcdeploy.models.location import local_folder
+from tcdeploy.models.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
+from tcdeploy.start_record import weight_files
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
@@ -29,6 +32,8 @@ def prepare(
     `measure` compares each bucket with uncompiled steps, and those need the model's code.
     """
     progress = progress or NullProgress()
+    if recipe.load_format == "auto" and (folder := local_folder(recipe.model, recipe.revision)):
+        start_read_ahead(weight_files(folder))
     if recipe.programs == "aot" and not measure:
         from tcdeploy.packaged_start import start_from_packages
 
