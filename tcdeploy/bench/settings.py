@@ -113,15 +113,19 @@ class ThroughputSettings(CommonSettings):
 class StartupSettings(CommonSettings):
     """One cold start, then `warm_runs` starts from the cache that it filled.
 
-    `source` "cache": only the warm starts, from the recipe's own cache folder.
+    `source` "cache": only the warm starts, from the recipe's own cache folder; "bundle": from a `bundle` that has been
+    unpacked into it.
     """
 
-    source: Literal["cold", "cache"] = "cold"
+    source: Literal["cold", "cache", "bundle"] = "cold"
+    bundle: str | None = None
     warm_runs: int = 1
     prompt_length: int = 128
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if (self.source == "bundle") != (self.bundle is not None):
+            raise UsageError("--from bundle and --bundle FILE belong together", "add the other, or remove both")
         check_positive("number of warm runs", self.warm_runs, "--warm-runs 1")
         check_positive("prompt length", self.prompt_length, "--prompt-length 128")
 
@@ -170,4 +174,4 @@ def check_plot(path: str) -> None:
     check_writable(path, "--plot")
     if importlib.util.find_spec("matplotlib") is None:
         raise UsageError("--plot needs matplotlib, which is not installed", "pip install 'tcdeploy[plot]'")
-    require_extra("serve", "plot results, which may be those of servers")
+    require_extra("serve", "plot the results of `bench serve`")

@@ -6,7 +6,12 @@ options before torch is imported.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -30,6 +35,7 @@ from tcdeploy.cli.bench_options import (
 from tcdeploy.cli.bench_serve import serve
 from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 
@@ -166,13 +172,17 @@ def throughput(
 def startup(
     recipe: Recipe,
     source: Annotated[
-        Literal["cold", "cache"],
+        Literal["cold", "cache", "bundle"],
         typer.Option(
             "--from",
             help="cold: one start with an empty cache folder, and warm starts from it; cache: warm starts from the "
-            "folder in --cache-dir",
+            "folder in --cache-dir; bundle: warm starts from the file in --bundle",
         ),
     ] = StartupSettings.source,
+    bundle: Annotated[
+        Path | None, typer.Option(help="With --from bundle: the file, which is unpacked into a temporary folder")
+    ] = None,
+    allow_unsigned: AllowUnsigned = False,
     warm_runs: Annotated[int, typer.Option(help="Number of warm starts")] = StartupSettings.warm_runs,
     prompt_length: Annotated[int, typer.Option(help="Tokens of the first prompt")] = StartupSettings.prompt_length,
     plot: Plot = None,
@@ -187,8 +197,9 @@ def startup(
     """Measure the time from process start to the first token, for cold and warm starts."""
     budget_seconds = parse_budget(budget)
     settings = StartupSettings(
-        source=source, warm_runs=warm_runs, prompt_length=prompt_length, plot=plot, output=output, seed=seed
-    )
+        source=source, bundle=None if bundle is None else str(bundle), warm_runs=warm_runs,
+        prompt_length=prompt_length, plot=plot, output=output, seed=seed,
+    )  # fmt: skip
     from tcdeploy.bench import startup
     from tcdeploy.cli import display
 
@@ -197,11 +208,28 @@ def startup(
             child_report = startup.measure_first_token(recipe, settings, progress)
         print(json.dumps(child_report))
         return
-    report = startup.run(recipe, settings, display.PlainProgress())
+    with _unpacked(bundle, allow_unsigned) as folder:
+        measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
+        report = startup.run(measured, settings, display.PlainProgress())
     publish(report, plot, output)
     for row in report.rows:
         if isinstance(row, startup.StartupRow) and row.start == "warm":
             enforce_budget(row.stage_seconds, budget_seconds)
+
+
+@contextlib.contextmanager
+def _unpacked(bundle: Path | None, allow_unsigned: bool) -> Iterator[str | None]:
+    """A temporary cache folder with the content of `bundle`; None without one."""
+    if bundle is None:
+        yield None
+        return
+    from tcdeploy.bundle.unpack import unpack
+    from tcdeploy.cache.signing import default_trusted_keys_folder
+
+    with tempfile.TemporaryDirectory(prefix="tcdeploy-bundle-") as parent:
+        folder = Path(parent, "cache")
+        unpack(bundle, folder, default_trusted_keys_folder(), allow_unsigned)
+        yield str(folder)
 
 
 app.command("serve")(serve)
