@@ -219,7 +219,7 @@ class StagingFolder:
                 relative = path.relative_to(self.path)
                 if relative.as_posix() not in kept and relative.parts[0] != HEADERS_DIR:
                     path.unlink()
-            if parent != self.path:  # empty if it is a private copy, which has no lock file
+            if parent != self.path:  # keep the folder itself: a private copy has no lock file, so it may be empty now
                 with contextlib.suppress(OSError):  # not empty
                     os.rmdir(parent)
         self._copied.clear()

@@ -39,6 +39,7 @@ HASHED_FILES = (
     "attention/interface.py", "compiler/aot.py", "compiler/export.py", "compiler/graph_parts.py",
     "compiler/model_forward.py", "compiler/packages.py", "compiler/step_program.py", "models/packed_linears.py",
     "models/sources.py", "models/static_rope.py", "torch_compat/aot_package.py", "torch_compat/aot_pdl.py",
+    "torch_compat/mark_dynamic.py",
 )  # fmt: skip
 
 

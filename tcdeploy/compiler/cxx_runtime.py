@@ -1,12 +1,11 @@
 """Refuses a C++ compiler whose ahead-of-time packages cannot be loaded.
 
 A compiler may be configured to link libstdc++ statically. Then each package has a copy of it beside the one of torch,
-and the two meet when a package is loaded: std::regex crashed the process (an H100 machine with torch 2.11, whose CXX
-named such a gcc), or the loader fails without a reason (a CPU with torch 2.13). Programs of torch.compile are not
-affected.
+and the two copies conflict: with torch 2.11 on an H100 machine, std::regex crashed the process; with torch 2.13 on a
+CPU, loading failed without an error message. Programs of torch.compile are not affected.
 
-The check links a library that needs libstdc++ and looks for its name in it. That takes less than 0.1 s, once per
-process, before the first package is compiled.
+The check links a library that needs a C++ runtime (libstdc++, or LLVM's libc++) and looks for its name in it. That
+takes less than 0.1 s, once per process, before the first package is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +19,9 @@ from tcdeploy.errors import CompileError
 from tcdeploy.torch_compat.compiler_queries import cpp_compiler
 
 PROBE = 'extern "C" void probe() { throw 1; }\n'  # needs the C++ runtime, and no header
-RUNTIME_NAME = b"\0libstdc++.so."  # in the table of strings, where the names of needed libraries are
+# In the table of strings, where the names of needed libraries are.
+RUNTIME_NAMES = (b"\0libstdc++.so.", b"\0libc++.so.", b"\0libc++abi.so.")
+PROBE_SECONDS = 60
 
 
 def check_cxx_runtime() -> None:
@@ -40,5 +41,8 @@ def links_runtime_statically(compiler: str) -> bool:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(PROBE)
         command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
-        linked = subprocess.run(command, capture_output=True)
-        return linked.returncode == 0 and RUNTIME_NAME not in library.read_bytes()
+        try:
+            linked = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS)
+        except subprocess.TimeoutExpired:
+            return False
+        return linked.returncode == 0 and not any(name in library.read_bytes() for name in RUNTIME_NAMES)

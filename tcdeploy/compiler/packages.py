@@ -138,7 +138,7 @@ class PackagedForward:
             hint = "use another --cache-dir, or --programs jit"
             if os.statvfs(unpack_folder).f_flag & os.ST_NOEXEC:
                 reason += " (the file system is mounted with noexec)"
-                hint = "use a folder of another file system: TMPDIR if the cache folder is read-only, or --cache-dir"
+                hint = "set --cache-dir, or TMPDIR if the cache folder is read-only, to a folder without noexec"
             raise CompileError(
                 f"torch cannot load the package {path.name} of {self._plan.model}: {reason}", hint
             ) from error

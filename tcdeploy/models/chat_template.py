@@ -93,7 +93,8 @@ def _make_request(tokenizer: Any, conversation: list[dict[str, Any]], template_k
     request = {
         "template": tokenizer.get_chat_template(None, template_kwargs.get("tools")),
         "messages": messages,
-        "variables": {**tokenizer.special_tokens_map, **template_kwargs},  # in this order, as in `apply_chat_template`
+        # Template variables override special tokens, as in `apply_chat_template`.
+        "variables": {**tokenizer.special_tokens_map, **template_kwargs},
     }
     return json.dumps(request).encode()
 

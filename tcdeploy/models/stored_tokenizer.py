@@ -4,7 +4,7 @@ A start that has transformers writes a `TokenizerRecord` (models/tokenizer.py, `
 offers what `generate` and `serve` use of a tokenizer, with the results of transformers' classes; tests compare them.
 
 transformers builds the backend of some families in Python, from several files. Such a backend is stored as JSON.
-Usually it equals the model's tokenizer.json, which is then read instead, because it may have 17 MB.
+If it equals the model's tokenizer.json, which is usual, that file is read and no copy is stored: it can have 17 MB.
 
 Imports tokenizers only when one is loaded, and no torch.
 """
@@ -104,18 +104,19 @@ class StoredTokenizer:
 
 def load_stored_tokenizer(record: TokenizerRecord, cache_dir: Path, model_folder: Path) -> StoredTokenizer:
     """Raises ModelError if the file of the backend cannot be read."""
-    path = cache_dir / record.backend if record.backend else model_folder / TOKENIZER_FILE
-    return StoredTokenizer(record, read_backend(path))
+    if record.backend:
+        return StoredTokenizer(record, read_backend(cache_dir / record.backend, "use another --cache-dir"))
+    return StoredTokenizer(record, read_backend(model_folder / TOKENIZER_FILE))
 
 
-def read_backend(path: Path) -> Tokenizer:
-    """The backend in a tokenizer.json, without its truncation and padding. Raises ModelError."""
+def read_backend(path: Path, hint: str = "download the tokenizer's files again") -> Tokenizer:
+    """The backend in a tokenizer.json, without its truncation and padding. Raises ModelError with `hint`."""
     from tokenizers import Tokenizer
 
     try:
         backend = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises plain Exception
-        raise ModelError(f"{path} cannot be read: {error}", "download the tokenizer's files again") from error
+        raise ModelError(f"{path} cannot be read: {error}", hint) from error
     backend.no_truncation()
     backend.no_padding()
     return backend

@@ -29,7 +29,7 @@ from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 
 TOKENIZER_FILES = (TOKENIZER_FILE, "tokenizer_config.json")
-# What a class may override and still be stored: these run while it is constructed or saved.
+# Methods that a storable class may override, because they run only during construction or saving.
 CONSTRUCTION_METHODS = {"__init__", "save_vocabulary", "update_post_processor"}
 
 
@@ -66,6 +66,13 @@ def tokenizer_stop_ids(tokenizer: Any) -> tuple[int, ...]:
 
 def describe_tokenizer(tokenizer: Any, model_type: str, folder: Path) -> TokenizerDescription:
     """`folder`: of the model's files. `record.backend` is left empty; the caller stores `backend_json`."""
+    try:
+        return _describe(tokenizer, model_type, folder)
+    except Exception as error:  # of the model's files or of its tokenizer's class; later starts can still load it
+        return TokenizerDescription(None, "", f"{type(tokenizer).__name__} cannot be stored: {first_line(error)}")
+
+
+def _describe(tokenizer: Any, model_type: str, folder: Path) -> TokenizerDescription:
     problem = _storing_problem(tokenizer)
     backend_json = "" if problem else _serialize(tokenizer.backend_tokenizer)
     if not (problem or backend_json):

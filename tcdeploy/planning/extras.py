@@ -10,7 +10,7 @@ import importlib.util
 
 from tcdeploy.errors import UsageError
 
-# The modules of each extra in pyproject.toml that a command cannot do without. A test compares them.
+# The required modules of each extra (uvloop is optional). A test compares them with pyproject.toml.
 EXTRA_MODULES = {
     "compile": ("transformers",),
     "serve": ("pydantic", "starlette", "uvicorn", "httptools", "prometheus_client"),

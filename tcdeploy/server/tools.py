@@ -1,8 +1,9 @@
 """Tool calls: tools enter the prompt through the chat template, and transformers parses the calls in the output.
 
 Model families delimit calls differently. The format comes from the tokenizer's `response_template`, or from
-transformers' table of families, and transformers' `ResponseParser` reads it; models without either reject `tools`. If
-the tokenizer was loaded without transformers, the first request with tools imports it.
+transformers' table of families, and transformers' `ResponseParser` reads it; models without either reject `tools`.
+After a start without transformers, the first request with tools imports it.
+
 The parser is fed while tokens arrive. Content is streamed as it comes, except text that may start a call; a call is
 sent once it is complete.
 
@@ -112,7 +113,7 @@ class ToolSupport:
     def _parser_problem(self) -> str:
         """Why transformers' parser cannot be used; "" if it can."""
         if not is_installed("transformers"):
-            return "their calls are parsed by transformers, which is not installed: pip install 'tcdeploy[compile]'"
+            return "transformers, which parses tool calls, is not installed (pip install 'tcdeploy[compile]')"
         try:
             _new_response_parser(self._template, "", [])
         except (ImportError, ValueError) as error:

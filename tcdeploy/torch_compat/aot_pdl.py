@@ -18,7 +18,11 @@ KERNEL_CALL = "torch._inductor.codegen.cpp_wrapper_gpu:DeferredTritonCallWrapper
 CUDA_CODE = "torch._inductor.codegen.cuda.device_op_overrides:CUDADeviceOpOverrides"
 ORDINARY_CALL, DEPENDENT_CALL = "launchKernel(", "launchDependentKernel("
 WAIT = "gdc_wait"
-# The parameters of torch's `launchKernel`.
+LAUNCH_PARAMETERS = (
+    "void launchKernel( CUfunction func, uint32_t gridX, uint32_t gridY, uint32_t gridZ, uint32_t numWarps, "
+    "uint32_t sharedMemBytes, void* args[], cudaStream_t stream)"
+)
+# It has the same parameters as torch's `launchKernel`.
 DEPENDENT_LAUNCH = """
             static inline void launchDependentKernel(
                     CUfunction func,
@@ -53,7 +57,7 @@ def supported() -> bool:
     return (
         has_parameters(getattr(call, "generate_launch_kernel", None), "self", "prefix", "params")
         and mentions(getattr(call, "generate", None), "kernel_name_to_body", "generate_launch_kernel")
-        and any(ORDINARY_CALL in text for text in _texts(getattr(code, "kernel_driver", None)))
+        and any(LAUNCH_PARAMETERS in " ".join(text.split()) for text in _texts(getattr(code, "kernel_driver", None)))
     )
 
 

@@ -264,7 +264,7 @@ def test_a_server_without_transformers_rejects_tools_with_the_command_that_insta
     tools = ToolSupport(tokenizer, LLAMA)
     tools.check([])
     with pytest.raises(
-        ApiError, match=r"transformers, which is not installed: pip install 'tcdeploy\[compile\]'"
+        ApiError, match=r"transformers, which parses tool calls, is not installed \(pip install 'tcdeploy\[compile\]'\)"
     ) as error:
         tools.check([CLOCK])
     assert (error.value.status, error.value.param) == (400, "tools")
