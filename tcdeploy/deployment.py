@@ -8,7 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,14 +28,17 @@ from tcdeploy.engine.timing import measure_step_costs
 from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.import_times import describe_uncompiled
+from tcdeploy.models.checkpoint_reader import ReadTotal
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
 from tcdeploy.planning.extras import require_extra
+from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
 from tcdeploy.stages import StageTimer, import_timer
 
+SOURCES = "sources"  # key of the digest of `_cost_sources`, beside the costs in the manifest
 log = logging.getLogger("tcdeploy.pipeline")
 _starts = 0  # of this process
 
@@ -52,6 +56,7 @@ class Deployment:
     import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
+    weights_read: ReadTotal | None = None  # while a start from packages did something else; None after another start
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
 
     @cached_property
@@ -62,7 +67,7 @@ class Deployment:
         """
         if self.loaded_tokenizer is not None:
             return self.loaded_tokenizer
-        require_extra("compile", "load a tokenizer that `prepare` did not load (needs_tokenizer)")
+        require_extra("compile", "load the tokenizer; `prepare(..., needs_tokenizer=True)` uses the stored one")
         from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
 
         return load_tokenizer(self.plan)
@@ -114,7 +119,7 @@ def warm(
 ) -> Warmed:
     """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
 
-    measure: also time each bucket, eager and compiled.
+    measure: also time each bucket, eager and compiled, and measure the costs in any case.
     prepared: the result of `prepare_buckets`, if it was called.
     """
     plan = start.plan
@@ -124,7 +129,7 @@ def warm(
             runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared
         )
     runner.graphs.warmed()
-    costs = _recorded_costs(start, records)
+    costs = None if measure else _recorded_costs(start, records)
     if costs is None:
         with runner.uncounted_steps():
             costs = measure_step_costs(runner)
@@ -140,10 +145,18 @@ def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | No
         record.bucket: record.variant for record in records
     }
     try:
-        return parse_step_costs(earlier.step_costs) if is_same else None
+        values = dict(earlier.step_costs)
+        return parse_step_costs(values) if is_same and values.pop(SOURCES) == _cost_sources() else None
     except (ValueError, KeyError, TypeError) as error:
         log.warning("steps are timed again, because their times in the manifest cannot be read: %s", error)
         return None
+
+
+@cache
+def _cost_sources() -> str:
+    """A digest of the code that measures costs and gives them their meaning."""
+    engine = Path(__file__).parent / "engine"
+    return combined_digest(source_digests(engine, [engine / "timing.py", engine / "step_costs.py"]))
 
 
 def record_start(
@@ -168,7 +181,7 @@ def record_start(
         workspace_bytes,
         is_first_start(),
         compilation_date(warmed.records, earlier),
-        asdict(warmed.costs),
+        {**asdict(warmed.costs), SOURCES: _cost_sources()},
     )
     publish(staging, manifest)
     if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
@@ -183,7 +196,7 @@ def record_start(
         import_timer.sorted_seconds(),
         staging.target,
         workspace_bytes,
-        start.tokenizer,
+        loaded_tokenizer=start.tokenizer,
     )
 
 

@@ -49,7 +49,7 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.stored_reference import read_reference
 from tcdeploy.engine.tuning import CompiledVariant
 from tcdeploy.engine.warmup import PreviousRun, prepare_buckets
-from tcdeploy.errors import CompileError, MismatchError, SpaceError
+from tcdeploy.errors import CompileError, MismatchError, SpaceError, UsageError
 from tcdeploy.linear import ops as linear_ops  # noqa: F401 - registers the ops that packages call
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import changed_sources
@@ -57,7 +57,7 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.stored_tokenizer import load_stored_tokenizer
 from tcdeploy.models.weight_sources import DescribedWeights, WeightSource, loading_weights
 from tcdeploy.planning.environment import Environment, detect_environment
-from tcdeploy.planning.extras import require_extra
+from tcdeploy.planning.extras import is_installed, require_extra
 from tcdeploy.planning.plan import Bucket, Plan, decide_cache_dir, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress
@@ -109,12 +109,24 @@ def start_from_packages(
     """
     stages = StageTimer(progress)
     try:
-        with contextlib.nullcontext() if recipe.device == "cpu" else initializing_gpu():
+        with contextlib.ExitStack() as gpu:
+            if recipe.device != "cpu":
+                gpu.enter_context(initializing_gpu())
             with stages.stage("decide"):
                 found = _find(recipe, needs_tokenizer)
-            return None if found is None else _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer)
-    except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as reason:
-        log.warning("the model is loaded with transformers, because its packages cannot be used: %s", str(reason))
+            if found is not None:
+                return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
+        reason = "there is no start record of this model with these flags"
+    except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as error:
+        reason = str(error)
+        if is_installed("transformers"):
+            log.warning("the model is loaded with transformers, because its packages cannot be used: %s", reason)
+    if not is_installed("transformers"):
+        raise UsageError(
+            f"the packages of {recipe.model} cannot be used: {reason}; and transformers, which could load the model "
+            "instead, is not installed",
+            "use the cache folder and the flags that the packages were made with, or pip install 'tcdeploy[compile]'",
+        )
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -154,10 +166,10 @@ def _find(recipe: Recipe, needs_tokenizer: bool) -> _Found | None:
 
 
 def _environment_of(record: StartRecord, environment: Environment) -> Environment:
-    """`environment`, with what was recorded of packages that this machine lacks and that packages do not need.
+    """`environment`, completed from the record: what is not installed here, and what the programs do not use.
 
-    A C++ compiler and transformers are never needed, Triton only on a GPU. The folders of Python's headers and of torch
-    are compiler options, and nothing is compiled.
+    A C++ compiler and transformers are never needed, Triton only on a GPU. `install_paths` affects only compilation, so
+    the recorded value is used.
     """
     return dataclasses.replace(
         environment,
@@ -195,7 +207,9 @@ def _start(
     stages: StageTimer,
     trusted_keys: Path | None,
     needs_tokenizer: bool,
+    gpu: contextlib.ExitStack,
 ) -> Deployment:
+    """`gpu`: is closed before steps run, so that no thread synchronises the GPU during a capture."""
     count_start()
     record, plan = found.record, found.plan
     progress.planned(plan)
@@ -219,12 +233,13 @@ def _start(
                 checkpoint = stored_tensors(weight_files(found.folder))
                 weights = reading.enter_context(loading_weights(described, checkpoint, plan.device))
             kv_cache = allocate_kv_cache(plan, record.architecture)
-            runner = _make_runner(record, plan, staging, earlier, weights, kv_cache)
+            runner = _make_runner(record, plan, staging, earlier, weights.tensors, kv_cache)
             tracker = FileAccessTracker(staging.path)
             tokenizer = _load_tokenizer(recipe, found, Path(staging.path)) if needs_tokenizer else None
         prepared: dict[Bucket, CompiledVariant] = {}
         if _prepares_early(plan):
             with stages.stage("programs"), tracker.track():
+                gpu.close()
                 prepared = prepare_buckets(runner, plan.cache_dir)
                 for cache in itertools.chain(*kv_cache):
                     cache.zero_()  # steps with half the weights may have written infinities
@@ -255,7 +270,8 @@ def _start(
     )
     with stages.stage("compile"):
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
-    return record_start(start, runner, warmed, [found.path, *record.files()], stages)
+    deployment = record_start(start, runner, warmed, [found.path, *record.files()], stages)
+    return dataclasses.replace(deployment, weights_read=weights.total)
 
 
 def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None) -> None:
@@ -293,6 +309,8 @@ def _checkpoint_errors(plan: Plan) -> Iterator[None]:
             f"the weights of {plan.model} do not fit into the GPU's free memory",
             "free GPU memory (nvidia-smi lists the processes), or use a smaller model",
         ) from error
+    except RuntimeError as error:  # of CUDA, such as too little memory for page-locked buffers
+        raise _DoesNotFit(f"the weights cannot be read: {str(error).splitlines()[0]}") from error
 
 
 def _make_runner(

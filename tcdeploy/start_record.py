@@ -62,6 +62,7 @@ class StartRecord:
     """The content of the JSON file.
 
     defaults, decisions: by WITH_TOKENIZER or WITHOUT_TOKENIZER.
+    compiler, triton, install_paths: as in `Environment`.
     sources: sha256 of files of transformers, by path in its folder.
     variables: `compiler_variables` of the start that wrote the record.
     weights: by name in the model, as `weight_sources.WeightSource`.
@@ -73,7 +74,7 @@ class StartRecord:
     reference: str
     buffers: str
     transformers: str  # version
-    compiler: str  # as in `Environment`, like the two below
+    compiler: str
     triton: str
     install_paths: str
     sources: dict[str, str]

@@ -20,7 +20,6 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tcdeploy import deployment as deployment_module
@@ -32,10 +31,12 @@ from tcdeploy.engine import warmup
 from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.engine.step_costs import parse_step_costs
 from tcdeploy.errors import IntegrityError, UsageError
-from tcdeploy.models import executed_sources, weight_sources
+from tcdeploy.models import checkpoint_reader, executed_sources, weight_sources
 from tcdeploy.models import tokenizer as tokenizer_module
+from tcdeploy.models.checkpoint_reader import ReadTotal
 from tcdeploy.models.executed_sources import changed_sources, digest_sources, record_executed_files
 from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.models.weight_sources import LoadingWeights
 from tcdeploy.planning import extras
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
@@ -118,6 +119,13 @@ def test_a_bundle_starts_in_the_same_way(own_cache: str, tmp_path: Path, run_cli
     packed = run_cli("cache", "pack", TINY, *FLAGS, "--cache-dir", own_cache, "--out", bundle)
     assert packed.returncode == 0, packed.stderr
     assert run_cli("cache", "unpack", bundle, unpacked, "--allow-unsigned").returncode == 0
+    measured = run_cli(
+        "bench", "startup", TINY, *FLAGS, "--from", "bundle", "--bundle", bundle, "--allow-unsigned",
+        "--prompt-length", "8",
+    )  # fmt: skip
+    assert measured.returncode == 0, measured.stderr
+    [row] = json.loads(measured.stdout)["rows"]
+    assert row["start"] == "warm" and "transformers" not in row["import_seconds"]
     tokens, outcomes, imported = run_script(unpacked)
     assert (outcomes, imported) == ([["hit", 0]] * 2, [])
     assert tokens == transformers_tokens(reference_tiny)
@@ -254,18 +262,18 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
     loading_weights, events = weight_sources.loading_weights, []
 
     @contextlib.contextmanager
-    def read_late(*arguments: Any) -> Iterator[dict[str, Tensor]]:
+    def read_late(*arguments: Any) -> Iterator[LoadingWeights]:
         described, _, device = arguments
         weights = {
             name: torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             for name, (dtype, shape, _) in described.sources.items()
         }
-        yield weights
+        yield LoadingWeights(weights, ReadTotal())
         events.append("read")
         with loading_weights(*arguments) as complete:
             pass
         for name, weight in weights.items():
-            weight.copy_(complete[name])
+            weight.copy_(complete.tensors[name])
 
     def prepare_buckets(*arguments: Any) -> Any:
         events.append("prepare")
@@ -281,18 +289,47 @@ def test_steps_may_run_while_the_weights_are_read(cache: str, monkeypatch: pytes
     assert deployment.engine.generate([PROMPT], SamplingParams(max_new_tokens=12)) == expected
 
 
+def test_without_transformers_an_error_says_why_the_packages_are_not_used(
+    cache: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packaged_start, "is_installed", lambda name: name != "transformers")
+    monkeypatch.setattr(packaged_start, "changed_sources", lambda digests: ["modeling_llama.py"])
+    with pytest.raises(UsageError, match="modeling_llama.py of transformers has changed") as changed:
+        start(cache)
+    assert "the flags that the packages were made with" in changed.value.hint
+    with pytest.raises(UsageError, match="there is no start record of this model with these flags"):
+        start(str(tmp_path))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("CUDA error: out of memory\ndetails"), OSError("stale file handle")])
+def test_weights_that_cannot_be_read_are_loaded_with_transformers(
+    cache: str, error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(checkpoint_reader, "_read", fail)
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert str(error).splitlines()[0] in caplog.text
+
+
 def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def measure(runner: Any) -> Any:
         raise AssertionError("steps are timed")
 
     monkeypatch.setattr(deployment_module, "measure_step_costs", measure)
     deployment = start(own_cache)
+    assert deployment.weights_read.num_bytes > 1 << 20 and deployment.weights_read.gb_per_second > 0
     manifest = read_manifests(own_cache)[deployment.plan.key]
-    assert deployment.engine.clock.predictor.costs == parse_step_costs(manifest.step_costs or {})
+    costs = dict(manifest.step_costs or {})
+    assert len(costs.pop("sources")) == 64
+    assert deployment.engine.clock.predictor.costs == parse_step_costs(costs)
     path = manifest_path(own_cache, deployment.plan.key)
-    write_manifest(path, dataclasses.replace(manifest, step_costs={"prefill_ms": [[32, "fast"]]}))
-    with pytest.raises(AssertionError, match="steps are timed"):
-        start(own_cache)
+    for damage in ({"prefill_ms": [[32, "fast"]]}, {"sources": "of another version"}):
+        write_manifest(path, dataclasses.replace(manifest, step_costs={**(manifest.step_costs or {}), **damage}))
+        with pytest.raises(AssertionError, match="steps are timed"):
+            start(own_cache)
 
 
 def test_log_probabilities_of_a_prompt_need_no_model(cache: str) -> None:
@@ -376,12 +413,13 @@ def test_a_wrong_program_is_caught_by_the_stored_reference(
     loading_weights = weight_sources.loading_weights
 
     @contextlib.contextmanager
-    def with_a_fault(*arguments: Any) -> Iterator[dict[str, Tensor]]:
+    def with_a_fault(*arguments: Any) -> Iterator[LoadingWeights]:
         first, second = "model.layers.0.mlp.down_proj.weight", "model.layers.1.mlp.down_proj.weight"
-        with loading_weights(*arguments) as weights:
+        with loading_weights(*arguments) as loading:
+            weights = loading.tensors
             if fault == "layers swapped":
                 weights[first], weights[second] = weights[second], weights[first]
-            yield weights
+            yield loading
         if fault == "one element":
             weights[first][3, 5] += 10
 

@@ -133,7 +133,7 @@ class Manifest:
     workspace_bytes: int | None = None  # measured device memory beyond weights and KV cache; the plan predicts it
     is_first_start: bool = True  # whether its process had prepared nothing before
     compiled_at: int | None = None  # end of the last start that compiled, in seconds since 1970; None: not recorded
-    step_costs: dict[str, Any] | None = None  # fields of engine/step_costs.py's StepCosts; None: not recorded
+    step_costs: dict[str, Any] | None = None  # StepCosts and the digest of its sources; None: not recorded
     schema: int = SCHEMA_VERSION
 
     @property

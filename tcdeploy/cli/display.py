@@ -286,6 +286,12 @@ def _print_totals(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
+    if deployment.weights_read is not None:
+        total = deployment.weights_read
+        print(
+            f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
+            "while the programs were loaded"
+        )
     print(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
 
 
@@ -342,6 +348,7 @@ def _print_report(command: str, deployment: Deployment) -> None:
         plan=dataclasses.asdict(deployment.plan),
         stage_seconds=deployment.stage_seconds,
         import_seconds=deployment.import_seconds,
+        weights_read=None if deployment.weights_read is None else dataclasses.asdict(deployment.weights_read),
         workspace_bytes=deployment.workspace_bytes,
         buckets=[dataclasses.asdict(record) for record in deployment.records],
     )

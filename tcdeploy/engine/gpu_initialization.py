@@ -1,7 +1,7 @@
 """Loads CUDA's libraries and kernels in a thread, while a start does something else.
 
 CUDA creates its context, loads cuBLAS and loads the kernel of each operator when they are first used. A start needs all
-of them, and most of this time passes without the GIL.
+of them. These calls mostly do not hold the GIL.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ log = logging.getLogger("tcdeploy.engine")
 
 @contextlib.contextmanager
 def initializing_gpu() -> Iterator[None]:
-    """Initialise the current GPU, if there is one, while the block runs. An error is left to the block's own calls."""
+    """Initialise the current GPU, if there is one, while the block runs.
+
+    Errors are only logged: the block's next CUDA call raises them.
+    """
     if not torch.cuda.is_available():
         yield
         return

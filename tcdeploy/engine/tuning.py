@@ -155,7 +155,7 @@ def preferred_variant(trials: Iterable[Trial], variants: Mapping[str, Variant]) 
 def check_variant(
     batch: WarmupBatch, variant: Variant, compiled: CompiledVariant, trials: tuple[Trial, ...], checker: ParityChecker
 ) -> SelectedVariant:
-    """The bucket's present variant with the result of its parity check, which may have failed."""
+    """Check the bucket, which already runs `variant`. The returned check may have failed."""
     peak_memory_bytes, start = _peak_memory_bytes(batch.plan), time.perf_counter()
     check = checker.check(batch.bucket)
     return SelectedVariant(variant, compiled, trials, check, time.perf_counter() - start, peak_memory_bytes)

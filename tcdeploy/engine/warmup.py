@@ -120,9 +120,9 @@ def _warm_bucket(
     measure: bool,
     compiled: CompiledVariant | None,
 ) -> _WarmedBucket:
-    """`compiled`: of a bucket that is prepared."""
+    """`compiled`: the bucket's result from `prepare_buckets`; None if it was not prepared."""
     plan = runner.plan
-    if plan.device == "cuda":
+    if plan.device == "cuda" and compiled is None:  # otherwise the peak of preparing all buckets counts too
         torch.cuda.reset_peak_memory_stats()
     before = read_counts()
     batch = checker.make_batch(bucket)

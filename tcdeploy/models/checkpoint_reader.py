@@ -15,8 +15,10 @@ import os
 import queue
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +31,8 @@ LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
 CHUNK_BYTES = 16 << 20
 THREADS = 8
-SWITCH_SECONDS = 0.0005  # for the GIL: by default, a thread waits up to 5 ms for it several times per chunk
+# GIL switch interval during reading. With Python's default of 5 ms, a thread waits up to 5 ms several times per chunk.
+SWITCH_SECONDS = 0.0005
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
@@ -51,6 +54,18 @@ class Copy(NamedTuple):
 
     source: StoredTensor
     target: Tensor
+
+
+@dataclass
+class ReadTotal:
+    """What was read from the files, and how long it took; zero until it has ended."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    @property
+    def gb_per_second(self) -> float:
+        return self.num_bytes / self.seconds / 1e9 if self.seconds else 0.0
 
 
 def read_header(path: Path) -> bytes:
@@ -95,37 +110,40 @@ def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor
 
 
 @contextlib.contextmanager
-def copying_tensors(copies: Iterable[Copy]) -> Iterator[None]:
-    """Read all tensors into their targets while the block runs. They are complete after the block.
+def copying_tensors(copies: Iterable[Copy]) -> Iterator[ReadTotal]:
+    """Read all tensors into their targets while the block runs. They and the total are complete after the block.
 
     If the block raises an exception, the rest is not read. All targets are on one device. Raises ModelError if a file
     is too short, and OSError.
     """
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     targets: list[Tensor] = []
+    total, num_bytes = ReadTotal(), 0
     for copy in sorted(copies, key=lambda copy: (copy.source.path, copy.source.begin)):
         targets.append(copy.target)
+        num_bytes += copy.source.end - copy.source.begin
         for task in _tasks(copy):
             tasks.put(task)
     if not targets:
-        yield
+        yield total
         return
     device, stop = targets[0].device, threading.Event()
     # The threads copy on streams of their own: earlier work on the targets' memory has to end before, and all copies
     # before the targets are used or freed.
     _synchronize(device)
-    switch_interval = sys.getswitchinterval()
+    switch_interval, start = sys.getswitchinterval(), time.perf_counter()
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             sys.setswitchinterval(SWITCH_SECONDS)
             workers = [pool.submit(_run_tasks, tasks, device, stop) for _ in range(THREADS)]
             try:
-                yield
-            except BaseException:
+                yield total
+                wait(workers)
+            except BaseException:  # also KeyboardInterrupt during the wait
                 stop.set()
                 raise
-        for worker in workers:
-            worker.result()
+        total.seconds = max(worker.result() for worker in workers) - start
+        total.num_bytes = num_bytes
     finally:
         sys.setswitchinterval(switch_interval)
         _synchronize(device)
@@ -158,7 +176,8 @@ def _tasks(copy: Copy) -> Iterator[_Task]:
         yield _Task(source, source.begin + start, content[start : start + CHUNK_BYTES])
 
 
-def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event) -> None:
+def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: threading.Event) -> float:
+    """Returns the time at which it has read its last chunk, by time.perf_counter."""
     with contextlib.ExitStack() as stack:
         descriptors: dict[str, int] = {}
         staging = _CudaStaging(device) if device.type == "cuda" else None
@@ -181,6 +200,7 @@ def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: thre
         except BaseException:
             stop.set()
             raise
+    return time.perf_counter()
 
 
 class _CudaStaging:

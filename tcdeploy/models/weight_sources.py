@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from tcdeploy.models.checkpoint_reader import Copy, StoredTensor, copying_tensors, read_tensor
+from tcdeploy.models.checkpoint_reader import Copy, ReadTotal, StoredTensor, copying_tensors, read_tensor
 
 FINGERPRINT_ELEMENTS = 32
 MAX_STORED_BYTES = 64 << 20
@@ -43,6 +43,11 @@ class WeightSource(NamedTuple):
 class DescribedWeights(NamedTuple):
     sources: dict[str, WeightSource]  # by name in the model
     stored: dict[str, Tensor]  # on the CPU
+
+
+class LoadingWeights(NamedTuple):
+    tensors: dict[str, Tensor]  # by name in the model
+    total: ReadTotal
 
 
 class WeightNotInCheckpointError(Exception):
@@ -81,8 +86,8 @@ def describe_weights(
 @contextlib.contextmanager
 def loading_weights(
     described: DescribedWeights, checkpoint: Mapping[str, StoredTensor], device: str
-) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a model by name, which are read while the block runs. They are complete after the block.
+) -> Iterator[LoadingWeights]:
+    """The tensors of a model, which are read while the block runs. They are complete after the block.
 
     Before that, each element is zero or the stored value. Raises KeyError or ValueError if the checkpoint lacks a
     tensor or has another shape, and as `copying_tensors`.
@@ -97,8 +102,8 @@ def loading_weights(
         else:
             tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=device)
             copies += _copies(source, tensors[name], checkpoint)
-    with copying_tensors(copies):
-        yield tensors
+    with copying_tensors(copies) as total:
+        yield LoadingWeights(tensors, total)
 
 
 def _copies(source: Source, target: Tensor, checkpoint: Mapping[str, StoredTensor]) -> Iterator[Copy]:

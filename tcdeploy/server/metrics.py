@@ -148,6 +148,8 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
         _labelled(model.import_seconds),
         ("package",),
     )
+    if model.weights_gb_per_second is not None:
+        yield _gauge("weights_read_gb_per_second", "Speed of reading the weight files", model.weights_gb_per_second)
     info = InfoMetricFamily(PREFIX + "cache", "Cache outcome of each bucket")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info

@@ -85,6 +85,7 @@ def _model_figures(service: Service) -> ModelFigures:
         recompiles=service.recompiles(),
         stage_seconds=dict(deployment.stage_seconds),
         import_seconds=deployment.import_seconds,
+        weights_gb_per_second=deployment.weights_read.gb_per_second if deployment.weights_read else None,
         generation_defaults={
             **deployment.generation_defaults.sampling_params(),
             "stop_token_ids": list(deployment.generation_defaults.stop_token_ids),

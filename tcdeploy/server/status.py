@@ -37,6 +37,7 @@ def status_json(figures: ServerFigures, recent: RecentStats) -> dict[str, Any]:
         ],
         "buckets": [_bucket_json(model, record) for record in model.records] if model else [],
         "stage_seconds": model.stage_seconds if model else {},
+        "weights_gb_per_second": model.weights_gb_per_second if model else None,
         "import_seconds": model.import_seconds if model else {},
         "generation_defaults": model.generation_defaults if model else {},
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -84,3 +86,31 @@ def test_a_gpu_receives_the_same_bytes(files: list[Path], monkeypatch: pytest.Mo
     with copying_tensors(Copy(stored[name], target) for name, target in targets.items()):
         pass
     assert all(torch.equal(targets[name].cpu(), tensor) for name, tensor in TENSORS.items())
+
+
+@pytest.mark.parametrize("place", ["in the block", "while it waits"])
+def test_after_an_exception_the_rest_is_not_read(
+    files: list[Path], place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C arrives as an exception in the thread that waits."""
+    stored = stored_tensors(files)["matrix"]
+    num_reads, release = [0], threading.Event()
+
+    def read(*arguments: object) -> None:
+        num_reads[0] += 1
+        release.wait(20)
+
+    def interrupt(*arguments: object) -> None:
+        while not num_reads[0]:
+            time.sleep(0.001)
+        threading.Timer(0.1, release.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoint_reader, "_read", read)
+    if place == "while it waits":
+        monkeypatch.setattr(checkpoint_reader, "wait", interrupt)
+    copies = [Copy(stored, torch.zeros(stored.shape, dtype=stored.dtype)) for _ in range(100)]
+    with pytest.raises(KeyboardInterrupt), copying_tensors(copies):
+        if place == "in the block":
+            interrupt()
+    assert num_reads[0] <= checkpoint_reader.THREADS

@@ -36,8 +36,10 @@ def describe(
     save_file({name: tensor.contiguous() for name, tensor in checkpoint.items()}, path)
     stored = stored_tensors([path])
     described = describe_weights(model, stored, packed)
-    with loading_weights(described, stored, "cpu") as loaded:
+    with loading_weights(described, stored, "cpu") as loading:
         pass
+    loaded = loading.tensors
+    assert loading.total.num_bytes > 0 and loading.total.seconds > 0
     expected = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
     assert loaded.keys() == expected.keys()
     for name, tensor in expected.items():

@@ -25,7 +25,7 @@ FIGURES = ServerFigures(
         padding_tokens={"decode:4": 13}, uncaptured_runs=1, late_captures=3, longest_late_capture_seconds=0.25,
         step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5}, late_launches=4,
         missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, import_seconds={"torch": 0.5},
-        generation_defaults={"top_k": 20},
+        weights_gb_per_second=24.5, generation_defaults={"top_k": 20},
         records=(RECORD,),
     ),
 )  # fmt: skip
@@ -55,6 +55,7 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert values["recompiles_total",] == status["recompiles"] == 0
     assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
     assert values["startup_import_seconds", "torch"] == status["import_seconds"]["torch"] == 0.5
+    assert values["weights_read_gb_per_second",] == status["weights_gb_per_second"] == 24.5
     assert status["generation_defaults"] == {"top_k": 20}
     assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
     assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3
