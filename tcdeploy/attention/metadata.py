@@ -71,7 +71,8 @@ class AttentionConfig(NamedTuple):
 class Step:
     """One forward pass: which bucket and variant run, and what attention reads. Not modified once it is built.
 
-    `last_token_rows` [outputs] int64 are the rows that the last layer returns; None: all rows.
+    `last_token_rows` [outputs] int64 are the rows that the last layer returns; None: all rows. `is_compiled`: whether
+    modules run the step's programs, or their own code.
     """
 
     bucket: Bucket
@@ -79,6 +80,7 @@ class Step:
     attention_metadata: AttentionMetadata
     attention_config: AttentionConfig
     last_token_rows: Tensor | None = None
+    is_compiled: bool = True
 
 
 class StepHolder:

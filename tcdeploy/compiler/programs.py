@@ -89,7 +89,8 @@ def _is_compiled(region: Region, step: Step) -> bool:
     A head module is compiled in decode only, and only if the variant compiles head modules. In prefill, head modules
     take microseconds of a step of milliseconds.
     """
-    return not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
+    is_chosen = not region.is_head or (not step.bucket.is_prefill and step.variant.compile_head)
+    return step.is_compiled and is_chosen
 
 
 def _mark_dynamic_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

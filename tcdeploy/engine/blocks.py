@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections import OrderedDict, deque
+from collections.abc import Iterable
 from typing import NamedTuple
 
 PADDING_BLOCK = 0  # padding tokens of a prefill write here; never allocated
@@ -30,7 +31,10 @@ class Node(NamedTuple):
 
 
 class BlockAllocator:
-    """Owns blocks 1 to num_blocks - 1. Allocating, releasing and matching are linear in the blocks involved."""
+    """Owns blocks 1 to num_blocks - 1, or those of `of_blocks`.
+
+    Allocating, releasing and matching are linear in the blocks involved.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
@@ -42,6 +46,14 @@ class BlockAllocator:
         self._nodes: dict[int, Node] = {}  # registered block -> its node
         self._registry: dict[tuple[int, tuple[int, ...]], int] = {}  # (parent, tokens) -> block
         self._node_ids = itertools.count(ROOT_NODE_ID + 1)
+
+    @classmethod
+    def of_blocks(cls, blocks: Iterable[int], block_size: int) -> BlockAllocator:
+        """An allocator of the given blocks only, which another allocator has allocated."""
+        allocator = cls(1, block_size)
+        allocator._free.extend(blocks)
+        allocator.capacity = len(allocator._free)
+        return allocator
 
     @property
     def num_allocatable(self) -> int:

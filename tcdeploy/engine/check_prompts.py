@@ -99,6 +99,12 @@ class CheckPrompts:
         blocks = sum(allocator.blocks_for(prefix.length) for prefix in [*continued, *rows])
         return rows if blocks <= allocator.num_allocatable else []
 
+    def blocks_needed(self, bucket: Bucket) -> int:
+        """KV blocks of the largest batch on which the bucket is checked."""
+        batches = (self.batch(bucket), [*self.continued(bucket), *self.mixed_rows(bucket)])
+        block_size = self._plan.block_size
+        return max(sum(-(-prefix.length // block_size) for prefix in batch) for batch in batches)
+
     def _decode_lengths(self, bucket: Bucket) -> list[int]:
         """Checked rows have up to CHECKED_BLOCKS blocks if enough are free, and the first one more. Others have one."""
         plan = self._plan

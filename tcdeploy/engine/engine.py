@@ -56,8 +56,7 @@ class Engine:
         # Without a graph of the whole step, a launch is too long to wait for: on a CPU it computes the step.
         self._launch_guard = self.launch_lock if plan.graphs == "step" else contextlib.nullcontext()
         self._timed_sizes: set[int] = set()  # sizes of prefill steps that were timed while idle
-        self.clock = StepClock(StepPredictor(costs, runner.step_sizes)) if costs else None
-        self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
+        self.clock: StepClock | None = None
         self.launch_timer = LaunchTimer()
         self.allocator = BlockAllocator(plan.kv_blocks, plan.block_size)
         self.scheduler = Scheduler(
@@ -70,8 +69,8 @@ class Engine:
                 itl_target_ms=plan.itl_target,
             ),
             self.allocator,
-            self.clock.predictor if self.clock else None,
         )
+        self.use_costs(costs)
         self.failed_steps = 0  # steps whose launch raised
         self.device_wait_seconds = 0.0  # total time that the host waited for the device
         self._requests: dict[int, Sequence] = {}
@@ -79,6 +78,33 @@ class Engine:
         self._buffered_tokens: list[NewToken] = []  # tokens not yet returned, of submitted requests
         self._next_id = 0
         self._in_flight: InFlightStep | None = None
+
+    def use_costs(self, costs: StepCosts | None) -> None:
+        """Predict and measure steps with these costs from now on. No step may be in flight."""
+        self.clock = StepClock(StepPredictor(costs, self.runner.step_sizes)) if costs else None
+        self.scheduler.predictor = self.clock.predictor if self.clock else None
+        self.runner.graphs.skip_sizes(costs.slow_sizes if costs else frozenset())
+
+    @contextlib.contextmanager
+    def paused(self, num_blocks: int) -> Iterator[None]:
+        """Between two steps, reserve the decode rows and `num_blocks` KV blocks for batches of the warm-up.
+
+        Waits for the step in flight. Open requests return to the queue; afterwards they are computed again, mostly out
+        of the prefix cache. Cached prefixes are evicted only if too few blocks are free.
+        """
+        previous, self._in_flight = self._in_flight, None
+        self._deliver(self._collect(previous) if previous else [])
+        self.scheduler.requeue_admitted()
+        self.runner.row_assignment.clear()
+        blocks = self.allocator.allocate(num_blocks)
+        self.runner.reserved_blocks = tuple(blocks)
+        try:
+            yield
+        finally:
+            self.runner.reserved_blocks = None
+            self.allocator.release(blocks)
+            self.runner.row_assignment.clear()
+            self.launch_timer.step_started(None, None)
 
     def submit(self, prompt: Iterable[int], params: SamplingParams, group: int | None = None) -> int:
         """Queue a request and return its id. Raises UsageError or SpaceError if it can never be served.

@@ -22,6 +22,7 @@ from tcdeploy.compiler.model_forward import ModelForward, StepInputs, Transforme
 from tcdeploy.engine import sampling
 from tcdeploy.engine.advance import advance
 from tcdeploy.engine.batch import PrefillBuffers, StepBuffers, decode_buffers, make_decode_rows
+from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.graphs import StepKey, StepOutput
 from tcdeploy.engine.rows import RowAssignment
 from tcdeploy.engine.sequence import Chunk, Sequence
@@ -69,6 +70,8 @@ class ModelRunner:
         uses_triton = BACKENDS[plan.decode_attention].uses_triton
         self._advance_backend: Literal["triton", "reference"] = "triton" if uses_triton else "reference"
         self._variants = dict.fromkeys(plan.buckets, DEFAULT)  # works for every model; warm-up sets the others
+        self.eager_buckets: set[Bucket] = set()  # run without programs, graphs and padding of prompts
+        self.reserved_blocks: tuple[int, ...] | None = None  # for batches of the warm-up; None: all blocks
         self.graphs = StepGraphs(plan, self._forward, self._buffers_of)
         self._row_slots = plan.row_slots(plan.prefill_buckets[-1])  # the same in all prefill buckets
         self._prefill_logits: Tensor | None = None  # [outputs, vocab], which all captured prefill steps write
@@ -117,7 +120,7 @@ class ModelRunner:
         if num_decoding:
             self.row_assignment.upload_block_table()
         row_slots = self._row_slots_for(num_decoding)
-        sizes = self.graphs.sizes(bucket, row_slots)
+        sizes = self._sizes(bucket, row_slots)
         if early_size_from is not None:
             sizes = tuple(size for size in self.graphs.early_sizes(bucket) if size >= early_size_from)
         prefill = self._prefill_for(bucket, tokens, sizes)
@@ -184,7 +187,7 @@ class ModelRunner:
         sequence, start, stop = chunk
         end_of_rows = min(stop, sequence.prompt_length - 1)
         bucket = smallest_bucket(self.plan.prefill_buckets, stop - start)
-        prefill = self._prefill_for(bucket, stop - start, self.graphs.sizes(bucket, 0))
+        prefill = self._prefill_for(bucket, stop - start, self._sizes(bucket, 0))
         prefill.fill([chunk], [None])
         pieces: list[tuple[int, sampling.Logprobs]] = []
         with reuse_body_output(self.model) if self.has_model else contextlib.nullcontext():
@@ -204,6 +207,17 @@ class ModelRunner:
 
     def variant(self, bucket: Bucket) -> Variant:
         return self._variants[bucket]
+
+    def run_eagerly(self, bucket: Bucket) -> None:
+        """Run the bucket uncompiled from now on, with the variant that works for every model."""
+        self.set_variant(bucket, DEFAULT)
+        self.eager_buckets.add(bucket)
+
+    def batch_allocator(self) -> BlockAllocator:
+        """A new allocator for a batch of the warm-up, which does not go through the scheduler."""
+        if self.reserved_blocks is not None:
+            return BlockAllocator.of_blocks(self.reserved_blocks, self.plan.block_size)
+        return BlockAllocator(self.plan.kv_blocks, self.plan.block_size)
 
     @property
     def uncaptured_runs(self) -> int:
@@ -226,10 +240,14 @@ class ModelRunner:
             prefill.fill([], [])
         return prefill.buffers(key.row_slots)
 
+    def _sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
+        """The sizes that the steps of a prefill bucket are padded to; () if they are not padded."""
+        return () if bucket in self.eager_buckets else self.graphs.sizes(bucket, row_slots)
+
     def _prefill_for(self, bucket: Bucket, tokens: int, sizes: ListLike[int]) -> PrefillBuffers:
         """The buffers for `tokens` tokens, padded to the next of `sizes`."""
         size = next((size for size in sizes if size >= tokens), None)
-        if size is None:  # without graphs the steps of a dynamic bucket are not padded, and have no static buffers
+        if size is None:  # not padded: a dynamic bucket without graphs, or an eager one; there are no static buffers
             return self._make_prefill_buffers(bucket, max(tokens, bucket.min_size))
         return self._prefill_of_size(bucket, size)
 
@@ -295,7 +313,9 @@ class ModelRunner:
             kv_write_backend=self.plan.decode_attention,
             decode_splits=1 if bucket.is_prefill else choose_decode_splits(bucket.size, self.split_counters),
         )
-        return Step(bucket, variant, buffers.metadata, attention, last_token_rows)
+        return Step(
+            bucket, variant, buffers.metadata, attention, last_token_rows, is_compiled=bucket not in self.eager_buckets
+        )
 
     @torch.no_grad()
     def reference_logits(self, token_ids: list[list[int]], positions: list[int], attn_implementation: str) -> Tensor:

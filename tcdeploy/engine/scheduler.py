@@ -229,6 +229,16 @@ class Scheduler:
         self._unregistered_chunks = ()
         self.allocator.reset_prefix_cache()
 
+    def requeue_admitted(self) -> None:
+        """Return all admitted sequences to the queue, so that no row and no block is in use. No step may be in flight.
+
+        They are computed again later, mostly out of the prefix cache, which is kept.
+        """
+        for sequence in reversed(list(self._admitted)):
+            self._release(sequence)
+            sequence.num_computed_tokens = 0
+            self.waiting.appendleft(sequence)
+
     def _register_prefixes(self) -> None:
         """Register the blocks that the last step's chunks write. A sequence released since then has none left."""
         for sequence, _, stop in self._unregistered_chunks:

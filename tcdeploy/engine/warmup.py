@@ -47,6 +47,10 @@ class PreviousRun:
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
 
+    def with_programs_of(self, plan: Plan) -> PreviousRun:
+        """The same run, once the programs of all buckets are in the cache."""
+        return dataclasses.replace(self, buckets=frozenset(bucket.name for bucket in plan.buckets))
+
 
 class _WarmedBucket(NamedTuple):
     record: BucketRecord
@@ -61,7 +65,7 @@ def prepare_buckets(runner: ModelRunner, cache_dir: str) -> dict[Bucket, Compile
     `PackagedForward`, and CompileError.
     """
     prepared: dict[Bucket, CompiledVariant] = {}
-    for bucket in _in_order(runner.plan):
+    for bucket in warmup_order(runner.plan):
         batch = make_timing_batch(runner, bucket)
         with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
             prepared[bucket] = compile_variant(batch, runner.variant(bucket))
@@ -69,8 +73,19 @@ def prepare_buckets(runner: ModelRunner, cache_dir: str) -> dict[Bucket, Compile
     return prepared
 
 
-def _in_order(plan: Plan) -> list[Bucket]:
+def warmup_order(plan: Plan) -> list[Bucket]:
+    """The buckets of a plan, the largest first."""
     return sorted(plan.buckets, key=lambda bucket: bucket.size, reverse=True)
+
+
+def warm_bucket(
+    runner: ModelRunner, bucket: Bucket, previous: PreviousRun, checker: ParityChecker, cache_dir: str
+) -> BucketRecord:
+    """Warm one bucket while the engine is paused; no variant is timed. Raises CompileError if it fails its check."""
+    with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
+        warmed = _warm_bucket(runner, bucket, previous, checker, 0.0, measure=False, compiled=None)
+    raise_if_failed(warmed.record.parity, bucket)
+    return warmed.record
 
 
 def warm_buckets(
@@ -91,7 +106,7 @@ def warm_buckets(
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
-    order = _in_order(plan)
+    order = warmup_order(plan)
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
@@ -107,7 +122,7 @@ def warm_buckets(
         finally:
             progress.bucket_finished(warmed.record)
     runner.row_assignment.clear()
-    _raise_if_entries_are_missing(cache_dir)
+    raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets]
 
 
@@ -192,7 +207,8 @@ def _make_record(
     )
 
 
-def _raise_if_entries_are_missing(cache_dir: str) -> None:
+def raise_if_entries_are_missing(cache_dir: str) -> None:
+    """Raise SpaceError if torch could not write all of its cache entries."""
     write_errors = read_counts().cache_write_errors
     if write_errors:
         raise SpaceError(

@@ -3,7 +3,7 @@
 Check batches have unequal lengths and leave padding in the bucket, so that the parity check covers packing and padding
 rows; check_prompts.py has their tokens. Timing batches are random tokens that fill the bucket. Neither goes through the
 scheduler. Without a given allocator, each batch takes its KV blocks from a new one, so batches overwrite each other's
-cache.
+cache. While a server has requests, these are the blocks that `Engine.paused` reserves.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def timed_context(plan: Plan, bucket: Bucket) -> int:
 def _make_batch(
     runner: ModelRunner, bucket: Bucket, token_ids: list[list[int]], allocator: BlockAllocator | None = None
 ) -> WarmupBatch:
-    allocator = allocator or BlockAllocator(runner.plan.kv_blocks, runner.plan.block_size)
+    allocator = allocator or runner.batch_allocator()
     sequences = []
     for tokens in token_ids:
         sequence = Sequence(0, tokens, len(tokens), SamplingParams())

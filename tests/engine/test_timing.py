@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tcdeploy.engine import timing
+from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.step_costs import StepCosts
 from tcdeploy.engine.timing import BRIEF, SHORT_CONTEXT, TimingLimits, measure_step_costs
 from tcdeploy.planning.environment import Environment
@@ -29,6 +31,7 @@ class FakeRunner:
         self.vocab_size, self.captured_sizes, self.num_clears, self.noise = 100, captured_sizes, 0, 0.0
         self.graphs = SimpleNamespace(is_captured=lambda bucket: bool(self.captured_sizes))
         self.row_assignment = SimpleNamespace(clear=self.clear)
+        self.batch_allocator = partial(BlockAllocator, self.plan.kv_blocks, self.plan.block_size)
 
     def clear(self) -> None:
         self.num_clears += 1

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tcdeploy.engine.blocks import BlockAllocator
 from tcdeploy.engine.warmup_inputs import _packed_chunks, make_small_batch, make_timing_batch, timed_context
 from tcdeploy.planning.plan import Bucket
 
@@ -17,7 +18,9 @@ def make_runner(**changes: Any) -> Any:
     """A runner with as much of a plan as the batches need."""
     values = {"kv_blocks": 100, "block_size": 16, "context": 2048, "max_prefill_sequences": 4}
     plan = SimpleNamespace(**{**values, "prefill_buckets": (PREFILL,), **changes})
-    return SimpleNamespace(plan=plan, vocab_size=300)
+    return SimpleNamespace(
+        plan=plan, vocab_size=300, batch_allocator=lambda: BlockAllocator(plan.kv_blocks, plan.block_size)
+    )
 
 
 def lengths(batch: Any) -> list[int]:
