@@ -13,6 +13,7 @@ a head module its path (`model.norm`). With `--region model` the only kind is `m
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from torch import nn
@@ -38,6 +39,45 @@ class DecoderLayer:
     attention: nn.Module
     mlp: tuple[nn.Module, ...]  # one module, or the bare matrices of a layer without an MLP module
     attention_kind: int  # equal for layers that attend alike
+
+
+def layer_kinds(layers: list[DecoderLayer]) -> list[Hashable]:
+    """Equal for layers with equal programs: they attend alike, and have modules, tensors and constants alike."""
+    numbers = _layer_numbers(layers)
+    return [_layer_kind(layer, numbers) for layer in layers]
+
+
+def _layer_kind(layer: DecoderLayer, numbers: set[tuple[str, str]]) -> Hashable:
+    module = layer.module
+    modules = tuple((path, type(child)) for path, child in module.named_modules())
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    constants = frozenset(item for item in _constants(module).items() if item[0] not in numbers)
+    return (
+        layer.attention_kind,
+        modules,
+        tuple((name, tensor.shape, tensor.dtype) for name, tensor in tensors),
+        constants,
+    )
+
+
+def _constants(layer: nn.Module) -> dict[tuple[str, str], object]:
+    """Attributes that programs may depend on, by the path of their module and their name."""
+    return {
+        (path, name): value
+        for path, child in layer.named_modules()
+        for name, value in vars(child).items()
+        if isinstance(value, bool | int | float | str)
+    }
+
+
+def _layer_numbers(layers: list[DecoderLayer]) -> set[tuple[str, str]]:
+    """The constants that count the layers (`layer_idx`), on which programs do not depend."""
+    offsets: dict[tuple[str, str], set[int | None]] = {}
+    for index, layer in enumerate(layers):
+        for key, value in _constants(layer.module).items():
+            offset = value - index if isinstance(value, int) and not isinstance(value, bool) else None
+            offsets.setdefault(key, set()).add(offset)
+    return {key for key, values in offsets.items() if len(values) == 1 and None not in values}
 
 
 def find_layers(model: nn.Module, architecture: Architecture) -> list[DecoderLayer]:
