@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -45,7 +45,10 @@ _starts = 0  # of this process
 
 @dataclass(frozen=True)
 class Deployment:
-    """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket."""
+    """A warmed model: `engine` generates tokens, `records` hold the warm-up result of each bucket.
+
+    After an eager start (eager_start.py), `records` is empty, and `swaps` replaces eager buckets by their programs.
+    """
 
     plan: Plan
     architecture: Architecture
@@ -58,6 +61,7 @@ class Deployment:
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
     weights_read: ReadTotal | None = None  # while a start from packages did something else; None after another start
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
+    swaps: ProgramSwaps | None = None  # None: every bucket was warmed before the start ended
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -71,6 +75,38 @@ class Deployment:
         from tcdeploy.models.tokenizer import load_tokenizer  # imports transformers
 
         return load_tokenizer(self.plan)
+
+
+class ProgramSwaps(Protocol):
+    """What a server needs of eager_start.py. `advance` and `stop` change it; other threads may read the properties."""
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether every bucket runs its programs."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing is left to do: every bucket has its programs, or some cannot get them."""
+
+    @property
+    def records(self) -> tuple[BucketRecord, ...]:
+        """Of the buckets that run their programs."""
+
+    @property
+    def failed_buckets(self) -> int: ...
+
+    @property
+    def compiles(self) -> int:
+        """Compilations of this process in `advance`."""
+
+    def describe(self) -> str:
+        """What is missing for a warm start; "" if nothing is."""
+
+    def advance(self, engine: Engine) -> bool:
+        """Do what is due between two steps. Returns whether requests had to wait for it."""
+
+    def stop(self) -> None:
+        """Compile nothing any more."""
 
 
 class Warmed(NamedTuple):
@@ -129,11 +165,16 @@ def warm(
             runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared
         )
     runner.graphs.warmed()
+    return Warmed(records, find_step_costs(start, runner, records, measure), tracker.paths())
+
+
+def find_step_costs(start: Start, runner: ModelRunner, records: list[BucketRecord], measure: bool = False) -> StepCosts:
+    """What steps cost: as an earlier start of this plan has measured it, else (or with `measure`) measured now."""
     costs = None if measure else _recorded_costs(start, records)
     if costs is None:
         with runner.uncounted_steps():
             costs = measure_step_costs(runner)
-    return Warmed(records, costs, tracker.paths())
+    return costs
 
 
 def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | None:
@@ -163,6 +204,31 @@ def record_start(
     start: Start, runner: ModelRunner, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer
 ) -> Deployment:
     """Write the manifest, with all files that were used and `more_paths`, and return the deployment."""
+    workspace_bytes = publish_manifest(start, warmed, more_paths, stages)
+    engine = Engine(runner, warmed.costs)
+    return make_deployment(start, engine, stages, records=tuple(warmed.records), workspace_bytes=workspace_bytes)
+
+
+def make_deployment(start: Start, engine: Engine, stages: StageTimer, **fields: Any) -> Deployment:
+    """The deployment of a start. `fields`: those of Deployment that the start does not have."""
+    return Deployment(
+        plan=start.plan,
+        architecture=start.architecture,
+        generation_defaults=start.generation_defaults,
+        engine=engine,
+        stage_seconds=stages.seconds,
+        import_seconds=import_timer.sorted_seconds(),
+        cache_dir=start.staging.target,
+        loaded_tokenizer=start.tokenizer,
+        **fields,
+    )
+
+
+def publish_manifest(start: Start, warmed: Warmed, more_paths: Iterable[str], stages: StageTimer) -> int | None:
+    """Write the manifest, with all files that were used and `more_paths`. Returns the workspace in bytes.
+
+    Raises SpaceError, TrustError and TcdeployError.
+    """
     plan, staging, earlier = start.plan, start.staging, start.earlier
     with stages.stage("record"):
         used_paths = [*warmed.used_paths, *more_paths]
@@ -186,18 +252,7 @@ def record_start(
     publish(staging, manifest)
     if is_first_start() and (warning := describe_uncompiled(import_timer.uncompiled)):
         log.warning("%s", warning)
-    return Deployment(
-        plan,
-        start.architecture,
-        start.generation_defaults,
-        Engine(runner, warmed.costs),
-        tuple(warmed.records),
-        stages.seconds,
-        import_timer.sorted_seconds(),
-        staging.target,
-        workspace_bytes,
-        loaded_tokenizer=start.tokenizer,
-    )
+    return workspace_bytes
 
 
 def _workspace_bytes(plan: Plan) -> int | None:

@@ -32,7 +32,7 @@ from tcdeploy.cache import toolchain
 from tcdeploy.cache.contents import REFERENCES_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
-from tcdeploy.cache.manifest import Manifest, Origin, make_origin, manifest_path
+from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_origin, manifest_path
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder
@@ -42,8 +42,10 @@ from tcdeploy.compiler.export import TracedLayer
 from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
-from tcdeploy.deployment import Deployment, Start, Warmed, count_start, record_start, warm
+from tcdeploy.deployment import Deployment, Start, Warmed, count_start, make_deployment, record_start, warm
+from tcdeploy.eager_start import ProgramSwaps, run_all_eagerly, start_worker
 from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
@@ -116,8 +118,12 @@ def prepare(
     measure: bool = False,
     trusted_keys: Path | None = None,
     needs_tokenizer: bool = False,
+    eager: bool = False,
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
+
+    `eager`: return a deployment with eager steps, which `Deployment.swaps` replaces by programs (eager_start.py). Call
+    it in the thread that then runs the engine.
 
     `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
     Warming needs none.
@@ -150,7 +156,7 @@ def prepare(
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
         if earlier is None:
             staging.link_headers()
-        use_precompiled_headers(earlier is None, staging.headers_folder)
+        use_precompiled_headers(earlier is None and not eager, staging.headers_folder)  # the worker compiles, if any
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         writes_record = key is not None and _may_add_files(staging)
@@ -158,7 +164,8 @@ def prepare(
             runner = _load(planned)
     with stages.stage("reference"):
         path = _reference_path(planned, runner, staging, earlier)
-        stored = read_reference(Path(staging.path, path)) if path else None
+        # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
+        stored = read_reference(Path(staging.path, path)) if path and not eager else None
         with record_executed_files(executed_files) if writes_record else nullcontext():
             checker = ParityChecker(runner, architecture, planned.config, stored)
     start = Start(
@@ -174,6 +181,8 @@ def prepare(
         tokenizer=planned.tokenizer,
     )
     tracker = FileAccessTracker(staging.path)
+    if eager:
+        return _start_eagerly(start, planned, runner, checker, tracker, policy, path, stages)
     while True:
         try:
             with stages.stage("compile"):
@@ -202,6 +211,35 @@ def prepare(
         with stages.stage("record"):
             more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files)
     return record_start(start, runner, warmed, more_paths, stages)
+
+
+def _start_eagerly(
+    start: Start,
+    planned: PlannedDeployment,
+    runner: ModelRunner,
+    checker: ParityChecker,
+    tracker: FileAccessTracker,
+    policy: SigningPolicy,
+    reference: str | None,
+    stages: StageTimer,
+) -> Deployment:
+    """A deployment with eager steps, and a compile worker unless the programs are cached. `reference`: its path."""
+    plan, staging = start.plan, start.staging
+    prompts = CheckPrompts(plan, planned.architecture, planned.config, FIRST_SEED)
+    with stages.stage("check"):
+        _install_programs(runner, planned, staging.path)
+        run_all_eagerly(runner, checker)
+
+    def write_files(records: list[BucketRecord]) -> list[str]:
+        if reference is None or not _may_add_files(staging):
+            return []
+        is_written = write_reference(Path(staging.path, reference), checker.reference, plan, records)
+        return [reference] if is_written else []
+
+    worker = None if start.previous.buckets else start_worker(start, runner, planned.config, prompts)
+    swaps = ProgramSwaps(start, checker, prompts, tracker, policy, stages, worker, write_files)
+    startup = dataclasses.replace(stages, seconds=dict(stages.seconds))  # metrics show what was spent before `ready`
+    return make_deployment(start, Engine(runner), startup, records=(), swaps=swaps)
 
 
 def _write_record(

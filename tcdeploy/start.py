@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcdeploy.errors import UsageError
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
@@ -26,12 +27,15 @@ def prepare(
     measure: bool = False,
     trusted_keys: Path | None = None,
     needs_tokenizer: bool = False,
+    eager: bool = False,
 ) -> Deployment:
     """As `pipeline.prepare`, which describes the arguments. Raises TcdeployError.
 
     `measure` compares each bucket with uncompiled steps, and those need the model's code.
     """
     progress = progress or NullProgress()
+    if eager:
+        check_eager_start(recipe)
     if recipe.load_format == "auto" and (folder := local_folder(recipe.model, recipe.revision)):
         start_read_ahead(weight_files(folder))
     if recipe.programs == "aot" and not measure:
@@ -42,4 +46,20 @@ def prepare(
             return deployment
     from tcdeploy import pipeline
 
-    return pipeline.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer)
+    return pipeline.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer, eager)
+
+
+def check_eager_start(recipe: Recipe) -> None:
+    """Raise UsageError for a recipe that cannot start eagerly (eager_start.py)."""
+    reasons = {
+        "--programs aot": (recipe.programs == "aot", "a start from packages takes seconds, and runs no eager steps"),
+        "--tune-seconds": (recipe.tune_seconds > 0, "timing variants would delay requests"),
+        "--trust-remote-code": (
+            recipe.trust_remote_code,
+            "programs are compiled on a copy of the model's config alone",
+        ),
+        "--require-signed": (recipe.require_signed, "it compiles nothing, so a warm start takes seconds"),
+    }
+    for option, (is_given, reason) in reasons.items():
+        if is_given:
+            raise UsageError(f"--start eager excludes {option}: {reason}", f"omit --start, or {option}")

@@ -21,7 +21,7 @@ from tcdeploy.cache.contents import (
     stored_path,
 )
 from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
-from tcdeploy.cache.leases import folder_lock
+from tcdeploy.cache.leases import folder_lock, is_leased
 from tcdeploy.cache.manifest import (
     MANIFESTS_DIR,
     Manifest,
@@ -73,6 +73,11 @@ def restore_plan(
             remove_abandoned_folders(abandoned_folders(staging.source), plan_keys(staging.source))
         _report_files_made_here(staging, manifest)
     return manifest
+
+
+def fill_from_new_plans(staging: StagingFolder, policy: SigningPolicy) -> None:
+    """Copy the files of plans that other processes have finished since `restore_plan`. Warns about damaged ones."""
+    _fill_from_other_plans(staging, "", set(list_cache_files(staging.path)), policy)
 
 
 def _fill_undamaged(staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy) -> Manifest | None:
@@ -232,6 +237,15 @@ def discard_plan(folder: str, plan_key: str) -> None:
     """
     with folder_lock(folder):
         _discard(folder, plan_key)
+
+
+def discard_manifest(folder: str, plan_key: str) -> None:
+    """Remove a plan that no process uses, and those of its files that no other plan lists."""
+    with folder_lock(folder):
+        if not is_leased(folder, plan_key):
+            files = stored_paths(folder, plan_key)
+            _remove_manifest(folder, plan_key)
+            remove_unlisted(folder, files)
 
 
 def _discard(folder: str, plan_key: str) -> None:

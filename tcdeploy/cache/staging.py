@@ -312,6 +312,17 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
     return TakenOver(num_folders, buckets)
 
 
+def copy_finished_buckets(staging: StagingFolder) -> None:
+    """Copy the files in the journals of all starts that this start does not have, also of starts that still run.
+
+    Files that do not match their records are not copied. Raises SpaceError, TrustError and TcdeployError.
+    """
+    for folder in sorted(Path(staging.source).glob(f"{HOST_PREFIX}*")):
+        if not folder.is_symlink() and os.path.realpath(folder) != staging.path:
+            files = {file for bucket in read_journal(folder) for file in bucket.files}
+            staging.fill([file for file in files if not Path(staging.path, file.path).exists()], folder)
+
+
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:
     path = target / file.path
     temporary = path.with_name(f".{secrets.token_hex(8)}.copy")  # path.name may be too long for an additional suffix

@@ -178,13 +178,17 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
 
 
 def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
-    """Print the warm-up table, the address and an example request.
+    """Print the warm-up table, the address and an example request. After an eager start there is no table yet.
 
     A server that cannot write to stdout prints a warning to stderr and keeps serving.
     """
     try:
-        _console().print(_warm_table(deployment))
-        _print_totals(deployment)
+        if deployment.swaps is None:
+            _console().print(_warm_table(deployment))
+            _print_totals(deployment)
+        else:
+            _print_stages(deployment)
+            print("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
         print(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
         print(f"ready: {address}")
         print(f"  {example}", flush=True)
@@ -283,6 +287,10 @@ def _print_totals(deployment: Deployment) -> None:
             f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
+    _print_stages(deployment)
+
+
+def _print_stages(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
     print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, get_args
 
 import typer
 
@@ -24,7 +24,7 @@ from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.settings import ServerSettings, StartTier
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
@@ -62,13 +62,24 @@ def serve(
         bool,
         typer.Option("--canary-strict", help="Make /health and /ready return 503 after a canary result has differed"),
     ] = ServerSettings.canary_strict,
+    start: Annotated[
+        str,
+        typer.Option(
+            metavar="warm|eager",
+            help="warm: answer once all programs are compiled or loaded; eager: answer with uncompiled steps at once, "
+            "and replace them by programs while serving",
+        ),
+    ] = ServerSettings.start,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
     budget: Budget = None,
 ) -> None:
-    """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked."""
+    """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked.
+
+    With --start eager it returns 200 earlier, and /ready?level=warm once every bucket is warm.
+    """
     from tcdeploy.cli import display
 
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
@@ -85,6 +96,7 @@ def serve(
             "--canary-strict has no effect with --canary-interval 0",
             "remove --canary-strict, or pass a --canary-interval above 0",
         )
+    start_tier = _parse_start(start, canary_strict)
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     require_extra("serve", "serve a model")
@@ -95,7 +107,7 @@ def serve(
         settings = ServerSettings(
             host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
-            canary_interval=canary_interval, canary_strict=canary_strict,
+            canary_interval=canary_interval, canary_strict=canary_strict, start=start_tier,
             hot_path=hot_path_from_environment(os.environ),
         )  # fmt: skip
 
@@ -105,7 +117,9 @@ def serve(
                 fetch_seconds = fetch_cache(recipe, cache_from, trusted_keys, allow_unsigned, allow_rollback)
             from tcdeploy.start import prepare
 
-            deployment = prepare(recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True)
+            deployment = prepare(
+                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=start_tier == "eager"
+            )
             enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
             return deployment
 
@@ -122,3 +136,17 @@ def serve(
 
     remove_own_staging_folders()  # os._exit runs no exit handlers
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
+
+
+def _parse_start(value: str, canary_strict: bool) -> StartTier:
+    """Raises UsageError for an unknown tier, and for an eager start that cannot check its health."""
+    tier = next((tier for tier in get_args(StartTier) if tier == value), None)
+    if tier is None:
+        raise UsageError(f"--start is {value!r}; it must be warm or eager", "--start eager")
+    if tier == "eager" and canary_strict:
+        raise UsageError(
+            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
+            "remove one of them",
+        )
+    start_tier: StartTier = tier
+    return start_tier

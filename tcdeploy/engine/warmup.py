@@ -47,9 +47,13 @@ class PreviousRun:
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
 
-    def with_programs_of(self, plan: Plan) -> PreviousRun:
-        """The same run, once the programs of all buckets are in the cache."""
-        return dataclasses.replace(self, buckets=frozenset(bucket.name for bucket in plan.buckets))
+    def with_programs(self, compile_seconds: Mapping[str, float]) -> PreviousRun:
+        """The same run, after another process has compiled these buckets."""
+        return dataclasses.replace(
+            self,
+            buckets=self.buckets | frozenset(compile_seconds),
+            cold_seconds={**compile_seconds, **self.cold_seconds},
+        )
 
 
 class _WarmedBucket(NamedTuple):

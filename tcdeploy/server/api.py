@@ -98,9 +98,17 @@ def _operations_routes(state: ServerState) -> list[Route]:
         """200 if the process and its engine are alive; with --canary-strict, 503 once a canary has failed."""
         return Response(status_code=200 if state.is_healthy else 503)
 
-    async def ready(_: Request) -> Response:
-        """200 if every bucket is warm and checked and the warm-up requests have completed; 503 while draining."""
-        reason = "the engine died" if state.worker.failure else state.unready_reason
+    async def ready(request: Request) -> Response:
+        """200 if requests are answered: buckets are checked, and the warm-up requests have completed. Otherwise 503.
+
+        With `?level=warm`, 503 until every bucket runs its programs; they may be compiled later with --start eager.
+        """
+        level = request.query_params.get("level")
+        if level not in (None, "warm"):
+            return PlainTextResponse("level must be warm, or left out", 400)
+        reason = state.unwarm_reason if level else state.unready_reason
+        if state.worker.failure:
+            reason = "the engine died"
         return PlainTextResponse(reason or "ready", 503 if reason else 200)
 
     async def version(_: Request) -> Response:

@@ -10,6 +10,7 @@ from tcdeploy.cache.manifest import BucketRecord
 from tcdeploy.engine.scheduler import SchedulerStats
 from tcdeploy.engine.step_clock import StepTotals
 from tcdeploy.server.canary import CanaryStats
+from tcdeploy.server.settings import StartTier
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class ModelFigures:
     import_seconds: Mapping[str, float]  # of the start-up time, that of imports, by package
     weights_gb_per_second: float | None  # of reading the weight files; None if transformers has loaded them
     generation_defaults: Mapping[str, Any]  # sampling parameters and stop tokens of requests that leave them out
-    records: tuple[BucketRecord, ...]  # cache outcome, parity and variant of each bucket
+    records: tuple[BucketRecord, ...]  # cache outcome, parity and variant of each bucket that runs its programs
+    tier: StartTier  # "eager" until every bucket runs its programs
+    num_buckets: int
+    failed_buckets: int  # those that continue to run eagerly
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
 from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.recent_stats import RecentStats
+from tcdeploy.server.settings import StartTier
 
 PREFIX = "tcdeploy:"
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1, 2.5, 5, 10, 30, 60)
@@ -150,6 +151,21 @@ def _model_metrics(model: ModelFigures) -> Iterator[Metric]:
     )
     if model.weights_gb_per_second is not None:
         yield _gauge("weights_read_gb_per_second", "Speed of reading the weight files", model.weights_gb_per_second)
+    tiers = {tier: float(model.tier == tier) for tier in get_args(StartTier)}
+    yield _gauge(
+        "start_tier", "1 for the present tier: eager until all buckets run programs", _labelled(tiers), ("tier",)
+    )
+    buckets = {
+        "compiled": len(model.records),
+        "eager": model.num_buckets - len(model.records) - model.failed_buckets,
+        "failed": model.failed_buckets,
+    }
+    yield _gauge(
+        "buckets",
+        "Buckets that run programs, eager steps for now, or eager steps for good",
+        _labelled(buckets),
+        ("state",),
+    )
     info = InfoMetricFamily(PREFIX + "cache", "Cache outcome of each bucket")
     info.add_metric([], {record.bucket.replace(":", "_"): record.outcome for record in model.records})
     yield info

@@ -15,6 +15,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import uvicorn
@@ -98,6 +99,8 @@ class _Server:
         http_server.should_exit = True
         await listening
         self.worker.stop()
+        if self.worker.swaps is not None:
+            self.worker.swaps.stop()
         if self._error is not None and self.state.service is None:
             raise self._error
         return 1 if self._error is not None else 0
@@ -105,9 +108,20 @@ class _Server:
     def _load(self) -> Service:
         """Runs in the engine thread."""
         deployment = self._deploy()
-        if self.settings.canary_interval:
+        if deployment.swaps is not None:
+            self.worker.start_swaps(deployment.swaps, partial(self._on_warm, deployment))
+        elif self.settings.canary_interval:
             self.worker.canary = _record_canary(deployment, self.settings)
         return build_service(deployment, self.settings, self.worker, self.admission, self.metrics)
+
+    def _on_warm(self, deployment: Deployment) -> None:
+        """Runs in the engine thread, while it is idle, once the programs have replaced all eager steps.
+
+        The canary compares results of programs, which differ from those of eager steps.
+        """
+        if self.settings.canary_interval:
+            self.worker.canary = _record_canary(deployment, self.settings)
+        freeze_gc_after_startup()
 
     def _on_loaded(self, service: Service) -> None:
         self.state.service = service

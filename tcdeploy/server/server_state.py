@@ -38,6 +38,12 @@ class ServerState:
         return "dead" if self.worker.failure else self.admission.closed_reason or self._canary_reason
 
     @property
+    def unwarm_reason(self) -> str:
+        """Why /ready?level=warm answers 503: as `unready_reason`, or which buckets still run eagerly."""
+        swaps = self.service.deployment.swaps if self.service else None
+        return self.unready_reason or (swaps.describe() if swaps else "")
+
+    @property
     def is_healthy(self) -> bool:
         """Whether the engine is alive and, with --canary-strict, no canary has ever differed."""
         return not self.worker.failure and not self._canary_reason
@@ -68,7 +74,7 @@ class ServerState:
 
 def _model_figures(service: Service) -> ModelFigures:
     deployment, runner = service.deployment, service.deployment.engine.runner
-    clock = deployment.engine.clock
+    clock, swaps = deployment.engine.clock, deployment.swaps
     return ModelFigures(
         kv_cache_usage=service.worker.stats.used_blocks / deployment.engine.allocator.capacity,
         # list(): the engine thread may add a bucket meanwhile
@@ -90,5 +96,8 @@ def _model_figures(service: Service) -> ModelFigures:
             **deployment.generation_defaults.sampling_params(),
             "stop_token_ids": list(deployment.generation_defaults.stop_token_ids),
         },
-        records=tuple(deployment.records),
+        records=tuple(deployment.records if swaps is None else swaps.records),
+        tier="warm" if swaps is None or swaps.is_warm else "eager",
+        num_buckets=len(deployment.plan.buckets),
+        failed_buckets=swaps.failed_buckets if swaps else 0,
     )

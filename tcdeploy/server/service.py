@@ -57,10 +57,11 @@ class Service:
         return self.deployment.engine
 
     def recompiles(self) -> int:
-        """Compilations since the model was loaded."""
+        """Compilations since the model was loaded, without those between two steps after an eager start."""
         from tcdeploy.compiler.compile_stats import read_counts
 
-        return read_counts().compiles - self.compiles_at_load
+        swaps = self.deployment.swaps
+        return read_counts().compiles - self.compiles_at_load - (swaps.compiles if swaps else 0)
 
     @property
     def json_limits(self) -> JsonLimits:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -18,6 +19,9 @@ class HotPath:
     yield_to_launch: bool = True
 
 
+StartTier = Literal["warm", "eager"]
+
+
 @dataclass(frozen=True)
 class ServerSettings:
     host: str = "127.0.0.1"
@@ -27,6 +31,7 @@ class ServerSettings:
     max_queued: int = 256  # choices that may wait for a decode row
     drain_timeout: float = 30.0  # seconds
     stall_timeout: float = 30.0  # seconds
+    start: StartTier = "warm"  # eager: answer with eager steps, and replace them by programs while serving
     canary_interval: float = 600.0  # seconds between two rounds of the canary; 0: none
     canary_strict: bool = False  # whether a difference makes the server unhealthy
     max_body_bytes: int = 8 << 20

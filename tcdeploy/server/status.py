@@ -31,6 +31,8 @@ def status_json(figures: ServerFigures, recent: RecentStats) -> dict[str, Any]:
         "rejections": sum(figures.rejections.values()),
         "kv_cache_usage": model.kv_cache_usage if model else 0.0,
         "recompiles": model.recompiles if model else 0,
+        "tier": model.tier if model else None,
+        "num_buckets": model.num_buckets if model else 0,
         "latency": [
             _latency_json("first token", list(recent.time_to_first_token)),
             _latency_json("between tokens", list(recent.inter_token_latency)),

@@ -4,9 +4,10 @@ The engine is not thread-safe, so only this thread calls it. Requests and cancel
 the thread reads until the next step is due (engine/launch_timer.py). The tokens of a step leave in one callback of the
 event loop. While no request is open, the thread captures the remaining CUDA graphs, times them (engine/step_graphs.py)
 and runs the canary (canary.py). It checks the queue after each capture, each timed graph and each step of the canary.
-Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would use it. An exception in a
-step is fatal, because the state of the device is unknown afterwards: every open request fails with EngineDeadError, and
-the server exits.
+Under load, it captures at most one graph every CAPTURE_INTERVAL_S, and only if steps would use it. After an eager start
+it also replaces eager steps by programs, one bucket at a time (eager_start.py); requests have at least half of the time
+in between. An exception in a step is fatal, because the state of the device is unknown afterwards: every open request
+fails with EngineDeadError, and the server exits.
 """
 
 from __future__ import annotations
@@ -28,12 +29,14 @@ from tcdeploy.server.hot_path import seconds_until_launch, sleep_after_first_tok
 from tcdeploy.server.settings import HotPath
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
+    from tcdeploy.deployment import ProgramSwaps
     from tcdeploy.engine.engine import Engine
 
 STOP = None  # inbox message that ends the thread
 # A capture delays the next request by about 0.05 s (the longest one measured took 0.28 s), and a timing by three steps.
 CAPTURE_AFTER_IDLE_S = 0.2
 CAPTURE_INTERVAL_S = 5.0  # under load; such rare pauses do not affect the 99th percentile of gaps between tokens
+SWAP_POLL_S = 0.25  # between two looks at the process that compiles programs
 MAX_IDLE_WAIT_S = 3600.0  # queue.get raises OverflowError for very long timeouts
 ReceiveCallback: TypeAlias = "Callable[[PendingRequest, NewToken | Exception | None], None]"
 
@@ -91,6 +94,7 @@ class Worker(Generic[LoadedT]):
         self.failure: BaseException | None = None
         self.stats = SchedulerStats(0, 0, 0, 0, 0)
         self.canary: CanarySchedule | None = None  # assigned by `load`, in the thread
+        self.swaps: ProgramSwaps | None = None  # assigned by `load`, in the thread; None unless the start is eager
         self.launch_lock = LaunchLock()  # the engine's, once it is loaded
         self._load, self._on_ready, self._on_death = load, on_ready, on_death
         self._inbox: queue.SimpleQueue[Callable[[Engine], None] | None] = queue.SimpleQueue()
@@ -100,11 +104,17 @@ class Worker(Generic[LoadedT]):
         self._captures_when_idle = True  # thread: whether graphs are left
         self._busy_at = time.monotonic()  # thread: when the engine last had work
         self._capture_due_at = self._busy_at + CAPTURE_INTERVAL_S  # thread: when a graph may be captured under load
+        self._swap_due_at = 0.0  # thread: when `swaps` may advance
+        self._when_warm: Callable[[], None] | None = None  # thread: called once, when the engine is idle
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
+
+    def start_swaps(self, swaps: ProgramSwaps, when_warm: Callable[[], None]) -> None:
+        """Called by `load`. `when_warm` is called in the thread, once all buckets run programs and it is idle."""
+        self.swaps, self._when_warm = swaps, when_warm
 
     def submit(self, pending: PendingRequest) -> None:
         """Queue a request. Its tokens, or an error, arrive at `pending`."""
@@ -142,9 +152,11 @@ class Worker(Generic[LoadedT]):
                 self._loop.call_soon_threadsafe(self._on_engine_failure, error)
 
     def _serve(self, engine: Any) -> None:
-        canary = self.canary
         while self._process_inbox(engine):
+            self._swap_if_due(engine)
+            canary = self.canary
             if not engine.has_work:
+                self._report_warm()
                 self._capture_if_idle(engine)
                 if canary is not None:
                     canary.run_step_if_due()
@@ -166,6 +178,27 @@ class Worker(Generic[LoadedT]):
                     sleep_after_first_token(tokens)
             self._capture_if_due(engine)
 
+    @property
+    def _is_swapping(self) -> bool:
+        return self.swaps is not None and not self.swaps.is_finished
+
+    def _swap_if_due(self, engine: Engine) -> None:
+        """Replace the eager steps of one bucket, if its programs are there."""
+        if self.swaps is None or self.swaps.is_finished or time.monotonic() < self._swap_due_at:
+            return
+        start = time.monotonic()
+        has_delayed = self.swaps.advance(engine)
+        self.stats = engine.scheduler.stats
+        now = time.monotonic()
+        self._swap_due_at = now + SWAP_POLL_S if not has_delayed else now + (now - start) * engine.has_work
+        self._captures_when_idle = True  # of the buckets that have just been captured
+
+    def _report_warm(self) -> None:
+        """Call `when_warm` once all eager steps are replaced. The engine is idle."""
+        if self._when_warm is not None and self.swaps is not None and self.swaps.is_warm:
+            when_warm, self._when_warm = self._when_warm, None
+            when_warm()
+
     def _note_start_of_load(self) -> None:
         """After an idle time, in which graphs may have been captured, restart the interval of captures under load."""
         now = time.monotonic()
@@ -181,7 +214,12 @@ class Worker(Generic[LoadedT]):
     def _capture_if_idle(self, engine: Engine) -> None:
         """Capture or time one CUDA graph, unless there was a request just now or a case of the canary is running."""
         is_idle = time.monotonic() >= self._busy_at + CAPTURE_AFTER_IDLE_S
-        if self._captures_when_idle and is_idle and not (self.canary and self.canary.is_running):
+        if (
+            self._captures_when_idle
+            and is_idle
+            and not self._is_swapping
+            and not (self.canary and self.canary.is_running)
+        ):
             self._captures_when_idle = engine.capture_next_graph()
 
     def _process_inbox(self, engine: Engine) -> bool:
@@ -205,7 +243,9 @@ class Worker(Generic[LoadedT]):
         timeouts = []
         if self.canary:
             timeouts.append(min(self.canary.seconds_until_due(), MAX_IDLE_WAIT_S))
-        if self._captures_when_idle:
+        if self._is_swapping:
+            timeouts.append(max(0.0, self._swap_due_at - time.monotonic()))
+        elif self._captures_when_idle:
             timeouts.append(max(0.0, self._busy_at + CAPTURE_AFTER_IDLE_S - time.monotonic()))
         return min(timeouts, default=None)
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
@@ -61,6 +63,22 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[CpuAndGpu]:
     flags = ("--dtype", "float32", "--device")
     with serving(home, cache, *flags, "cpu") as cpu, serving(home, cache, *flags, "cuda", "--kv-blocks", "256") as gpu:
         yield CpuAndGpu(cpu, gpu)
+
+
+def test_an_eager_start_gives_the_same_answers_before_and_after_it_is_warm(servers: CpuAndGpu, tmp_path: Path) -> None:
+    """With CUDA graphs: eager steps use none, and each bucket is captured while the server runs."""
+    flags = ("--dtype", "float32", "--device", "cuda", "--kv-blocks", "256", "--start", "eager")
+    with serving(tmp_path, tmp_path / "cache", *flags) as server:
+        expected = [complete(servers.cpu, **REQUESTS[name]) for name in ("greedy", "long", "penalties")]
+        assert [complete(server, **REQUESTS[name]) for name in ("greedy", "long", "penalties")] == expected
+        assert server.metric("start_tier", tier="eager") == 1
+        deadline = time.monotonic() + 300
+        while httpx.get(f"{server.address}/ready", params={"level": "warm"}).status_code != 200:
+            assert time.monotonic() < deadline, server.stderr
+            assert complete(server, **REQUESTS["greedy"]) == expected[0]
+        assert [complete(server, **REQUESTS[name]) for name in ("greedy", "long", "penalties")] == expected
+        assert server.metric("recompiles_total") == server.metric("uncaptured_runs_total") == 0
+        assert all(item["outcome"] == "hit" for item in httpx.get(f"{server.address}/status").json()["buckets"])
 
 
 def complete(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:

@@ -26,7 +26,7 @@ FIGURES = ServerFigures(
         step_totals={"mixed": StepTotals(6, 0.25, 0.5)}, step_corrections={"mixed": 1.5}, late_launches=4,
         missed_shapes={"prefill:256": 3}, recompiles=0, stage_seconds={"load": 1.5}, import_seconds={"torch": 0.5},
         weights_gb_per_second=24.5, generation_defaults={"top_k": 20},
-        records=(RECORD,),
+        records=(RECORD,), tier="eager", num_buckets=4, failed_buckets=1,
     ),
 )  # fmt: skip
 
@@ -56,6 +56,9 @@ def test_metrics_and_status_show_the_same_figures() -> None:
     assert values["startup_seconds", "load"] == status["stage_seconds"]["load"] == 1.5
     assert values["startup_import_seconds", "torch"] == status["import_seconds"]["torch"] == 0.5
     assert values["weights_read_gb_per_second",] == status["weights_gb_per_second"] == 24.5
+    assert status["tier"] == "eager" and (values["start_tier", "eager"], values["start_tier", "warm"]) == (1, 0)
+    assert [values["buckets", state] for state in ("compiled", "eager", "failed")] == [1, 2, 1]
+    assert (len(status["buckets"]), status["num_buckets"]) == (1, 4)
     assert status["generation_defaults"] == {"top_k": 20}
     assert status["rejections"] == 3 and values["admission_rejections_total", "queue_full"] == 2
     assert values["num_preemptions_total",] == 7 and values["missed_shapes_total", "prefill:256"] == 3

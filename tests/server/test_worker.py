@@ -315,3 +315,80 @@ def launch_of(engine: FakeEngine, seconds: float) -> Iterator[Callable[[], bool]
     assert has_begun.wait(60)
     yield is_complete.is_set
     thread.join()
+
+
+class FakeSwaps:
+    """Three buckets, of which each takes 0.05 s to replace. Programs are there after `polls` calls."""
+
+    def __init__(self, polls: int = 0) -> None:
+        self.polls, self.left = polls, 3
+        self.spans: list[tuple[float, float]] = []  # start and end of each call that replaced a bucket
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.left
+
+    is_warm = is_finished
+
+    def advance(self, engine: Any) -> bool:
+        if self.polls:
+            self.polls -= 1
+            return False
+        start = time.monotonic()
+        time.sleep(0.05)
+        self.spans.append((start, time.monotonic()))
+        self.left -= 1
+        return True
+
+
+class BusyEngine(FakeEngine):
+    """Always has a request, until the test ends."""
+
+    is_busy = True
+
+    @property
+    def has_work(self) -> bool:
+        return self.is_busy
+
+    def step(self) -> list[NewToken]:
+        time.sleep(0.005)
+        return []
+
+
+async def run_swaps(engine: FakeEngine, swaps: Any, finish: Callable[[], None] = lambda: None) -> list[float]:
+    """Replace all buckets, call `finish`, and return the times at which the worker reported a warm server."""
+    reports: list[float] = []
+    async with request_group(engine) as group:
+        worker = group._worker
+        worker._inbox.put(lambda _: worker.start_swaps(swaps, lambda: reports.append(time.monotonic())))
+        deadline = time.monotonic() + 10
+        while swaps.left:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        finish()
+        await asyncio.sleep(0.4)
+    return reports
+
+
+def gaps(swaps: FakeSwaps) -> list[float]:
+    return [start - end for (_, end), (start, _) in itertools.pairwise(swaps.spans)]
+
+
+def test_under_load_requests_have_at_least_half_of_the_time_between_swaps() -> None:
+    engine, swaps, ended = BusyEngine(), FakeSwaps(), []
+
+    def finish() -> None:
+        engine.is_busy = False
+        ended.append(time.monotonic())
+
+    reports = asyncio.run(run_swaps(engine, swaps, finish))
+    assert all(gap >= 0.05 for gap in gaps(swaps)), gaps(swaps)
+    assert len(reports) == 1 and reports[0] > ended[0], "the report waits until the engine is idle"
+
+
+def test_an_idle_engine_replaces_one_bucket_after_another() -> None:
+    swaps = FakeSwaps(polls=2)
+    reports = asyncio.run(run_swaps(FakeEngine(), swaps))
+    assert all(gap < 0.05 for gap in gaps(swaps)), gaps(swaps)
+    assert len(reports) == 1 and reports[0] > swaps.spans[-1][1]

@@ -1,0 +1,118 @@
+"""Starts and watches the process that compiles a plan's programs while a server answers with eager steps.
+
+The process (compile_worker.py) warms a short copy of the model (models/short_config.py) with random weights in the
+server's cache folder. It gets its recipe as JSON on stdin, and reports its plan and each finished bucket as lines of
+JSON through a pipe. Its messages are logged at debug level; the last ones explain a failure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.temporary_files import create_temporary_folder
+
+# The worker runs the package of this process, which need not be the one that is installed.
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
+COMMAND = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from tcdeploy.compile_worker import main; main()"
+MAX_FAILURE_LINES = 5
+READ_TIMEOUT_S = 1.0
+log = logging.getLogger("tcdeploy.pipeline")
+
+
+class CompileProcess:
+    """A running compile worker. `poll` and `stop` may be called from several threads.
+
+    The kernel ends the worker when the thread that created it ends (compile_worker.py), so that thread must live as
+    long as the server.
+    """
+
+    def __init__(self, recipe: Recipe, config: dict[str, Any]) -> None:
+        """`config`: the config.json of the model, which replaces the model of `recipe`. Raises OSError."""
+        folder, descriptor = create_temporary_folder("config")
+        self._folder, self._removal = folder, threading.Lock()
+        self._folder_lock: int | None = descriptor  # None: closed
+        (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        self.plan_key = ""  # of the worker's plan, once it is made
+        self.compile_seconds: dict[str, float] = {}  # of the buckets that the worker has finished, by name
+        self._last_lines: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
+        self._started_at = time.monotonic()
+        reports, reports_end = os.pipe()
+        # -P: do not search the current folder for modules. A session of its own, so that Ctrl-C ends only the server.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, pass_fds=(reports_end,),
+        )  # fmt: skip
+        os.close(reports_end)
+        fields = dataclasses.asdict(dataclasses.replace(recipe, model=str(self._folder)))
+        self._readers = [
+            threading.Thread(target=self._log_messages, name="compile-messages", daemon=True),
+            threading.Thread(target=self._read_reports, args=(reports,), name="compile-reports", daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `poll` reports that it has ended
+            stdin.write(json.dumps({"parent": os.getpid(), "reports": reports_end, "recipe": fields}))
+        log.info("programs are compiled in process %d", self._process.pid)
+
+    @property
+    def seconds(self) -> float:
+        """Since its start."""
+        return time.monotonic() - self._started_at
+
+    @property
+    def failure(self) -> str:
+        """The last messages of a worker that has ended."""
+        return "; ".join(self._last_lines) or f"exit code {self._process.returncode}"
+
+    def poll(self) -> int | None:
+        """The exit code, or None while it runs."""
+        code = self._process.poll()
+        if code is not None:
+            for reader in self._readers:  # they end with the process, unless a compiler of it still runs
+                reader.join(READ_TIMEOUT_S)
+            self._remove_folder()
+        return code
+
+    def stop(self) -> None:
+        """Kill the worker and the compilers that it has started."""
+        if self._process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        with self._removal:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            if self._folder_lock is not None:
+                os.close(self._folder_lock)
+                self._folder_lock = None
+
+    def _read_reports(self, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8") as reports:
+            for line in reports:
+                match json.loads(line):
+                    case {"plan": key}:
+                        self.plan_key = key
+                    case {"bucket": name, "compile_seconds": seconds}:
+                        self.compile_seconds[name] = seconds
+
+    def _log_messages(self) -> None:
+        for line in self._process.stderr or ():
+            self._last_lines.append(line.strip())
+            log.debug("compile worker: %s", line.rstrip())

@@ -1,0 +1,272 @@
+"""A start that answers with eager steps at once, and replaces them by compiled programs while it serves.
+
+The model is loaded and its reference computed as in every start. Then every bucket runs uncompiled, without CUDA
+graphs, and the smallest buckets are checked against the reference. A *compile worker* (compile_process.py) fills the
+cache folder meanwhile, so no request waits for a compilation. The engine thread calls `advance` between steps: each
+call loads, captures and checks the programs of one bucket that the worker has finished, and they replace its eager
+steps. When all buckets have theirs, steps are timed, the manifest is written as after any other start, and that of the
+worker is removed.
+
+The worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
+weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
+A program that the copy does not have is compiled in the engine thread, with a warning.
+
+Rejected: compiling in a thread of the server. Tracing holds the GIL, which would delay every token.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.integrity import discard_manifest, fill_from_new_plans
+from tcdeploy.cache.manifest import BucketRecord
+from tcdeploy.cache.provenance import SigningPolicy
+from tcdeploy.cache.staging import copy_finished_buckets
+from tcdeploy.compile_process import CompileProcess
+from tcdeploy.compiler.compile_stats import read_counts
+from tcdeploy.compiler.regions import find_layers, layer_kinds
+from tcdeploy.deployment import Start, Warmed, find_step_costs, publish_manifest
+from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.engine import Engine
+from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.warmup import raise_if_entries_are_missing, warm_bucket, warmup_order
+from tcdeploy.errors import TcdeployError
+from tcdeploy.models.load import config_to_dict
+from tcdeploy.models.short_config import layers_to_keep, shorten_config
+from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.stages import StageTimer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+State = Literal["eager", "warm", "failed"]
+SMALL_BATCH_BLOCKS = 2  # of make_small_batch, which has up to two sequences
+log = logging.getLogger("tcdeploy.pipeline")
+
+
+def run_all_eagerly(runner: ModelRunner, checker: ParityChecker) -> None:
+    """Run every bucket uncompiled, and check the smallest prefill and decode buckets. Raises CompileError."""
+    for bucket in runner.plan.buckets:
+        runner.run_eagerly(bucket)
+    with runner.uncounted_steps():
+        for bucket in (runner.plan.prefill_buckets[0], runner.plan.decode_buckets[0]):
+            raise_if_failed(checker.check(bucket).parity, bucket)
+    runner.row_assignment.clear()
+
+
+class WorkerFailure(NamedTuple):
+    """Why no compile worker runs."""
+
+    reason: str
+
+
+class ProgramSwaps:
+    """Replaces the eager steps of each bucket by its programs. `advance` is called by the engine thread only."""
+
+    def __init__(
+        self,
+        start: Start,
+        checker: ParityChecker,
+        prompts: CheckPrompts,
+        tracker: FileAccessTracker,
+        policy: SigningPolicy,
+        stages: StageTimer,
+        worker: CompileProcess | WorkerFailure | None,
+        write_files: Callable[[list[BucketRecord]], list[str]],
+    ) -> None:
+        """`worker`: None if the programs are in the cache. `write_files`: writes further files of the plan."""
+        self._start, self._checker, self._prompts, self._policy = start, checker, prompts, policy
+        self._stages, self._write_files = stages, write_files
+        self._worker = None if isinstance(worker, WorkerFailure) else worker
+        self._worker_failure = worker.reason if isinstance(worker, WorkerFailure) else ""
+        self._state: State = "eager"
+        self._compiled = set(start.previous.buckets)  # names of the buckets whose programs are in the cache
+        self._tracker, self._tracking = tracker, contextlib.ExitStack()
+        self._tracking.enter_context(tracker.track())  # until the end: eager steps load kernels too
+        self._left: list[Bucket] = warmup_order(start.plan)
+        self._names = frozenset(bucket.name for bucket in start.plan.buckets)
+        self._records: dict[Bucket, BucketRecord] = {}
+        self._failed: list[Bucket] = []
+        # Compilations in earlier calls of `advance`, and of the process before the present call. One tuple, because the
+        # event loop reads both.
+        self._compile_counts: tuple[int, int | None] = (0, None)
+
+    @property
+    def is_warm(self) -> bool:
+        return self._state == "warm"
+
+    @property
+    def is_finished(self) -> bool:
+        return self._state in ("warm", "failed")
+
+    @property
+    def records(self) -> tuple[BucketRecord, ...]:
+        records = dict(self._records)  # the engine thread may add a bucket meanwhile
+        return tuple(records[bucket] for bucket in self._start.plan.buckets if bucket in records)
+
+    @property
+    def failed_buckets(self) -> int:
+        return len(self._failed)
+
+    @property
+    def compiles(self) -> int:
+        earlier, before = self._compile_counts
+        return earlier if before is None else earlier + read_counts().compiles - before
+
+    def describe(self) -> str:
+        done = f"{len(self._records)} of {len(self._start.plan.buckets)} buckets run their programs"
+        if self._state == "failed":
+            reason = f"{len(self._failed)} failed" if self._failed else "the compile worker failed"
+            return f"eager: {done}; {reason}, see the log"
+        return f"eager: {done}" if self._state == "eager" else ""
+
+    def stop(self) -> None:
+        if self._worker is not None:
+            self._worker.stop()
+
+    def advance(self, engine: Engine) -> bool:
+        try:
+            self._collect_programs()
+        except (TcdeployError, OSError) as error:
+            self._worker_failure = str(error)
+        bucket = next((bucket for bucket in self._left if bucket.name in self._compiled), None)
+        if bucket is None and self._left:
+            if self._worker_failure:
+                self._fail(f"the programs could not be compiled: {self._worker_failure}")
+            return False
+        if bucket is None and self._worker is not None and self._worker.poll() is None:
+            return False  # it records its plan, which `_finish` removes
+        self._compile_counts = (self.compiles, read_counts().compiles)
+        try:
+            if bucket is not None:
+                self._swap(engine, bucket)
+            else:
+                self._finish(engine)
+        finally:
+            self._compile_counts = (self.compiles, None)
+        return True
+
+    def _collect_programs(self) -> None:
+        """Copy what the worker has compiled since the last call into the staging folder. Raises TcdeployError."""
+        if self._worker is None or self._worker_failure or self._compiled.issuperset(self._names):
+            return
+        code, staging = self._worker.poll(), self._start.staging
+        if code == 0:
+            fill_from_new_plans(staging, self._policy)
+            self._compiled.update(self._names)
+            log.info("the programs are compiled, after %.1f s", self._worker.seconds)
+        elif not self._compiled.issuperset(finished := list(self._worker.compile_seconds)):
+            copy_finished_buckets(staging)
+            self._compiled.update(finished)
+        elif code is not None:
+            self._worker_failure = self._worker.failure
+
+    def _swap(self, engine: Engine, bucket: Bucket) -> None:
+        """Warm one bucket. If that fails, it continues to run eagerly."""
+        plan, staging = self._start.plan, self._start.staging
+        self._left.remove(bucket)
+        previous = self._start.previous.with_programs(dict(self._worker.compile_seconds) if self._worker else {})
+        self._stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
+        num_blocks = max(self._prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
+        with engine.paused(min(num_blocks, engine.allocator.capacity)):
+            engine.runner.eager_buckets.discard(bucket)
+            try:
+                record = warm_bucket(engine.runner, bucket, previous, self._checker, staging.path)
+            except Exception as error:  # of torch, Triton or CUDA, which share no base class; eager steps still work
+                engine.runner.run_eagerly(bucket)
+                self._failed.append(bucket)
+                log.warning("%s continues to run eagerly: %s", bucket.name, str(error))
+                return
+        self._records[bucket] = record
+        self._stages.seconds["compile"] = self._stages.seconds.get("compile", 0.0) + record.seconds
+        self._stages.progress.bucket_finished(record)
+        if record.outcome == "miss":
+            log.warning(
+                "%s: %.1f s of compilation delayed requests, because its programs were not in the cache",
+                bucket.name, record.compile_seconds,
+            )  # fmt: skip
+
+    def _finish(self, engine: Engine) -> None:
+        """Time the steps and write the manifest, unless a bucket has failed."""
+        if self._failed:
+            names = ", ".join(bucket.name for bucket in self._failed)
+            self._fail(f"these buckets continue to run eagerly, and the plan is not recorded: {names}")
+            return
+        records = [self._records[bucket] for bucket in self._start.plan.buckets]
+        with engine.paused(engine.allocator.capacity):
+            costs = find_step_costs(self._start, engine.runner, records)
+        engine.use_costs(costs)
+        self._tracking.close()
+        try:
+            raise_if_entries_are_missing(self._start.staging.path)
+            more_paths = self._write_files(records)
+            publish_manifest(self._start, Warmed(records, costs, self._tracker.paths()), more_paths, self._stages)
+            self._discard_plan_of_worker()
+        except (TcdeployError, OSError) as error:
+            log.warning("the programs run, but a later start may compile them again: %s", error)
+        self._state = "warm"
+
+    def _discard_plan_of_worker(self) -> None:
+        """Its programs belong to the plan of this start now."""
+        staging = self._start.staging
+        if self._worker is None or staging.is_private_copy:
+            return
+        if self._worker.plan_key not in ("", self._start.plan.key):
+            discard_manifest(staging.source, self._worker.plan_key)
+
+    def _fail(self, reason: str) -> None:
+        self._state = "failed"
+        self._tracking.close()
+        log.warning("%s; the server continues with eager steps", reason)
+
+
+def start_worker(
+    start: Start, runner: ModelRunner, config: PreTrainedConfig, prompts: CheckPrompts
+) -> CompileProcess | WorkerFailure:
+    """Start compiling the plan's programs on a short copy of the model."""
+    try:
+        return CompileProcess(worker_recipe(start.recipe, start.plan, prompts), _short_config(start, runner, config))
+    except (TcdeployError, OSError) as error:
+        return WorkerFailure(str(error))
+
+
+def _short_config(start: Start, runner: ModelRunner, config: PreTrainedConfig) -> dict[str, Any]:
+    """The config.json of the copy that the worker compiles. Raises ModelError."""
+    plan, architecture = start.plan, start.architecture
+    kinds = layer_kinds(find_layers(runner.model, architecture))
+    count = len(kinds) if plan.region == "model" else layers_to_keep(kinds)
+    values = config_to_dict(shorten_config(config, len(kinds), count))
+    values.pop("quantization_config", None)  # dequantised weights run the programs of others
+    if architecture.dtype:
+        values["dtype"] = architecture.dtype
+    log.info("programs are compiled on a copy of the model with %d of its %d layers", count, len(kinds))
+    return values
+
+
+def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
+    """The recipe of the worker: the plan's choices that programs depend on, random weights, and few KV blocks."""
+    checked = max(map(prompts.blocks_needed, plan.buckets))
+    blocks = max(checked, plan.decode_buckets[-1].size, -(-plan.prefill_buckets[-1].size // plan.block_size)) + 1
+    return dataclasses.replace(
+        recipe,
+        revision=None,
+        load_format="dummy",
+        generation_config="none",
+        device=plan.device,
+        graphs=plan.graphs,
+        shapes="dynamic" if plan.prefill_buckets[0].min_size else "bucket",
+        buckets=tuple(bucket.size for bucket in plan.prefill_buckets),
+        batch_sizes=tuple(bucket.size for bucket in plan.decode_buckets),
+        context=None,  # of the config, and at most what the blocks hold
+        block_size=plan.block_size,
+        kv_blocks=min(blocks, plan.kv_blocks),
+        mixed_steps="on" if plan.mixed_steps else "off",
+        cache_dir=plan.cache_dir,
+    )
