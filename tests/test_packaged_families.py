@@ -158,4 +158,4 @@ def test_a_package_on_a_disk_without_execution_is_an_error_that_names_the_mount(
         plan: Any = SimpleNamespace(device="cpu", model="llama")
         with pytest.raises(CompileError, match="cannot load the package .* is mounted with noexec") as error:
             PackagedForward({}, True, plan, folder)._load_package(package.stem)
-    assert "another file system: TMPDIR" in error.value.hint
+    assert "TMPDIR if the cache folder is read-only" in error.value.hint

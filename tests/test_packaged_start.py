@@ -564,7 +564,6 @@ def test_text_is_generated_where_transformers_is_not_installed(
     [
         ("compile", TINY),
         ("warm", TINY, "--dry-run"),
-        ("generate", TINY, "Hi", "--cache-dir", "empty", "--programs", "aot"),
         ("serve", TINY, "--port", "0", "--cache-dir", "empty"),
         ("bench", "decode", TINY),
     ],
@@ -581,3 +580,10 @@ def test_commands_that_need_transformers_name_the_extra_that_installs_it(
     assert failed.returncode == 2 and "Traceback" not in failed.stderr
     assert "error: transformers is not installed, and it is needed to load and compile a model" in failed.stderr
     assert "hint: pip install 'tcdeploy[compile]'" in failed.stderr
+
+
+def test_without_a_start_record_an_error_names_the_extra_too(serve_only: ServeOnly) -> None:
+    failed = serve_only.run("generate", TINY, "Hi", "--cache-dir", "empty", "--programs", "aot")
+    assert failed.returncode == 2 and "Traceback" not in failed.stderr
+    assert "there is no start record of this model with these flags" in failed.stderr
+    assert "or pip install 'tcdeploy[compile]'" in failed.stderr

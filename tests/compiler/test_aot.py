@@ -21,8 +21,9 @@ from tcdeploy.errors import CompileError, RecompileError
 from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import TINY, RunCLI, prepare_tiny
 
-BUCKETS = {"buckets": (32,), "batch_sizes": (4,)}
-FLAGS = ("--buckets", "32", "--batch-sizes", "4", "--programs", "aot")
+# Not the buckets of test_packaged_start.py, whose packages may be in the same cache folder.
+BUCKETS = {"buckets": (32,), "batch_sizes": (2,)}
+FLAGS = ("--buckets", "32", "--batch-sizes", "2", "--programs", "aot")
 
 
 @pytest.fixture(scope="module")
