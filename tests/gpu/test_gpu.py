@@ -246,6 +246,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(cache_dir: 
     compiled = deploy("builtin:tiny", cache_dir, **flags)
     libraries = [library for path in Path(cache_dir, "aot").glob("*/*.pt2") for library in read_libraries(path)]
     assert any(b"cuLaunchKernelEx" in library for library in libraries) == compiled.plan.is_hopper
+    expected = compiled.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     reset_programs()
     settings = {"model": "builtin:tiny", "batch_sizes": (1, 4), "context": 512, "kv_blocks": 256, **flags}
     recipe = build_recipe({**settings, "cache_dir": cache_dir}, environ={})
@@ -255,7 +256,7 @@ def test_a_start_from_packages_gives_the_tokens_of_compiled_programs(cache_dir: 
     with measure_compiles() as serving, fail_on_recompile():
         answers = started.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
     assert serving.counts.compiles == 0
-    assert answers == compiled.engine.generate(PROMPTS, SamplingParams(max_new_tokens=30))
+    assert answers == expected
 
 
 def test_after_a_failed_capture_another_one_succeeds_in_a_new_pool() -> None:
