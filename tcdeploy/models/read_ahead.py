@@ -1,8 +1,8 @@
-"""Reads weight files into the page cache while Python imports torch, so that loading them finds them there.
+"""Reads weight files into the page cache while Python imports torch, so that the weights are loaded from memory.
 
-A chunk that is in the page cache already is skipped, which `preadv` with RWF_NOWAIT tells. Rejected: posix_fadvise. The
-kernel limits what one call reads, and threads that make a call for every 128 KiB wait for the GIL after each. Imports
-neither torch nor a model library.
+Chunks that are in the page cache already are skipped; `is_cached` finds out without reading from the disk. Rejected:
+posix_fadvise. The kernel limits how much one call reads, and a thread that makes a call for every 128 KiB waits for the
+GIL after each. Imports neither torch nor a model library.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ log = logging.getLogger("tcdeploy.pipeline")
 
 
 def start_read_ahead(paths: Iterable[Path]) -> list[threading.Thread]:
-    """Read the files in threads, in order. Returns the threads, for which nothing has to wait.
+    """Read the files in daemon threads, in order. The start need not wait for the returned threads.
 
-    Files that cannot be read are left to the start, which reports them. Files that are too large for the page cache are
-    not read: the beginning would have been evicted when it is needed.
+    Errors are only logged, because the start reads the files again and reports them. Files that are too large for the
+    page cache are not read: their beginning would be evicted before it is loaded. Nothing is read outside Linux.
     """
+    if not hasattr(os, "RWF_NOWAIT"):
+        return []
     tasks: queue.SimpleQueue[tuple[Path, int]] = queue.SimpleQueue()
     total = 0
     for path in paths:
@@ -65,7 +67,7 @@ def _read(tasks: queue.SimpleQueue[tuple[Path, int]]) -> None:
 
 
 def is_cached(descriptor: int, offset: int) -> bool:
-    """Whether the page at `offset` of a file is in the page cache. False if the file system cannot tell."""
+    """Whether the page at `offset` of a file is in the page cache. False if the file system cannot be asked."""
     try:
         os.preadv(descriptor, [bytearray(PROBE_BYTES)], offset, os.RWF_NOWAIT)
     except OSError:  # EAGAIN: it would have to be read; EOPNOTSUPP

@@ -1,9 +1,11 @@
 """Programmatic dependent launch (pdl.py) of the kernels in ahead-of-time packages.
 
-In torch 2.11 to 2.13 the C++ code of a package launches every kernel in the ordinary way, also kernels that were
-generated with `triton.enable_pdl`. A decode step of Llama 3.1 8B then takes 2% longer than with the kernels launched
-from Python. While a package is compiled, the calls of torch's `launchKernel` are replaced by a function of ours for the
-kernels that torch would launch with PDL from Python, provided that their source waits for the previous kernel.
+In torch 2.11 to 2.13 the C++ code of a package launches every kernel without PDL, also kernels that were generated with
+`triton.enable_pdl`. `dependent_launches` changes the C++ code while a package is compiled: kernels that torch would
+launch with PDL from Python are launched with PDL from C++ too, if their source waits for the previous kernel.
+
+The effect was not measured on its own. Before, a decode step of Llama 3.1 8B at batch 32 took 1.1% longer than with jit
+programs; with PDL 0.0 and 0.5%, on other machines.
 """
 
 from __future__ import annotations
@@ -65,7 +67,7 @@ INTERNAL = Internal(
     "dependent launch in packages",
     "torch",
     "torch._inductor.codegen.cpp_wrapper_gpu.DeferredTritonCallWrapper.generate_launch_kernel",
-    "decode steps of `--programs aot` are about 2% slower",
+    "decode steps of `--programs aot` may be about 1% slower",
     supported,
 )
 
