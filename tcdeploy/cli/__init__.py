@@ -1,1 +1,1 @@
-"""The command line: `app` registers one module per command, and `display` is the only module that imports rich."""
+"""The command line: `app` imports the module of the command that runs; only `display` imports rich."""

@@ -1,6 +1,7 @@
-"""The CLI entry point: registers the commands, and turns errors into two lines on stderr and an exit code.
+"""The CLI entry point: names the commands, and turns errors into two lines on stderr and an exit code.
 
-Does not import torch, so that `--help` returns at once. Each command imports what it needs when it runs.
+Does not import torch, so that `--help` returns at once. A command is imported when it is called (lazy_group.py), and
+imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -14,20 +15,28 @@ from typing import Annotated
 import typer
 
 from tcdeploy import __version__
-from tcdeploy.cli.bench import app as bench
-from tcdeploy.cli.cache import app as cache
-from tcdeploy.cli.compile import compile_model
 from tcdeploy.cli.deprecated import replace_renamed_flags
-from tcdeploy.cli.docstrings import restore_docstrings
-from tcdeploy.cli.generate import generate
+from tcdeploy.cli.docstrings import restore_docstring
+from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
-from tcdeploy.cli.recipes import recipes
-from tcdeploy.cli.serve import serve
-from tcdeploy.cli.warm import warm
 from tcdeploy.errors import BrokenPipe, TcdeployError
 from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
 
+
+class _Commands(LazyGroup):
+    sources = {
+        "compile": "tcdeploy.cli.compile:compile_model",
+        "warm": "tcdeploy.cli.warm:warm",
+        "generate": "tcdeploy.cli.generate:generate",
+        "serve": "tcdeploy.cli.serve:serve",
+        "recipes": "tcdeploy.cli.recipes:recipes",
+        "bench": "tcdeploy.cli.bench:app",
+        "cache": "tcdeploy.cli.cache:app",
+    }
+
+
 app = typer.Typer(
+    cls=_Commands,
     name="tcdeploy",
     no_args_is_help=True,
     add_completion=False,
@@ -35,13 +44,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"max_content_width": 100},  # click wraps help at 80 columns by default
 )
-app.command("compile")(compile_model)
-app.command("warm")(warm)
-app.command("generate")(generate)
-app.command("serve")(serve)
-app.add_typer(bench, name="bench")
-app.add_typer(cache, name="cache")
-app.command("recipes")(recipes)
 
 
 def _print_version(value: bool) -> None:
@@ -69,7 +71,7 @@ def main() -> None:
     """Run the CLI. typer exits the process on success, and with code 2 on a parser error."""
     configure_process()
     if sys.flags.optimize >= WITHOUT_DOCSTRINGS:
-        restore_docstrings(app)
+        restore_docstring(root)
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         try:

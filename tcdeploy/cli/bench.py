@@ -32,21 +32,33 @@ from tcdeploy.cli.bench_options import (
     parse_rate,
     publish,
 )
-from tcdeploy.cli.bench_serve import serve
 from tcdeploy.cli.budget import enforce_budget, parse_budget
+from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 
+
+class _Commands(LazyGroup):
+    sources = {
+        "decode": f"{__name__}:decode",
+        "prefill": f"{__name__}:prefill",
+        "throughput": f"{__name__}:throughput",
+        "startup": f"{__name__}:startup",
+        "serve": "tcdeploy.cli.bench_serve:serve",
+    }
+
+
 app = typer.Typer(
+    cls=_Commands,
+    name="bench",
     no_args_is_help=True,
     rich_markup_mode=None,
     help="Measure MODEL against the limits of this machine and against baselines, or any server.",
 )
 
 
-@app.command("decode")
 @recipe_command
 def decode(
     recipe: Recipe,
@@ -91,7 +103,6 @@ def decode(
     publish(report, plot, output)
 
 
-@app.command("prefill")
 @recipe_command
 def prefill(
     recipe: Recipe,
@@ -129,7 +140,6 @@ def prefill(
     publish(report, plot, output)
 
 
-@app.command("throughput")
 @recipe_command
 def throughput(
     recipe: Recipe,
@@ -167,7 +177,6 @@ def throughput(
     publish(report, plot, output)
 
 
-@app.command("startup")
 @recipe_command
 def startup(
     recipe: Recipe,
@@ -230,6 +239,3 @@ def _unpacked(bundle: Path | None, allow_unsigned: bool) -> Iterator[str | None]
         folder = Path(parent, "cache")
         unpack(bundle, folder, default_trusted_keys_folder(), allow_unsigned)
         yield str(folder)
-
-
-app.command("serve")(serve)

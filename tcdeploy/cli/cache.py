@@ -1,4 +1,4 @@
-"""`tcdeploy cache`: registers the commands on cache folders and bundles.
+"""`tcdeploy cache`: names the commands on cache folders and bundles.
 
 Only commands that start a model or plan one import torch: `pack`, `why` and `verify --run`.
 """
@@ -7,25 +7,33 @@ from __future__ import annotations
 
 import typer
 
-from tcdeploy.cli import cache_bundle, cache_inspect, remote_cache
+from tcdeploy.cli.lazy_group import LazyGroup
+
+
+class _Commands(LazyGroup):
+    sources = {
+        "pack": "tcdeploy.cli.cache_bundle:pack",
+        "unpack": "tcdeploy.cli.cache_bundle:unpack",
+        "verify": "tcdeploy.cli.cache_bundle:verify",
+        "why": "tcdeploy.cli.cache_inspect:why",
+        "ls": "tcdeploy.cli.cache_inspect:list_cache",
+        "du": "tcdeploy.cli.cache_inspect:disk_usage",
+        "gc": "tcdeploy.cli.cache_inspect:collect_garbage",
+        "diff": "tcdeploy.cli.cache_inspect:diff",
+        "push": "tcdeploy.cli.remote_cache:push",
+        "pull": "tcdeploy.cli.remote_cache:pull",
+        "find": "tcdeploy.cli.remote_cache:find",
+        "keygen": "tcdeploy.cli.cache_bundle:generate_key",
+        "sign": "tcdeploy.cli.cache_bundle:sign",
+        "trust": "tcdeploy.cli.cache_bundle:trust",
+    }
+
 
 app = typer.Typer(
+    cls=_Commands,
+    name="cache",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     help="Pack, verify, list, clean up and share compile caches, and predict their hits.",
 )
-app.command("pack")(cache_bundle.pack)
-app.command("unpack")(cache_bundle.unpack)
-app.command("verify")(cache_bundle.verify)
-app.command("why")(cache_inspect.why)
-app.command("ls")(cache_inspect.list_cache)
-app.command("du")(cache_inspect.disk_usage)
-app.command("gc")(cache_inspect.collect_garbage)
-app.command("diff")(cache_inspect.diff)
-app.command("push")(remote_cache.push)
-app.command("pull")(remote_cache.pull)
-app.command("find")(remote_cache.find)
-app.command("keygen")(cache_bundle.generate_key)
-app.command("sign")(cache_bundle.sign)
-app.command("trust")(cache_bundle.trust)

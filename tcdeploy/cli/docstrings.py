@@ -7,20 +7,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import typer
 
-
-def restore_docstrings(app: typer.Typer) -> None:
-    """Set missing docstrings of the app's commands to those in the source files."""
-    functions = [command.callback for command in app.registered_commands]
-    if app.registered_callback is not None:
-        functions.append(app.registered_callback.callback)
-    for function in functions:
-        if function is not None and function.__doc__ is None:
-            function.__doc__ = _docstring_in_source(function)
-    for group in app.registered_groups:
-        if group.typer_instance is not None:
-            restore_docstrings(group.typer_instance)
+def restore_docstring(function: Callable[..., Any]) -> None:
+    """Set a missing docstring of a command to that in the source file."""
+    if function.__doc__ is None:
+        function.__doc__ = _docstring_in_source(function)
 
 
 def _docstring_in_source(function: Callable[..., Any]) -> str | None:

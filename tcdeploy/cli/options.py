@@ -57,7 +57,7 @@ def _with_recipe_options(
     command: Callable[..., None], call: Callable[..., None], model_first: bool
 ) -> Callable[..., None]:
     command_parameters = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    recipe_options = [_recipe_option(), *(_field_option(item) for item in fields(Recipe) if item.name != "model")]
+    recipe_options = [_recipe_option(), *_field_options()]
 
     @functools.wraps(command)
     def run(**kwargs: Any) -> None:
@@ -90,9 +90,14 @@ def _recipe_option() -> inspect.Parameter:
     return inspect.Parameter("recipe", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def _field_option(item: Field[Any]) -> inspect.Parameter:
+@functools.cache
+def _field_options() -> tuple[inspect.Parameter, ...]:
+    hints = typing.get_type_hints(Recipe)
+    return tuple(_field_option(item, field_type(hints[item.name])) for item in fields(Recipe) if item.name != "model")
+
+
+def _field_option(item: Field[Any], kind: Any) -> inspect.Parameter:
     """Choices and lists are parsed by the recipe, so that their errors read the same as in a YAML file."""
-    kind = field_type(typing.get_type_hints(Recipe)[item.name])
     flag = f"--{item.name.replace('_', '-')}"
     names = f"{flag}/--no-{flag[2:]}" if kind is bool else flag
     option = typer.Option(names, help=_help(item), metavar=_metavar(kind), show_default=False)
