@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from tcdeploy.gc_policy import freeze_imported_objects
 from tcdeploy.import_times import ImportTimer
 from tcdeploy.progress import Progress
 
@@ -27,6 +28,7 @@ class ImportStage:
     def end(self) -> None:
         global _import_seconds
         import_timer.stop()
+        freeze_imported_objects()
         _import_seconds += time.perf_counter() - self._start
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
 from tcdeploy.gc_policy import STARTUP_THRESHOLD, freeze_gc_after_startup, relax_gc_for_startup
+from tcdeploy.stages import ImportStage
 
 
 @pytest.fixture(autouse=True)
@@ -33,3 +35,31 @@ def test_without_relaxing_the_thresholds_stay() -> None:
     gc.set_threshold(800, 7, 6)
     freeze_gc_after_startup()
     assert gc.get_threshold() == (800, 7, 6)
+
+
+class Cycle:
+    """Only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+def test_imported_objects_are_frozen_and_later_ones_are_collected() -> None:
+    relax_gc_for_startup()
+    gc.unfreeze()
+    imports, imported = ImportStage(), Cycle()
+    imports.end()
+    later = Cycle()
+    references = weakref.ref(imported), weakref.ref(later)
+    del imported, later
+    freeze_gc_after_startup()
+    assert references[0]() is not None and references[1]() is None
+    gc.unfreeze()  # as `release_memory` does
+    gc.collect()
+    assert references[0]() is None
+
+
+def test_imports_of_a_library_are_not_frozen() -> None:
+    gc.unfreeze()
+    ImportStage().end()
+    assert gc.get_freeze_count() == 0
