@@ -2,7 +2,8 @@
 
 With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
 the model's code and torch's compiler (packaged_start.py). Every other start goes through pipeline.py. Both import torch
-first, and meanwhile the weights are read into the page cache (models/read_ahead.py). Does not import torch.
+first. Meanwhile threads create the CUDA context (cuda_context.py) and read the weights into the page cache
+(models/read_ahead.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tcdeploy.cuda_context import start_context
 from tcdeploy.errors import UsageError
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.read_ahead import start_read_ahead
@@ -36,6 +38,8 @@ def prepare(
     progress = progress or NullProgress()
     if eager:
         check_eager_start(recipe)
+    if recipe.device != "cpu":
+        start_context()
     if recipe.load_format == "auto" and (folder := local_folder(recipe.model, recipe.revision)):
         start_read_ahead(weight_files(folder))
     if recipe.programs == "aot" and not measure:

@@ -23,7 +23,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "tcdeploy"
 LAYERS = (  # from the bottom up; packages of one layer do not import each other
-    {"custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files"},
+    {"cuda_context", "custom_op", "durable", "errors", "gc_policy", "import_times", "temporary_files"},
     {"planning"},
     {"progress", "torch_compat"},
     {"stages"},
@@ -42,7 +42,8 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 TORCH_FREE = (
-    "errors", "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
+    "cuda_context", "errors",
+    "gc_policy", "import_times", "planning.recipe", "planning.environment", "planning.architecture",
     "planning.variants", "planning.capability", "planning.memory", "planning.keys", "planning.plan",
     "planning.tested_versions",
     "planning.attention", "planning.backends", "planning.decision", "planning.sizes", "progress", "stages", "start",

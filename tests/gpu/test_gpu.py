@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from tcdeploy.planning.variants import (
     attention_variant,
 )
 from tcdeploy.progress import NullProgress
-from tests.conftest import reset_programs
+from tests.conftest import ROOT, reset_programs
 from tests.engine.constraints import SumConstraint
 from tests.engine.test_continuous_batching import check_random_traffic
 from tests.model_families import LAYER_KINDS, SUPPORTED, save_config
@@ -380,3 +382,19 @@ def test_a_model_too_large_for_the_gpu_is_refused_before_loading(run_cli: Any, t
     result = run_cli("warm", folder, "--load-format", "dummy")
     assert result.returncode == 7
     assert "weights leave no memory for KV" in result.stderr
+
+
+CONTEXT_BEFORE_TORCH = """
+import ctypes
+from tcdeploy.cuda_context import DRIVER, start_context
+start_context().join()
+flags, active = ctypes.c_uint(), ctypes.c_int()
+assert ctypes.CDLL(DRIVER).cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(active)) == 0
+import torch
+print(active.value, int(torch.ones(3, device="cuda").sum()))
+"""
+
+
+def test_torch_uses_the_context_that_was_created_before_its_import() -> None:
+    done = subprocess.run([sys.executable, "-c", CONTEXT_BEFORE_TORCH], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "1 3\n"), done.stderr
