@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -15,9 +16,17 @@ import jsonschema
 import numpy
 import openai
 import pytest
+from tokenizers import Tokenizer
 
+from tcdeploy.server import structured_output as structured_output_module
 from tcdeploy.server.protocol import ApiError
-from tcdeploy.server.structured_output import MAX_PROPERTIES, MAX_SCHEMA_CHARS, GrammarMatcher, StructuredOutputBackend
+from tcdeploy.server.structured_output import (
+    MAX_PROPERTIES,
+    MAX_SCHEMA_CHARS,
+    GrammarMatcher,
+    StructuredOutputBackend,
+    make_ll_tokenizer,
+)
 from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
@@ -284,6 +293,20 @@ def test_eos_is_allowed_only_where_the_json_is_complete(tokenizer: Any) -> None:
     assert tokenizer.eos_token_id not in allowed_tokens(second), "matchers share state"
     assert first.accept(tokenizer.eos_token_id) == "stop"
     assert second.accept(tokenizer.eos_token_id) == "error" == second.accept(digit), "errors are permanent"
+
+
+def test_a_tokenizer_is_copied_only_to_drop_its_truncation(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    copies: list[Any] = []
+    copy_object = structured_output_module.copy.copy
+    monkeypatch.setattr(structured_output_module.copy, "copy", lambda item: copies.append(item) or copy_object(item))
+    owner = SimpleNamespace(backend_tokenizer=backend)
+    text = "a b c d e f"
+    whole = make_ll_tokenizer(owner, (2,)).tokenize_str(text)
+    assert copies == [] and len(whole) > 3
+    backend.enable_truncation(3)
+    assert make_ll_tokenizer(owner, (2,)).tokenize_str(text) == whole
+    assert copies == [backend] and backend.truncation["max_length"] == 3
 
 
 def test_white_space_is_limited(tokenizer: Any) -> None:
