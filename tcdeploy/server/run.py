@@ -36,7 +36,7 @@ from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
-from tcdeploy.server.warmup_requests import send_warmup_requests
+from tcdeploy.server.warmup_requests import build_grammar_tables_when_idle, send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
 if TYPE_CHECKING:  # importing torch takes seconds; the socket answers before
@@ -134,6 +134,7 @@ class _Server:
         freeze_gc_after_startup()
         self.admission.open(deployment.plan.decode_buckets[-1].size)
         self._on_ready(deployment, self.address)
+        await build_grammar_tables_when_idle(service)
 
     @property
     def address(self) -> str:

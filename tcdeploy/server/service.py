@@ -99,7 +99,7 @@ class Service:
         if request.output_schema is not None:
             return await self.structured_output.compile_json_schema(request.output_schema, "response_format")
         if isinstance(request, ChatRequest) and request.forced_tools:
-            self.structured_output.check_available("tool_choice")
+            await self.structured_output.check_available("tool_choice")
             schemas = [tool["function"].get("parameters") for tool in request.forced_tools]
             self.structured_output.check_size(schemas, "tools")
             lark = self.tools.grammar(request, prompts[0].text or "")
@@ -112,7 +112,7 @@ def build_service(
 ) -> Service:
     """Build the service of a loaded deployment.
 
-    Runs in the engine thread, because the grammar tables of a large vocabulary take about a second.
+    Runs in the engine thread: the event loop would not answer for the 0.1 s that reading a large vocabulary takes.
     """
     from tcdeploy.compiler.compile_stats import read_counts  # imports torch, which is loaded by now
 

@@ -17,10 +17,11 @@ import copy
 import json
 import logging
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.constraint import MatchStatus
+from tcdeploy.planning.extras import is_installed
 from tcdeploy.server.protocol import ApiError, bad_request
 
 if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
@@ -39,30 +40,49 @@ PARSER_LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
 log = logging.getLogger("tcdeploy.server")
 
 
 class StructuredOutputBackend:
-    """Compiles grammars for one model. Constructed before /ready, because a large tokenizer holds the GIL for 0.6 s."""
+    """Compiles grammars for one model. All methods but `__init__` are called from the event loop.
+
+    The tables for the tokenizer are built by `build_tables`, or by the first call that needs them, in a thread. For
+    128,256 tokens that takes 0.9 s, and llguidance holds the GIL meanwhile. They are not built before /ready, because
+    most requests need none.
+    """
 
     def __init__(self, tokenizer: Any, stop_token_ids: tuple[int, ...]) -> None:
         self._compilers = ThreadPoolExecutor(COMPILE_THREADS, thread_name_prefix="grammar")
+        self._source, self._stop_token_ids = tokenizer, stop_token_ids
         self._tokenizer: LLTokenizer | None = None
-        self._unavailable_reason = ""  # "" if grammars are available
+        self._building: Future[None] | None = None
+        self._unavailable_reason = "" if is_installed("llguidance") else NOT_INSTALLED  # "" if available, or not known
+
+    @property
+    def needs_tables(self) -> bool:
+        """Whether `build_tables` has something to do."""
+        return self._building is None and not self._unavailable_reason
+
+    async def build_tables(self) -> None:
+        """Build the tables, unless that has been done. Returns when they are built, or grammars are not available."""
+        if self.needs_tables:
+            self._building = self._compilers.submit(self._build)
+        if self._building is not None:
+            await asyncio.shield(asyncio.wrap_future(self._building))  # for other requests, if this one is cancelled
+
+    def _build(self) -> None:
         try:
-            self._tokenizer = make_ll_tokenizer(tokenizer, stop_token_ids)
+            self._tokenizer = make_ll_tokenizer(self._source, self._stop_token_ids)
             self._masker = GrammarMasker(self._tokenizer)
         except ImportError:
-            self._unavailable_reason = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
+            self._unavailable_reason = NOT_INSTALLED
         except Exception as error:  # llguidance does not document which exceptions a tokenizer may cause
             self._unavailable_reason = f"is not supported for this model's tokenizer: {error}"
 
-    @property
-    def is_available(self) -> bool:
-        return not self._unavailable_reason
-
-    def check_available(self, field: str) -> None:
-        """Raises ApiError 400 that names `field` if grammars are not available."""
+    async def check_available(self, field: str) -> None:
+        """Build the tables. Raises ApiError 400 that names `field` if grammars are not available."""
+        await self.build_tables()
         if self._unavailable_reason:
             raise bad_request(f"{field} {self._unavailable_reason}", field, "unsupported_parameter")
 
@@ -74,14 +94,14 @@ class StructuredOutputBackend:
 
     async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
         """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
-        self.check_available(field)
+        await self.check_available(field)
         self.check_size([schema], field)
         text = json.dumps(with_bounded_whitespace(schema), ensure_ascii=False)
         return await self._compile_in_thread("json_schema", text, field)
 
     async def compile_lark(self, lark: str, field: str) -> CompiledGrammar:
         """The same for a grammar in llguidance's Lark syntax, built from schemas in `field`."""
-        self.check_available(field)
+        await self.check_available(field)
         return await self._compile_in_thread("lark", lark, field)
 
     async def _compile_in_thread(self, syntax: str, text: str, field: str) -> CompiledGrammar:

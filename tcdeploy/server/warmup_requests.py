@@ -4,6 +4,9 @@ They pass through the routes and the engine like any request, with separate metr
 and generated tokens start at zero. The counters of engine steps (`bucket_hits`) include their steps. Without these
 requests, the slowest of the first ten requests had its first token after 28 ms instead of 17 (H100,
 docs/performance.md). Their seed is fixed: sampled tokens, and so the number of steps, are the same in every start.
+
+Grammars have none: their tables take 0.9 s for a large vocabulary, in which llguidance holds the GIL. They are built
+when the server has been idle for GRAMMAR_IDLE_S, or by the first request that needs them.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ from tcdeploy.server.api import make_app
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
 
+GRAMMAR_IDLE_S = 1.0
+IDLE_POLL_S = 0.1
 log = logging.getLogger("tcdeploy.server")
 SHORT_AND_SEEDED = {"max_tokens": 4, "seed": 0}
 COMPLETION = {"prompt": [0], "ignore_eos": True, **SHORT_AND_SEEDED}
@@ -28,7 +33,6 @@ CHAT = {"messages": [{"role": "user", "content": "Hello"}], **SHORT_AND_SEEDED}
 SAMPLED = {  # everything that a step may compute outside its compiled program
     **COMPLETION, "temperature": 0.8, "top_p": 0.9, "frequency_penalty": 0.1, "logit_bias": {"0": 1}, "logprobs": 1
 }  # fmt: skip
-JSON_OBJECT = {"prompt": [0], "response_format": {"type": "json_object"}, **SHORT_AND_SEEDED}
 ASGI_SCOPE = {
     "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "method": "POST",
     "scheme": "http", "root_path": "", "query_string": b"", "client": None, "server": None,
@@ -43,8 +47,6 @@ async def send_warmup_requests(service: Service) -> None:
     if service.tokenizer.tokenizer.chat_template:
         requests += [("/v1/chat/completions", CHAT, stream) for stream in (True, False)]
     requests.append(("/v1/completions", SAMPLED, False))
-    if service.structured_output.is_available:
-        requests.append(("/v1/completions", JSON_OBJECT, False))
     for path, body, stream in requests:
         try:
             status = await _post(app, path, {**body, "stream": stream})
@@ -52,6 +54,20 @@ async def send_warmup_requests(service: Service) -> None:
             log.warning("the warm-up request to %s failed: %s: %s", path, type(error).__name__, error)
         else:
             log.log(logging.DEBUG if status == 200 else logging.WARNING, "warm-up request to %s: %d", path, status)
+
+
+async def build_grammar_tables_when_idle(service: Service) -> None:
+    """Build the grammar tables once no request has been open for GRAMMAR_IDLE_S, unless a request has built them.
+
+    Returns without building them if the server drains or fails, or if grammars are not available.
+    """
+    admission, idle_s = service.admission, 0.0
+    while service.structured_output.needs_tables and not admission.closed_reason:
+        if idle_s >= GRAMMAR_IDLE_S:
+            await service.structured_output.build_tables()
+            return
+        await asyncio.sleep(IDLE_POLL_S)
+        idle_s = 0.0 if admission.num_admitted else idle_s + IDLE_POLL_S
 
 
 def _separate_state(service: Service) -> ServerState:

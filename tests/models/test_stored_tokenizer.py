@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import random
@@ -203,7 +204,7 @@ def test_masks_of_grammars_are_those_of_llguidance(
         if matchers[0].is_stopped():
             assert matchers[1].is_stopped()
             break
-    assert StructuredOutputBackend(stored, stop_ids).is_available
+    asyncio.run(StructuredOutputBackend(stored, stop_ids).check_available("response_format"))
 
 
 def test_a_backend_that_equals_the_models_file_is_not_stored_again(tmp_path: Path) -> None:

@@ -333,6 +333,33 @@ def test_a_schema_is_compiled_in_a_thread(tokenizer: Any, monkeypatch: pytest.Mo
     assert len(threads) == 1 and threads[0].startswith("grammar")
 
 
+def test_tables_are_built_once_also_if_a_request_that_waits_for_them_is_cancelled(
+    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    structured_output = StructuredOutputBackend(tokenizer, (tokenizer.eos_token_id,))
+    may_build, builds = threading.Event(), []
+
+    def build(*arguments: Any) -> Any:
+        may_build.wait()
+        builds.append(threading.current_thread().name)
+        return make_ll_tokenizer(*arguments)
+
+    monkeypatch.setattr(structured_output_module, "make_ll_tokenizer", build)
+
+    async def request_twice() -> GrammarMatcher:
+        cancelled = asyncio.create_task(structured_output.compile_json_schema(FLAGS, "response_format"))
+        waiting = asyncio.create_task(structured_output.compile_json_schema(FLAGS, "response_format"))
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        may_build.set()
+        return (await waiting).start()
+
+    assert structured_output.needs_tables
+    assert allowed_tokens(asyncio.run(request_twice()))
+    assert len(builds) == 1 and builds[0].startswith("grammar") and not structured_output.needs_tables
+
+
 def test_an_unsupported_tokenizer_rejects_schemas_and_does_not_stop_the_server() -> None:
     structured_output = StructuredOutputBackend(object(), (2,))
     with pytest.raises(ApiError, match="tokenizer") as rejection:

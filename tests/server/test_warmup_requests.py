@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -17,6 +18,19 @@ from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
 
+REPORT_IMPORT = """
+import sys
+from tcdeploy.server import warmup_requests
+warmup_requests.GRAMMAR_IDLE_S = float("inf")
+
+class Finder:
+    def find_spec(self, name, path, target=None):
+        if name == "llguidance._lib":
+            print("llguidance is imported", file=sys.stderr, flush=True)
+
+sys.meta_path.insert(0, Finder())
+"""
+
 
 def test_a_ready_server_has_sent_them_and_its_counters_are_zero(serve: Callable[..., Any]) -> None:
     with serve() as fresh:
@@ -30,11 +44,8 @@ def test_a_ready_server_has_sent_them_and_its_counters_are_zero(serve: Callable[
             assert status[name] == 0, name
 
 
-@pytest.mark.parametrize("has_grammars", [False, True])
 @pytest.mark.parametrize("template", [None, "a template"])
-def test_one_request_of_each_kind_is_sent(
-    template: str | None, has_grammars: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_request_of_each_kind_is_sent(template: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     sent, seeds = [], []
 
     async def post(app: object, path: str, body: dict[str, object]) -> int:
@@ -43,14 +54,62 @@ def test_one_request_of_each_kind_is_sent(
         return 200
 
     monkeypatch.setattr(warmup_requests, "_post", post)
-    asyncio.run(warmup_requests.send_warmup_requests(service_with(template, has_grammars)))
+    asyncio.run(warmup_requests.send_warmup_requests(service_with(template, needs_tables=True)))
     paths = ["/v1/completions", *(["/v1/chat/completions"] if template else [])]
     assert sent == [
         *[(path, stream, False, False) for path in paths for stream in (True, False)],
         ("/v1/completions", False, True, False),
-        *([("/v1/completions", False, False, True)] if has_grammars else []),
     ]
-    assert seeds == [0] * len(sent), "an unseeded JSON object ends one step early in 3% of the starts"
+    assert seeds == [0] * len(sent)
+
+
+async def build_tables(service: Service, events: dict[int, Callable[[], None]]) -> tuple[int, int]:
+    """(polls, number of times that the tables were built). `events`: what happens during which poll."""
+    polls, builds = 0, []
+
+    async def sleep(seconds: float) -> None:
+        nonlocal polls
+        polls += 1
+        events.get(polls, lambda: None)()
+        assert polls < 30
+
+    async def build() -> None:
+        assert not service.admission.num_admitted
+        builds.append(polls)
+
+    service.structured_output.build_tables = build  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(warmup_requests.asyncio, "sleep", sleep)
+        await warmup_requests.build_grammar_tables_when_idle(service)
+    return polls, len(builds)
+
+
+def test_grammar_tables_are_built_when_the_server_has_been_idle() -> None:
+    service = service_with(None, needs_tables=True)
+    service.admission.open(1)
+    admission = service.admission
+    events = {2: lambda: admission.acquire(1), 5: lambda: admission.release(1)}
+    polls, builds = asyncio.run(build_tables(service, events))
+    assert builds == 1 and polls in (14, 15), "ten polls without a request, from the fifth on"
+
+
+def test_grammar_tables_are_not_built_if_the_server_drains_or_a_request_has_built_them() -> None:
+    for change in (
+        lambda service: service.admission.close("draining"),
+        lambda service: setattr(service.structured_output, "needs_tables", False),
+    ):
+        service = service_with(None, needs_tables=True)
+        service.admission.open(1)
+        assert asyncio.run(build_tables(service, {3: functools.partial(change, service)})) == (3, 0)
+
+
+def test_grammar_tables_are_built_after_ready(serve: Callable[..., Any]) -> None:
+    """The module of the tables is imported when they are built, and a request that needs them waits for that."""
+    with serve(script=REPORT_IMPORT) as server:
+        assert not any("llguidance is imported" in line for line in server.stderr)
+        body = {"prompt": [0], "max_tokens": 2, "response_format": {"type": "json_object"}}
+        assert httpx.post(f"{server.address}/v1/completions", json=body, timeout=60).status_code == 200
+        assert any("llguidance is imported" in line for line in server.stderr)
 
 
 def test_failures_are_logged_and_do_not_stop_the_start(
@@ -73,11 +132,11 @@ def test_failures_are_logged_and_do_not_stop_the_start(
     ]
 
 
-def service_with(template: str | None, has_grammars: bool = False) -> Service:
+def service_with(template: str | None, needs_tables: bool = False) -> Service:
     return Service(
         settings=ServerSettings(model="model"), deployment=None, worker=SimpleNamespace(failure=None),
         admission=Admission(1), metrics=Metrics(),
         tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)), vocabulary=None, limits=None,
-        structured_output=SimpleNamespace(is_available=has_grammars), tools=None, missed_shapes=None,
+        structured_output=SimpleNamespace(needs_tables=needs_tables), tools=None, missed_shapes=None,
         compiles_at_load=0,
     )  # type: ignore[arg-type]  # fmt: skip
