@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tcdeploy.attention import reference
+from tcdeploy.attention import decode, kv_write, mixed, prefill, reference
 from tcdeploy.torch_compat.torch_flash import flash_attention_forward
 
 # FlashAttention-2 reads out of bounds for a padding sequence if max_seqlen_q is 1: it then packs the heads of a group
@@ -173,8 +173,6 @@ def _flash_prefill(
 
 
 def _triton_prefill(q: Tensor, k: Tensor, v: Tensor, batch: PagedBatch, params: AttentionParams) -> Tensor:
-    from tcdeploy.attention import prefill
-
     return prefill.paged_prefill(q, *batch[:5], *params)
 
 
@@ -192,8 +190,6 @@ def _triton_decode(
     rotary: RotaryCosSin | None,
     out: Tensor | None = None,
 ) -> Tensor:
-    from tcdeploy.attention import decode
-
     cos, sin = rotary or (None, None)
     return decode.paged_decode(q, k, v, *batch, *params, splits, cos, sin, out)
 
@@ -208,8 +204,6 @@ def _triton_mixed(
     params: AttentionParams,
     splits: int,
 ) -> Tensor:
-    from tcdeploy.attention import mixed
-
     return mixed.paged_mixed(
         q, k, v, *prompts[:5], rows.block_table, rows.seq_lens, rows.split_counters, prefill_counters,
         params.scale, params.window, params.softcap, params.sinks, splits,
@@ -232,8 +226,6 @@ def _reference_decode(
 
 
 def _triton_write(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    from tcdeploy.attention import kv_write
-
     kv_write.write_kv(k, v, k_cache, v_cache, slot_mapping)
 
 

@@ -16,28 +16,11 @@ import triton.language as tl
 
 from tcdeploy.torch_compat.triton_source import ignore_comments
 
-# Larger than any sequence, so the kernels need no case for "no window". Positions minus NO_WINDOW still fit int32.
-NO_WINDOW = 2**30
-LOG2_E = 1.4426950408889634
-
 # Arguments that vary between calls. Specialising on them would recompile a kernel for a batch of one, or for a view
 # that starts at an unaligned address.
 DO_NOT_SPECIALIZE = ["slot_mapping", "block_table", "cu_seqlens_q", "seq_lens", "row_seq_lens", "sinks"]
 DO_NOT_SPECIALIZE += ["split_counters", "table_stride", "table_width", "splits", "tokens", "sequences", "window"]
 DO_NOT_SPECIALIZE += ["concurrent_programs"]
-
-
-def padded_head_dim(dim: int) -> int:
-    """The head size rounded up to what `tl.dot` accepts: a power of two, at least 16."""
-    return max(16, triton.next_power_of_2(dim))
-
-
-def log2_score_scales(scale: float, softcap: float) -> tuple[float, float]:
-    """(scale_log2, tanh_scale) of base-2 scores.
-
-    A score is `scale_log2 * (q @ k)`, or `scale_log2 * tanh(tanh_scale * (q @ k))` with a softcap.
-    """
-    return (softcap * LOG2_E, scale / softcap) if softcap else (scale * LOG2_E, 0.0)
 
 
 @ignore_comments

@@ -14,6 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tcdeploy.engine import advance_triton
+
 
 def advance(
     logits: Tensor, rows: Tensor, lengths: Tensor, token_ids: Tensor, positions: Tensor, seq_lens: Tensor,
@@ -27,8 +29,6 @@ def advance(
     view of `seq_lens` if rows[i] is i. No host synchronisation; can be captured once it has run.
     """
     if backend == "triton":
-        from tcdeploy.engine import advance_triton  # imports Triton, which CPU-only machines may lack
-
         return advance_triton.advance(logits, rows, lengths, token_ids, positions, seq_lens)
     tokens = logits.argmax(dim=-1)
     is_live = lengths > 0

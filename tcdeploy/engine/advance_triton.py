@@ -14,12 +14,12 @@ that every program must leave at zero. Timings: docs/performance.md.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
-from tcdeploy.torch_compat.triton_source import ignore_comments
+from tcdeploy.torch_compat.triton_kernel import Kernel, next_power_of_2
 
+ARGMAX = Kernel("tcdeploy.engine.advance_kernels", "_argmax_kernel")
+ADVANCE = Kernel("tcdeploy.engine.advance_kernels", "_advance_kernel")
 TILE = 2048  # logits per load of a program
 WARPS = 4
 TARGET_PROGRAMS = 1024  # per launch: in a large batch each program reads several tiles
@@ -34,13 +34,14 @@ def advance(
     size, vocab_size = logits.shape
     assert logits.is_contiguous() and vocab_size <= MAX_TOKEN_ID
     tiles = tiles_per_program(size, vocab_size)
-    parts = triton.cdiv(vocab_size, tiles * TILE)
+    parts = -(-vocab_size // (tiles * TILE))
     bests = torch.empty(size, parts, dtype=torch.int64, device=logits.device)
     tokens = torch.empty(size, dtype=torch.int64, device=logits.device)
-    _argmax_kernel[(parts, size)](bests, logits, vocab_size, tiles, parts, TILE, MAX_TOKEN_ID, num_warps=WARPS)
-    _advance_kernel[(size,)](
+    ARGMAX.launch((parts, size), bests, logits, vocab_size, tiles, parts, TILE, MAX_TOKEN_ID, num_warps=WARPS)
+    ADVANCE.launch(
+        (size,),
         tokens, token_ids, positions, seq_lens, bests, rows, lengths,
-        parts, triton.next_power_of_2(parts), MAX_TOKEN_ID, num_warps=1,
+        parts, next_power_of_2(parts), MAX_TOKEN_ID, num_warps=1,
     )  # fmt: skip
     return tokens
 
@@ -49,49 +50,3 @@ def tiles_per_program(size: int, vocab_size: int) -> int:
     """Tiles that one program reads, a power of two. One in a small batch, to use all multiprocessors."""
     tiles = size * -(-vocab_size // TILE) / TARGET_PROGRAMS
     return min(1 << max(0, round(tiles) - 1).bit_length(), MAX_TILES)
-
-
-# Arguments that vary are not specialised: a batch of one or an unaligned view would compile again.
-DO_NOT_SPECIALIZE = ["tokens", "token_ids", "positions", "seq_lens", "bests", "rows", "lengths"]
-
-
-@ignore_comments
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def _argmax_kernel(  # type: ignore[no-untyped-def]
-    bests, logits,
-    VOCAB: tl.constexpr, TILES: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, MAX_TOKEN_ID: tl.constexpr,
-):  # fmt: skip
-    """One part of one row: TILES tiles of TILE logits. Each lane keeps its first maximum."""
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    logits += row * VOCAB
-    ids = part * (TILES * TILE) + tl.arange(0, TILE)
-    best = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-    best_ids = ids  # beyond the vocabulary: -inf, and an id higher than any token
-    for _ in range(1, TILES):
-        ids += TILE
-        logit = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
-        is_better = ~(logit <= best) & (best == best)  # larger, or the first NaN
-        best = tl.where(is_better, logit, best)
-        best_ids = tl.where(is_better, ids, best_ids)
-    bits = (best + 0.0).to(tl.int32, bitcast=True)  # -0.0 becomes 0.0: equal values need the same bits
-    order = tl.where(best != best, 0x7FFFFFFF, bits ^ ((bits >> 31) & 0x7FFFFFFF))
-    winner = tl.max((order.to(tl.int64) << 32) | (MAX_TOKEN_ID - best_ids).to(tl.int64), 0)
-    tl.store(bests + row * PARTS + part, winner)
-
-
-@ignore_comments
-@triton.jit(do_not_specialize=DO_NOT_SPECIALIZE)
-def _advance_kernel(  # type: ignore[no-untyped-def]
-    tokens, token_ids, positions, seq_lens, bests, rows, lengths,
-    PARTS: tl.constexpr, PARTS_PADDED: tl.constexpr, MAX_TOKEN_ID: tl.constexpr,
-):  # fmt: skip
-    """One row: the maximum over its parts, then the decode row. Reads lengths before it writes seq_lens."""
-    row, parts = tl.program_id(0).to(tl.int64), tl.arange(0, PARTS_PADDED)
-    bests = tl.load(bests + row * PARTS + parts, mask=parts < PARTS, other=-0x8000000000000000)
-    length, target = tl.load(lengths + row), tl.load(rows + row)
-    token = MAX_TOKEN_ID - (tl.max(bests, 0) & MAX_TOKEN_ID)
-    tl.store(tokens + row, token)
-    if length > 0:
-        tl.store(token_ids + target, token)
-        tl.store(positions + target, length)
-        tl.store(seq_lens + target, length + 1)

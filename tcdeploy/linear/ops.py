@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tcdeploy.custom_op import custom_op
+from tcdeploy.linear import gemv, skinny_gemm
 from tcdeploy.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
 
 
@@ -72,8 +73,6 @@ def rms_norm_linear(
     The normalised row is not rounded. `norm` is contiguous and, like w, may be read before the previous kernel has
     ended. A gated product takes no addend.
     """
-    from tcdeploy.linear import gemv  # imports Triton, which CPU-only machines may lack
-
     return gemv.matmul(x, w, GEMV_TILES[config], addend, gated, norm, eps)
 
 
@@ -90,8 +89,6 @@ def _(x: Tensor, norm: Tensor, eps: float, w: Tensor, addend: Tensor | None, gat
 
 
 def _dispatch(x: Tensor, w: Tensor, config: int, addend: Tensor | None, gated: bool) -> Tensor:
-    from tcdeploy.linear import gemv, skinny_gemm  # import Triton, which CPU-only machines may lack
-
     if x.shape[0] == 1:
         return gemv.matmul(x, w, GEMV_TILES[config], addend, gated)
     return skinny_gemm.matmul(x, w, SKINNY_GEMM_TILES[config], addend, gated)

@@ -22,13 +22,13 @@ descriptors, and loading w before the wait.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from tcdeploy.linear.tile_configs import K_MULTIPLE, MAX_ROWS, MIN_ROWS, N_MULTIPLE, SkinnyGemmTile, fit_block_k
 from tcdeploy.torch_compat.pdl import supports_pdl
-from tcdeploy.torch_compat.triton_source import ignore_comments
+from tcdeploy.torch_compat.triton_kernel import Kernel, next_power_of_2
+
+KERNEL = Kernel("tcdeploy.linear.skinny_gemm_kernel", "_skinny_gemm_kernel")
 
 
 def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = None, gated: bool = False) -> Tensor:
@@ -45,7 +45,8 @@ def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = N
     assert not gated or (addend is None and n % (2 * N_MULTIPLE) == 0)
     out = x.new_empty(rows, n // 2 if gated else n)
     use_pdl = supports_pdl(x.device)
-    _skinny_gemm_kernel[(triton.cdiv(n, tile.block_n),)](
+    KERNEL.launch(
+        (-(-n // tile.block_n),),
         out, x, w, addend, rows, n, k, x.stride(0), addend.stride(0) if addend is not None and addend.ndim == 2 else 0,
         _padded_rows(rows), tile.block_n, fit_block_k(tile.block_k, k), tile.k_slices, gated, use_pdl,
         num_warps=tile.num_warps, num_stages=tile.num_stages, **({"launch_pdl": True} if use_pdl else {}),
@@ -55,60 +56,4 @@ def matmul(x: Tensor, w: Tensor, tile: SkinnyGemmTile, addend: Tensor | None = N
 
 def _padded_rows(rows: int) -> int:
     """Rows padded for the tensor cores: a power of two, at least 8. Batches with equal padding share a kernel."""
-    return max(8, triton.next_power_of_2(rows))
-
-
-# `rows` is not specialised; otherwise a batch of 16 would recompile the kernel.
-@ignore_comments
-@triton.jit(do_not_specialize=["rows"])
-def _skinny_gemm_kernel(
-    out, x, w, addend, rows, n, k, x_stride, addend_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, K_SLICES: tl.constexpr, GATED: tl.constexpr,
-    USE_PDL: tl.constexpr,
-):  # fmt: skip
-    row = tl.arange(0, BLOCK_M)
-    if GATED:  # the first half of the tile's rows of w are gate rows, the second half their up rows
-        HALF: tl.constexpr = BLOCK_N // 2
-        n //= 2
-        column = tl.program_id(0) * HALF + tl.arange(0, HALF)
-        tile_row = tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(tl.program_id(0) * HALF + tile_row % HALF, n - 1) + tile_row // HALF * n
-    else:
-        column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-        w_row = tl.minimum(column, n - 1)  # past the end: reads the last row again, never stored
-    w_rows = w + w_row.to(tl.int64) * k
-    x_rows = x + row.to(tl.int64) * x_stride
-    if K_SLICES == 1:
-        k_offsets = tl.arange(0, BLOCK_K)[None, :]
-        w_ptrs, x_ptrs = w_rows[:, None] + k_offsets, x_rows[:, None] + k_offsets
-        x_mask = (row < rows)[:, None]
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    else:
-        WIDTH: tl.constexpr = BLOCK_K // K_SLICES
-        k_offsets = tl.arange(0, K_SLICES)[:, None, None] * WIDTH + tl.arange(0, WIDTH)[None, None, :]
-        w_ptrs, x_ptrs = w_rows[None, :, None] + k_offsets, x_rows[None, :, None] + k_offsets
-        x_mask = (row < rows)[None, :, None]
-        acc = tl.zeros([K_SLICES, BLOCK_N, BLOCK_M], tl.float32)
-    if USE_PDL:  # no memory access before the wait
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
-    out_mask = (row < rows)[:, None] & (column < n)[None, :]
-    if addend is not None:  # a bias (row stride 0) or a residual; loaded before the loop, which hides its latency
-        addend_tile = tl.load(
-            addend + row.to(tl.int64)[:, None] * addend_stride + column[None, :], mask=out_mask, other=0.0
-        )
-
-    for start in range(0, k, BLOCK_K):
-        weights = tl.load(w_ptrs + start)
-        inputs = tl.load(x_ptrs + start, mask=x_mask, other=0.0)
-        acc = tl.dot(weights, tl.trans(inputs) if K_SLICES == 1 else tl.trans(inputs, 0, 2, 1), acc)
-
-    if K_SLICES > 1:
-        acc = tl.sum(acc, 0)
-    if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, HALF, BLOCK_M)), (1, 2, 0)))
-        acc = gate * tl.sigmoid(gate) * up
-    y = tl.trans(acc)
-    if addend is not None:
-        y += addend_tile.to(tl.float32)
-    tl.store(out + row[:, None] * n + column[None, :], y.to(out.dtype.element_ty), mask=out_mask)
+    return max(8, next_power_of_2(rows))

@@ -34,7 +34,7 @@ from tcdeploy.planning.keys import combined_digest, source_digests
 from tcdeploy.torch_compat.custom_graph_pass import CustomGraphPass
 
 HASHED_FOLDERS = ("attention", "linear", "passes")
-HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "pdl")
+HASHED_COMPAT_FILES = ("graph_cache_keys", "eager_input_vals", "torch_flash", "pdl", "triton_kernel")
 
 
 class PostGradPass(CustomGraphPass):

@@ -39,7 +39,7 @@ def test_one_launch_writes_keys_and_values(device, monkeypatch):
     launches = record_launches(monkeypatch)
     k, cache = torch.randn(3, 2, 32, device=device), torch.zeros(2, 16, 2, 32, device=device)
     kv_write.write_kv(k, k, cache, cache.clone(), torch.arange(3, device=device))
-    assert [recorded.kernel for recorded in launches] == [kv_write._write_kernel]
+    assert [recorded.kernel for recorded in launches] == [kv_write.KERNEL.function]
 
 
 # No kernel runs below.
@@ -59,7 +59,7 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, monkeyp
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch(case, batch=1)
-    assert [recorded.kernel for recorded in launches] == [kv_write._write_kernel]
+    assert [recorded.kernel for recorded in launches] == [kv_write.KERNEL.function]
     assert shared_memory_on_hopper(launches[0]) <= HOPPER_SHARED_BYTES
 
 

@@ -262,7 +262,7 @@ def test_the_kernel_compiles_for_hopper_and_fits_its_shared_memory(case, splits_
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     launch(case, 1, splits_keys)
-    assert [recorded.kernel for recorded in launches] == [prefill._prefill_kernel]
+    assert [recorded.kernel for recorded in launches] == [prefill.KERNEL.function]
     assert shared_memory_on_hopper(launches[0]) <= HOPPER_SHARED_BYTES
 
 

@@ -35,12 +35,12 @@ def test_the_kind_of_a_kernel_follows_from_its_name(name: str, kind: str) -> Non
 @pytest.mark.parametrize(
     ("module", "kind"),
     [
-        ("attention.prefill", "attention"),
-        ("attention.kv_write", "attention"),
-        ("attention.decode", "attention"),
-        ("linear.skinny_gemm", "gemm"),
-        ("linear.gemv", "gemm"),
-        ("engine.advance_triton", "sampling"),
+        ("attention.prefill_kernel", "attention"),
+        ("attention.kv_write_kernel", "attention"),
+        ("attention.decode_kernel", "attention"),
+        ("linear.skinny_gemm_kernel", "gemm"),
+        ("linear.gemv_kernel", "gemm"),
+        ("engine.advance_kernels", "sampling"),
     ],
 )
 def test_kernels_of_this_package_have_the_kind_of_their_module(module: str, kind: str) -> None:
