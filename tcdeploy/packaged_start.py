@@ -33,7 +33,7 @@ from tcdeploy.attention import ops  # noqa: F401 - registers the ops that packag
 from tcdeploy.attention.kv_cache import LayerKV, allocate_kv_cache
 from tcdeploy.attention.metadata import StepHolder, make_split_counters
 from tcdeploy.cache import folder as cache_folder
-from tcdeploy.cache.contents import FileAccessTracker
+from tcdeploy.cache.contents import TRITON_DIR, FileAccessTracker
 from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import Manifest, manifest_path
@@ -71,6 +71,9 @@ from tcdeploy.start_record import (
     start_key,
     weight_files,
 )
+from tcdeploy.torch_compat import pdl
+from tcdeploy.torch_compat.stored_kernels import StoredKernels
+from tcdeploy.torch_compat.triton_kernel import use_stored_kernels
 
 _import_stage.end()
 log = logging.getLogger("tcdeploy.pipeline")
@@ -127,6 +130,7 @@ def start_from_packages(
             "instead, is not installed",
             "use the cache folder and the flags that the packages were made with, or pip install 'tcdeploy[compile]'",
         )
+    use_stored_kernels(None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -215,11 +219,11 @@ def _start(
     progress.planned(plan)
     with contextlib.ExitStack() as reading:  # the weights are read while this block runs
         with stages.stage("load"):
-            is_on_gpu = plan.device == "cuda"
+            needs_triton = plan.device == "cuda" and not record.kernels
             staging = cache_folder.activate(
-                plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=is_on_gpu
+                plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir, uses_triton=needs_triton
             )
-            if is_on_gpu:
+            if needs_triton:
                 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key  # imports Triton
 
                 patch_platform_key()
@@ -228,6 +232,8 @@ def _start(
             earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
             _check_files(found, staging, earlier)
             assert earlier is not None
+            if record.kernels:
+                _use_kernels(record, Path(staging.path))
             described = _described_weights(record, staging)
             with _checkpoint_errors(plan):
                 checkpoint = stored_tensors(weight_files(found.folder))
@@ -270,7 +276,10 @@ def _start(
     )
     with stages.stage("compile"):
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
-    deployment = record_start(start, runner, warmed, [found.path, *record.files()], stages)
+    # Files of Triton's cache are kept, although this start may not have read them: a launch that no stored kernel fits
+    # needs them.
+    triton_paths = [file.path for file in earlier.files if file.path.startswith(f"{TRITON_DIR}/")]
+    deployment = record_start(start, runner, warmed, [found.path, *record.files(), *triton_paths], stages)
     return dataclasses.replace(deployment, weights_read=weights.total)
 
 
@@ -283,6 +292,15 @@ def _check_files(found: _Found, staging: StagingFolder, earlier: Manifest | None
             raise _DoesNotFit(f"{path} is not listed in the plan's manifest")
     if Path(staging.path, found.path).read_text() != found.text:
         raise _DoesNotFit(f"{found.path} has changed while it was read")
+
+
+def _use_kernels(record: StartRecord, cache_dir: Path) -> None:
+    """Launch our Triton kernels without Triton. Raises _DoesNotFit if their file cannot be read."""
+    try:
+        use_stored_kernels(StoredKernels(Path(cache_dir, record.kernels).read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _DoesNotFit(f"{record.kernels} cannot be read: {error}") from error
+    pdl.use_recorded_support(pdl.INTERNAL.name not in dict(record.missing_internals))
 
 
 def _prepares_early(plan: Plan) -> bool:

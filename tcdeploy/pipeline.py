@@ -91,6 +91,8 @@ from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
 from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
+from tcdeploy.torch_compat.stored_kernels import KernelRecorder
+from tcdeploy.torch_compat.triton_kernel import record_kernels
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 _import_stage.end()
@@ -160,6 +162,7 @@ def prepare(
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         writes_record = key is not None and _may_add_files(staging)
+        kernels = record_kernels() if writes_record else None
         with record_executed_files(executed_files) if writes_record else nullcontext():
             runner = _load(planned)
     with stages.stage("reference"):
@@ -207,9 +210,9 @@ def prepare(
         with stages.stage("record"):
             is_written = write_reference(Path(staging.path, path), checker.reference, plan, warmed.records)
         more_paths += [path] if is_written else []
-    if key is not None and writes_record:
+    if key is not None and kernels is not None:
         with stages.stage("record"):
-            more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files)
+            more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files, kernels)
     return record_start(start, runner, warmed, more_paths, stages)
 
 
@@ -250,6 +253,7 @@ def _write_record(
     warmed: Warmed,
     staging: StagingFolder,
     executed_files: set[str],
+    kernels: KernelRecorder,
 ) -> list[str]:
     """Write a start record and its files (start_record.py). Returns their paths in the cache folder.
 
@@ -293,6 +297,7 @@ def _write_record(
         package_folder=forward.folder.relative_to(staging.path).as_posix(),
         reference=reference,
         buffers="",
+        kernels="",
         transformers=planned.environment.transformers,
         compiler=planned.environment.compiler,
         triton=planned.environment.triton,
@@ -310,7 +315,7 @@ def _write_record(
         tokenizer_problem=described.problem,
     )
     try:
-        return write_record(Path(staging.path), key, record, weights.stored, described.backend_json)
+        return write_record(Path(staging.path), key, record, weights.stored, described.backend_json, kernels.to_json())
     except OSError as error:
         log.warning("later starts load this model with transformers: their record cannot be written: %s", error)
         return []

@@ -2,6 +2,7 @@
 
     aot/start-KEY-CONTENT.json          the record
     aot/start-KEY-CONTENT.safetensors   the model's computed buffers, such as rotary frequencies
+    aot/kernels-CONTENT.json            compiled Triton kernels (torch_compat/stored_kernels.py), on a GPU
     aot/tokenizer-CONTENT.json          the tokenizer's backend, if the model's tokenizer.json is not equal to it
     references/CONTENT.safetensors      the reference of the parity check
 
@@ -39,7 +40,7 @@ from tcdeploy.planning.recipe import Recipe
 if TYPE_CHECKING:
     from torch import Tensor
 
-SCHEMA = 1
+SCHEMA = 2
 PACKAGE = Path(__file__).parent
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 READ_SUFFIXES = {".json", ".jinja", ".model", ".txt", ".tiktoken"}  # of configs, tokenizers and chat templates
@@ -70,9 +71,10 @@ class StartRecord:
     """
 
     plan_key: str
-    package_folder: str  # relative to the cache folder, as the two paths below
+    package_folder: str  # relative to the cache folder, as the three paths below
     reference: str
     buffers: str
+    kernels: str  # "" on a CPU
     transformers: str  # version
     compiler: str
     triton: str
@@ -93,7 +95,7 @@ class StartRecord:
     def files(self) -> list[str]:
         """The paths of the files that belong to the record, in the cache folder."""
         backend = [self.tokenizer.backend] if self.tokenizer is not None and self.tokenizer.backend else []
-        return [self.buffers, self.reference, *backend]
+        return [self.buffers, self.reference, *backend, *filter(None, [self.kernels])]
 
 
 def start_key(recipe: Recipe, folder: Path | None) -> str | None:
@@ -172,11 +174,16 @@ def _version(package: str) -> str:
 
 
 def write_record(
-    folder: Path, key: str, record: StartRecord, buffers: Mapping[str, Tensor], backend_json: str = ""
+    folder: Path,
+    key: str,
+    record: StartRecord,
+    buffers: Mapping[str, Tensor],
+    backend_json: str = "",
+    kernels_json: str = "",
 ) -> list[str]:
-    """Write the record, its buffers and its tokenizer's backend below `folder`.
+    """Write the record, its buffers, its tokenizer's backend and its kernels below `folder`.
 
-    Returns the paths of all its files, the reference included. `backend_json`: "" if no backend is stored.
+    Returns the paths of all its files, the reference included. `backend_json`, `kernels_json`: "" if none is stored.
     """
     from safetensors.torch import save
 
@@ -185,6 +192,10 @@ def write_record(
         backend = f"{AOT_DIR}/tokenizer-{hashlib.sha256(backend_json.encode()).hexdigest()[:16]}.json"
         Path(folder, backend).write_text(backend_json, encoding="utf-8")
         record = dataclasses.replace(record, tokenizer=dataclasses.replace(record.tokenizer, backend=backend))
+    if kernels_json:
+        kernels = f"{AOT_DIR}/kernels-{hashlib.sha256(kernels_json.encode()).hexdigest()[:16]}.json"
+        Path(folder, kernels).write_text(kernels_json, encoding="utf-8")
+        record = dataclasses.replace(record, kernels=kernels)
     content = save(dict(buffers))
     digest = hashlib.sha256(content + to_json(record).encode()).hexdigest()[:16]
     stem = f"{AOT_DIR}/start-{key}-{digest}"

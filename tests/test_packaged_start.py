@@ -457,7 +457,7 @@ def test_a_record_without_its_files_is_not_used(own_cache: str, missing: str) ->
 
 def test_a_record_that_cannot_be_read_is_not_used(own_cache: str, caplog: pytest.LogCaptureFixture) -> None:
     [path] = Path(own_cache, "aot").glob("start-*.json")
-    path.write_text(path.read_text().replace('"schema": 1', '"schema": 0'))
+    path.write_text(path.read_text().replace('"schema": 2', '"schema": 0'))
     with caplog.at_level(logging.WARNING):
         assert start(own_cache) is None
     assert "cannot be read" in caplog.text

@@ -42,7 +42,19 @@ INTERNAL = Internal(
 )
 
 
+_recorded: bool | None = None  # what `supported` returned where the kernels were compiled
+
+
+def use_recorded_support(is_supported: bool) -> None:
+    """Let `supports_pdl` use this instead of `supported`, which imports Triton."""
+    global _recorded
+    _recorded = is_supported
+    supports_pdl.cache_clear()
+
+
 @functools.cache
 def supports_pdl(device: torch.device) -> bool:
     """Whether to launch with PDL: Hopper and later. False on a CPU, where tests run Triton's interpreter."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0) and supported()
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    return supported() if _recorded is None else _recorded

@@ -1,13 +1,22 @@
-"""Launches our Triton kernels, whose modules are imported at the first launch.
+"""Launches our Triton kernels, without importing Triton if their compiled code is stored.
 
-The code that prepares a launch is separate from the kernel, so that it can be imported without Triton.
+The code that prepares a launch is separate from the kernel, whose module is imported at the first launch that needs
+Triton. A start from packages loads *stored kernels* (stored_kernels.py) instead: it saves the import of Triton, the
+hash of Triton's installation (0.5 s) and its work per launch. A launch that no stored kernel fits goes through Triton.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from typing import Any
+
+from tcdeploy.torch_compat.stored_kernels import KernelRecorder, StoredKernels
+
+log = logging.getLogger("tcdeploy.compiler")
+_stored: StoredKernels | None = None  # what launches of this process use
+_recorder: KernelRecorder | None = None  # records launches of this process
 
 
 class Kernel:
@@ -19,6 +28,12 @@ class Kernel:
     @functools.cached_property
     def function(self) -> Any:
         """Triton's JITFunction. Imports Triton."""
+        if _stored is not None:  # the start has left this to the first launch that needs Triton
+            from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
+            from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
+
+            use_relocatable_cache()
+            patch_platform_key()
         return getattr(importlib.import_module(self.module), self.name)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -26,7 +41,27 @@ class Kernel:
 
         `options` are Triton's: num_warps, num_stages, launch_pdl. They must be given in the same order at each call.
         """
-        self.function[grid](*args, **options)
+        if _stored is not None and _stored.launch(self.name, grid, args, options):
+            return
+        if _stored is not None:
+            log.debug("no stored kernel fits a launch of %s, so Triton is imported", self.name)
+        compiled = self.function[grid](*args, **options)
+        if _recorder is not None and compiled is not None:  # None: Triton's interpreter
+            _recorder.add(self.name, self.function, args, options, compiled)
+
+
+def use_stored_kernels(kernels: StoredKernels | None) -> None:
+    """Launch these kernels from now on; with None, all go through Triton."""
+    global _stored
+    _stored = kernels
+
+
+def record_kernels() -> KernelRecorder:
+    """Record every launch from now on. All go through Triton, and a recorder of an earlier call gets no more."""
+    global _recorder
+    use_stored_kernels(None)
+    _recorder = KernelRecorder()
+    return _recorder
 
 
 def next_power_of_2(number: int) -> int:

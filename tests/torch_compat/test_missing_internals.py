@@ -83,6 +83,7 @@ MOVED = {
     "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
     "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),
     "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
+    "stored kernels": ("stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
     "Triton's cache": ("triton_cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),
 }

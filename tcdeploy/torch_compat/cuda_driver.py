@@ -1,0 +1,88 @@
+"""Loads and launches compiled kernels with the functions of the CUDA driver, through ctypes.
+
+Two functions are enough for what Triton's own launcher does with our kernels. A launch holds the GIL, because it takes
+a few microseconds: a thread that gives the GIL up may wait for it much longer. Imports neither torch nor Triton.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+WARP_SIZE = 32
+LIBRARY = "libcuda.so.1"
+DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that needs more must ask for it
+# Of cuda.h.
+ATTRIBUTE_MAX_DYNAMIC_SHARED_BYTES = 8
+LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+ERROR_INVALID_CONTEXT = 201
+
+
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute; `value` is the member of the union that we set."""
+
+    _fields_ = [("id", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60)]
+
+
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(_LaunchAttribute)),
+        ("num_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+class KernelError(RuntimeError):
+    """The driver could not load or launch a kernel."""
+
+
+class LoadedKernel:
+    """A kernel of a cubin, in the current CUDA context, where it stays until the process ends."""
+
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+        """`shared_bytes`: dynamic shared memory of one thread block. Raises KernelError."""
+        driver, module = _driver(), ctypes.c_void_p()
+        self._function = ctypes.c_void_p()
+        _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {name}")
+        _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"find {name}")
+        if shared_bytes > DEFAULT_SHARED_BYTES:
+            attribute = ATTRIBUTE_MAX_DYNAMIC_SHARED_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), f"set the memory of {name}")
+        self._name, self._shared_bytes, self._launch = name, shared_bytes, driver.cuLaunchKernelEx
+
+    def launch(self, grid: tuple[int, int, int], num_warps: int, overlaps: bool, stream: int, arguments: Any) -> None:
+        """Launch the kernel on a stream.
+
+        overlaps: launch it with PDL (torch_compat/pdl.py).
+        arguments: a ctypes array of the addresses of the kernel's arguments, which the driver copies.
+
+        Raises KernelError.
+        """
+        config = _LaunchConfig((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(num_warps * WARP_SIZE, 1, 1))
+        config.shared_bytes, config.stream = self._shared_bytes, stream
+        if overlaps:
+            config.attributes, config.num_attributes = _PDL_ATTRIBUTES, 1
+        _check(self._launch(ctypes.byref(config), self._function, arguments, None), f"launch {self._name}")
+
+
+_PDL_ATTRIBUTES = (_LaunchAttribute * 1)(_LaunchAttribute(LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1))
+
+
+@functools.cache
+def _driver() -> Any:
+    """libcuda, whose functions are called with the GIL held."""
+    driver = ctypes.PyDLL(LIBRARY)
+    driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
+    driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]
+    return driver
+
+
+def _check(code: int, action: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        _driver().cuGetErrorName(code, ctypes.byref(name))
+        raise KernelError(f"the CUDA driver cannot {action}: {(name.value or b'error').decode()} ({code})")
