@@ -1,9 +1,9 @@
 """Reads tensors from safetensors files straight into tensors that exist already, with several threads.
 
 A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
-a thread reads into the target's memory. For a GPU it reads into one of two page-locked buffers, and copies it to the
-device while it fills the other. Only a tensor that is converted is held in host memory as a whole. Imports neither
-transformers nor safetensors.
+a thread reads into the target's memory. For a GPU it reads into a page-locked buffer and copies that to the device,
+while other threads read. The threads rarely need the GIL, because steps are loaded and captured at the same time. Only
+a tensor that is converted is held in host memory as a whole. Imports neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import torch
 from torch import Tensor
 
 from tcdeploy.errors import ModelError
+from tcdeploy.torch_compat.cuda_driver import copy_to_gpu, use_primary_context
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors
-CHUNK_BYTES = 16 << 20
+CHUNK_BYTES = 32 << 20
 THREADS = 8
 # GIL switch interval during reading. With Python's default of 5 ms, a thread waits up to 5 ms several times per chunk.
 SWITCH_SECONDS = 0.0005
@@ -102,7 +103,7 @@ def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor
     content = torch.empty(count * stored.dtype.itemsize, dtype=torch.uint8)
     descriptor = os.open(stored.path, os.O_RDONLY)
     try:
-        _read(descriptor, content, stored.begin, stored.path)
+        _read(descriptor, memoryview(content.numpy().data), stored.begin, stored.path)
     finally:
         os.close(descriptor)
     tensor = content.view(stored.dtype)
@@ -196,7 +197,7 @@ def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: thre
                 elif staging is not None:
                     staging.read(descriptor, target, begin, source.path)
                 else:
-                    _read(descriptor, target, begin, source.path)
+                    _read(descriptor, memoryview(target.numpy().data), begin, source.path)
         except BaseException:
             stop.set()
             raise
@@ -204,27 +205,22 @@ def _run_tasks(tasks: queue.SimpleQueue[_Task], device: torch.device, stop: thre
 
 
 class _CudaStaging:
-    """Two page-locked buffers and a stream of one thread."""
+    """A page-locked buffer and a stream of one thread."""
 
     def __init__(self, device: torch.device) -> None:
+        use_primary_context(torch.cuda.current_device() if device.index is None else device.index)
         self._stream = torch.cuda.Stream(device)
-        self._buffers = [torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
-        self._copied = [torch.cuda.Event() for _ in range(2)]
-        self._turn = 0
+        self._buffer = torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True)
+        self._view, self._address = memoryview(self._buffer.numpy().data), self._buffer.data_ptr()
 
     def read(self, descriptor: int, target: Tensor, begin: int, path: str) -> None:
-        buffer, copied = self._buffers[self._turn][: len(target)], self._copied[self._turn]
-        copied.synchronize()
-        _read(descriptor, buffer, begin, path)
-        with torch.cuda.stream(self._stream):
-            target.copy_(buffer, non_blocking=True)
-            copied.record()
-        self._turn = 1 - self._turn
+        length = target.numel()
+        _read(descriptor, self._view[:length], begin, path)
+        copy_to_gpu(target.data_ptr(), self._address, length, self._stream.cuda_stream)
 
 
-def _read(descriptor: int, content: Tensor, begin: int, path: str) -> None:
-    """Fill `content` [bytes] uint8 in host memory from `begin`."""
-    view = memoryview(content.numpy().data)
+def _read(descriptor: int, view: memoryview, begin: int, path: str) -> None:
+    """Fill `view` from `begin`."""
     while view:
         count = os.preadv(descriptor, [view], begin)
         if not count:

@@ -131,7 +131,7 @@ class StoredKernels:
         self._loaded: dict[tuple[str, str], _LoadedVariant] = {}
 
     def launch(self, name: str, grid: tuple[int, ...], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
-        """Launch a kernel on the current stream. Returns whether a variant fits. Raises KernelError."""
+        """Launch a kernel on the current stream. Returns whether a variant fits. Raises DriverError."""
         key = (name, launch_key(self._kinds.get(name, ""), args, options))
         loaded = self._loaded.get(key)
         if loaded is None:
@@ -145,8 +145,8 @@ class StoredKernels:
 
 class _LoadedVariant:
     def __init__(self, variant: Variant, load: Any) -> None:
-        torch.cuda.init()  # the kernel is loaded in torch's context
-        self._kernel = load(base64.b64decode(variant.cubin), variant.symbol, variant.shared_bytes)
+        device = torch.cuda.current_device()
+        self._kernel = load(base64.b64decode(variant.cubin), variant.symbol, variant.shared_bytes, device)
         self._num_warps, self._overlaps = variant.num_warps, variant.overlaps
         self._passed = [index for index, kind in enumerate(variant.types) if kind != "constexpr"]
         slots = [_slot(variant.types[index]) for index in self._passed] + [POINTER_SLOT] * SCRATCH_ARGUMENTS

@@ -21,7 +21,7 @@ from tcdeploy.engine import advance_triton
 from tcdeploy.linear import gemv, skinny_gemm
 from tcdeploy.linear.tile_configs import GEMV_TILES, SKINNY_GEMM_TILES
 from tcdeploy.torch_compat import stored_kernels, triton_kernel
-from tcdeploy.torch_compat.cuda_driver import KernelError
+from tcdeploy.torch_compat.cuda_driver import DriverError
 from tcdeploy.torch_compat.stored_kernels import KernelRecorder, StoredKernels, launch_key
 from tcdeploy.torch_compat.triton_kernel import Kernel, record_kernels, use_stored_kernels
 
@@ -142,7 +142,7 @@ class FakeKernel:
 
     loaded: list[FakeKernel] = []
 
-    def __init__(self, cubin: bytes, name: str, shared_bytes: int) -> None:
+    def __init__(self, cubin: bytes, name: str, shared_bytes: int, device: int) -> None:
         self.cubin, self.name, self.shared_bytes = cubin, name, shared_bytes
         self.calls: list[DriverCall] = []
         self.loaded.append(self)
@@ -155,7 +155,7 @@ class FakeKernel:
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> type[FakeKernel]:
     monkeypatch.setattr(FakeKernel, "loaded", [])
-    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     return FakeKernel
 
@@ -303,8 +303,8 @@ def kernels_of_this_package() -> list[Kernel]:
 @pytest.mark.gpu
 def test_the_driver_reports_a_kernel_that_it_cannot_load() -> None:
     torch.zeros(1, device="cuda")
-    with pytest.raises(KernelError, match=r"cannot load kernel: CUDA_ERROR_\w+"):
-        stored_kernels.LoadedKernel(b"no cubin" * 100, "kernel", 0)
+    with pytest.raises(DriverError, match=r"cannot load kernel: CUDA_ERROR_\w+"):
+        stored_kernels.LoadedKernel(b"no cubin" * 100, "kernel", 0, 0)
 
 
 def test_launching_kernels_imports_no_triton() -> None:
