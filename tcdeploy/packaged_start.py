@@ -252,7 +252,7 @@ def _start(
         with stages.stage("load"), _checkpoint_errors(plan):
             reading.close()
     with stages.stage("reference"):
-        stored, config = read_reference(Path(staging.path, record.reference)), _StoredConfig(record.config)
+        stored, config = read_reference(Path(staging.path, record.reference), plan.device), _StoredConfig(record.config)
         prompts = CheckPrompts(plan, record.architecture, config, FIRST_SEED)
         if stored is None or not stored.rows.keys() >= set(prompts.all_prefixes()):
             raise _DoesNotFit(f"{record.reference} does not hold the reference of this plan")

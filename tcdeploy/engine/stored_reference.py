@@ -110,11 +110,12 @@ def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records:
     return True
 
 
-def read_reference(path: Path) -> ReferenceLogits | None:
-    """Read a stored reference. Returns None if the file does not exist or does not hold one."""
+def read_reference(path: Path, device: str = "cpu") -> ReferenceLogits | None:
+    """Read a stored reference to a device. Returns None if the file does not exist or does not hold one."""
     try:
         with safe_open(path, framework="pt") as file:
             prefixes, eager, precise = (file.get_tensor(name) for name in ("prefixes", "eager", "precise"))
+            eager, precise = eager.to(device), precise.to(device)
             rows = {
                 PromptPrefix(*prefix): PrefixLogits(*logits)
                 for prefix, *logits in zip(prefixes.tolist(), eager, precise, strict=True)
