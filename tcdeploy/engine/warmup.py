@@ -19,7 +19,7 @@ from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_co
 from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.timing import StepTimes, measure_step_times
+from tcdeploy.engine.timing import measure_step_times
 from tcdeploy.engine.tuning import (
     CompiledVariant,
     SelectedVariant,
@@ -87,7 +87,7 @@ def warm_bucket(
 ) -> BucketRecord:
     """Warm one bucket while the engine is paused; no variant is timed. Raises CompileError if it fails its check."""
     with translate_compile_errors(runner.plan, cache_dir), runner.uncounted_steps():
-        warmed = _warm_bucket(runner, bucket, previous, checker, 0.0, measure=False, compiled=None)
+        warmed = _warm_bucket(runner, bucket, previous, checker, 0.0, compiled=None)
     raise_if_failed(warmed.record.parity, bucket)
     return warmed.record
 
@@ -104,9 +104,9 @@ def warm_buckets(
 ) -> list[BucketRecord]:
     """Warm all buckets; returns their records in the plan's order.
 
-    With `measure` each bucket's step is timed, eager and compiled. `on_finished` is called for each bucket that has
-    passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called. Raises CompileError for a
-    bucket that fails this check, and SpaceError if torch could not write all cache entries.
+    With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
+    bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called. Raises
+    CompileError for a bucket that fails this check, and SpaceError if torch could not write all cache entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
@@ -117,7 +117,7 @@ def warm_buckets(
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with translate_compile_errors(plan, cache_dir):
             compiled = prepared[bucket] if prepared else None
-            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, measure, compiled)
+            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, compiled)
         records[bucket] = warmed.record
         tuning_left -= warmed.tuning_seconds
         try:
@@ -125,9 +125,20 @@ def warm_buckets(
             on_finished(warmed.record)  # first, so that a bucket that is reported as finished is kept after a kill
         finally:
             progress.bucket_finished(warmed.record)
+    if measure:
+        with translate_compile_errors(plan, cache_dir):
+            records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
     runner.row_assignment.clear()
     raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets]
+
+
+def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:
+    step_times = measure_step_times(runner, bucket)
+    context = None if bucket.is_prefill else timed_context(runner.plan, bucket)
+    return dataclasses.replace(
+        record, eager_ms=step_times.eager_ms, compiled_ms=step_times.compiled_ms, timed_context=context
+    )
 
 
 def _warm_bucket(
@@ -136,7 +147,6 @@ def _warm_bucket(
     previous: PreviousRun,
     checker: ParityChecker,
     tune_seconds: float,
-    measure: bool,
     compiled: CompiledVariant | None,
 ) -> _WarmedBucket:
     """`compiled`: the bucket's result from `prepare_buckets`; None if it was not prepared."""
@@ -161,8 +171,7 @@ def _warm_bucket(
         kernels_compiled += compiled.compilation.counts.kernels_compiled
     counts = dataclasses.replace(selected.compiled.compilation.counts, kernels_compiled=kernels_compiled)
     cold_seconds = _cold_seconds(selected.compiled.compilation, counts, previous.cold_seconds.get(bucket.name))
-    step_times = measure_step_times(runner, bucket) if measure and selected.check.parity.passed else None
-    record = _make_record(bucket, plan, selected, counts, is_captured, cold_seconds, step_times)
+    record = _make_record(bucket, selected, counts, is_captured, cold_seconds)
     return _WarmedBucket(record, tuning.seconds)
 
 
@@ -175,12 +184,10 @@ def _cold_seconds(compilation: CompileStats, counts: CompileCounts, known_second
 
 def _make_record(
     bucket: Bucket,
-    plan: Plan,
     selected: SelectedVariant,
     counts: CompileCounts,
     is_captured: bool,
     cold_seconds: float | None,
-    step_times: StepTimes | None,
 ) -> BucketRecord:
     return BucketRecord(
         bucket=bucket.name,
@@ -205,9 +212,6 @@ def _make_record(
         trials=selected.trials,
         graph_memory_bytes=selected.compiled.graph_memory_bytes,
         cold_seconds=cold_seconds,
-        eager_ms=step_times.eager_ms if step_times else None,
-        compiled_ms=step_times.compiled_ms if step_times else None,
-        timed_context=timed_context(plan, bucket) if step_times and not bucket.is_prefill else None,
     )
 
 
