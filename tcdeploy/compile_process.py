@@ -1,8 +1,8 @@
-"""Starts and watches the process that compiles a plan's programs while a server answers with eager steps.
+"""Starts and watches a process that compiles some buckets of a plan while this process does something else.
 
-The process (compile_worker.py) warms a short copy of the model (models/short_config.py) with random weights in the
-server's cache folder. It gets its recipe as JSON on stdin, and reports its plan and each finished bucket as lines of
-JSON through a pipe. Its messages are logged at debug level; the last ones explain a failure.
+The process (compile_worker.py) warms a short copy of the model (models/short_config.py) with random weights, in a
+staging folder of the same cache folder. It gets its request as JSON on stdin, and reports each finished bucket as a
+line of JSON through a pipe. Its messages are logged at debug level; the last ones explain a failure.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tcdeploy.cache.manifest import Compilation
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.temporary_files import create_temporary_folder
 
@@ -30,6 +32,7 @@ PACKAGE_PARENT = str(Path(__file__).resolve().parents[1])
 COMMAND = f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); from tcdeploy.compile_worker import main; main()"
 MAX_FAILURE_LINES = 5
 READ_TIMEOUT_S = 1.0
+POLL_INTERVAL_S = 0.02
 log = logging.getLogger("tcdeploy.pipeline")
 
 
@@ -37,21 +40,24 @@ class CompileProcess:
     """A running compile worker. `poll` and `stop` may be called from several threads.
 
     The kernel ends the worker when the thread that created it ends (compile_worker.py), so that thread must live as
-    long as the server.
+    long as the worker is needed.
     """
 
-    def __init__(self, recipe: Recipe, config: dict[str, Any]) -> None:
-        """`config`: the config.json of the model, which replaces the model of `recipe`. Raises OSError."""
+    def __init__(self, recipe: Recipe, config: dict[str, Any], plan_key: str, buckets: Sequence[str]) -> None:
+        """`config`: the config.json of the model, which replaces the model of `recipe`. `buckets`: their names.
+
+        `plan_key`: of the plan to which the worker's files belong. Raises OSError.
+        """
+        self.buckets = tuple(buckets)
         folder, descriptor = create_temporary_folder("config")
         self._folder, self._removal = folder, threading.Lock()
         self._folder_lock: int | None = descriptor  # None: closed
         (self._folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        self.plan_key = ""  # of the worker's plan, once it is made
-        self.compile_seconds: dict[str, float] = {}  # of the buckets that the worker has finished, by name
+        self.finished: dict[str, Compilation] = {}  # by name; their files are in the worker's journal
         self._last_lines: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
         self._started_at = time.monotonic()
         reports, reports_end = os.pipe()
-        # -P: do not search the current folder for modules. A session of its own, so that Ctrl-C ends only the server.
+        # -P: do not search the current folder for modules. A session of its own, so that Ctrl-C ends only this process.
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, pass_fds=(reports_end,),
@@ -66,8 +72,9 @@ class CompileProcess:
             reader.start()
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError), self._process.stdin as stdin:  # `poll` reports that it has ended
-            stdin.write(json.dumps({"parent": os.getpid(), "reports": reports_end, "recipe": fields}))
-        log.info("programs are compiled in process %d", self._process.pid)
+            request = {"recipe": fields, "plan": plan_key, "buckets": self.buckets}
+            stdin.write(json.dumps({"parent": os.getpid(), "reports": reports_end, **request}))
+        log.info("process %d compiles %s", self._process.pid, ", ".join(self.buckets))
 
     @property
     def seconds(self) -> float:
@@ -76,7 +83,9 @@ class CompileProcess:
 
     @property
     def failure(self) -> str:
-        """The last messages of a worker that has ended."""
+        """Why a worker that has ended lacks a bucket: its last messages, unless it has ended without an error."""
+        if self._process.returncode == 0:
+            return "its plan has not all of the buckets"
         return "; ".join(self._last_lines) or f"exit code {self._process.returncode}"
 
     def poll(self) -> int | None:
@@ -87,6 +96,12 @@ class CompileProcess:
                 reader.join(READ_TIMEOUT_S)
             self._remove_folder()
         return code
+
+    def wait_for(self, bucket: str) -> Compilation | None:
+        """Wait until the worker has finished this bucket. None if it ends without."""
+        while bucket not in self.finished and self.poll() is None:
+            time.sleep(POLL_INTERVAL_S)
+        return self.finished.get(bucket)
 
     def stop(self) -> None:
         """Kill the worker and the compilers that it has started."""
@@ -106,11 +121,8 @@ class CompileProcess:
     def _read_reports(self, descriptor: int) -> None:
         with open(descriptor, encoding="utf-8") as reports:
             for line in reports:
-                match json.loads(line):
-                    case {"plan": key}:
-                        self.plan_key = key
-                    case {"bucket": name, "compile_seconds": seconds}:
-                        self.compile_seconds[name] = seconds
+                report = json.loads(line)
+                self.finished[report["bucket"]] = Compilation(**report["compilation"])
 
     def _log_messages(self) -> None:
         for line in self._process.stderr or ():

@@ -1,8 +1,8 @@
-"""The process that fills a server's cache folder while the server answers with eager steps (compile_process.py).
+"""The process that compiles buckets of a plan for another process (compile_process.py).
 
-It warms the model of its recipe, as `tcdeploy warm` does, and exits with that command's exit codes. It runs at low
-priority, and the kernel kills it when the server ends. It reports its plan and each finished bucket as lines of JSON;
-the files of a finished bucket are in the journal of its staging folder. Its messages go to stderr.
+It warms buckets of the model of its recipe, as `tcdeploy warm` does, and exits with that command's exit codes. It runs
+at low priority, and the kernel kills it when the other process ends. It reports each finished bucket as a line of JSON;
+the bucket's files are in the journal of its staging folder by then. Its messages go to stderr.
 """
 
 from __future__ import annotations
@@ -19,49 +19,46 @@ from tcdeploy.errors import TcdeployError
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
-from tcdeploy.start import prepare
 
 if TYPE_CHECKING:
     from tcdeploy.cache.manifest import BucketRecord
-    from tcdeploy.planning.plan import Plan
 
-PRIORITY = 10  # added to the server's nice value
+PRIORITY = 10  # added to the nice value of the other process
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 log = logging.getLogger("tcdeploy.pipeline")
 
 
 class ReportedProgress(NullProgress):
-    """Writes the plan's key and each finished bucket to `reports`."""
+    """Writes each finished bucket to `reports`."""
 
     def __init__(self, reports: IO[str]) -> None:
         self._reports = reports
 
-    def planned(self, plan: Plan) -> None:
-        self._write(plan=plan.key)
-
     def bucket_finished(self, record: BucketRecord) -> None:
         log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
         if record.parity.passed:
-            self._write(bucket=record.bucket, compile_seconds=record.cold_seconds or record.compile_seconds)
-
-    def _write(self, **fields: object) -> None:
-        self._reports.write(json.dumps(fields) + "\n")
-        self._reports.flush()
+            report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
+            self._reports.write(json.dumps(report) + "\n")
+            self._reports.flush()
 
 
 def main() -> None:
-    """Read a request from stdin, and warm its recipe.
+    """Read a request from stdin, and compile its buckets.
 
-    It has "parent", the server's process id, "reports", the descriptor for reports, and "recipe", fields of a Recipe.
+    It has "parent", the id of the other process, "reports", the descriptor for reports, "recipe", fields of a Recipe,
+    "plan", the key of the plan to which the programs belong, and "buckets", their names.
     """
     request = json.load(sys.stdin)
     _die_with(request["parent"])
     os.nice(PRIORITY)
     relax_gc_for_startup()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
+    from tcdeploy import pipeline  # imports torch, which takes seconds
+
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
-            prepare(_parse_recipe(request["recipe"]), ReportedProgress(reports))
+            recipe = _parse_recipe(request["recipe"])
+            pipeline.compile_buckets(recipe, request["plan"], request["buckets"], ReportedProgress(reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)

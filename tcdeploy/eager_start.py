@@ -4,12 +4,10 @@ The model is loaded and its reference computed as in every start. Then every buc
 graphs, and the smallest buckets are checked against the reference. A *compile worker* (compile_process.py) fills the
 cache folder meanwhile, so no request waits for a compilation. The engine thread calls `advance` between steps: each
 call loads, captures and checks the programs of one bucket that the worker has finished, and they replace its eager
-steps. When all buckets have theirs, steps are timed, the manifest is written as after any other start, and that of the
-worker is removed.
+steps. When all buckets have theirs, steps are timed, and the manifest is written as after any other start.
 
-The worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
-weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
-A program that the copy does not have is compiled in the engine thread, with a warning.
+The worker compiles a copy of the model with few layers (parallel_compile.py). A program that the copy does not have is
+compiled in the engine thread, with a warning.
 
 Rejected: compiling in a thread of the server. Tracing holds the GIL, which would delay every token.
 """
@@ -17,19 +15,15 @@ Rejected: compiling in a thread of the server. Tracing holds the GIL, which woul
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from tcdeploy.cache.contents import FileAccessTracker
-from tcdeploy.cache.integrity import discard_manifest, fill_from_new_plans
 from tcdeploy.cache.manifest import BucketRecord
-from tcdeploy.cache.provenance import SigningPolicy
-from tcdeploy.cache.staging import copy_finished_buckets
+from tcdeploy.cache.staging import copy_finished_buckets, remove_published_folders
 from tcdeploy.compile_process import CompileProcess
 from tcdeploy.compiler.compile_stats import read_counts
-from tcdeploy.compiler.regions import find_layers, layer_kinds
 from tcdeploy.deployment import Start, Warmed, find_step_costs, publish_manifest
 from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.engine import Engine
@@ -37,10 +31,8 @@ from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.warmup import raise_if_entries_are_missing, warm_bucket, warmup_order
 from tcdeploy.errors import TcdeployError
-from tcdeploy.models.load import config_to_dict
-from tcdeploy.models.short_config import layers_to_keep, shorten_config
-from tcdeploy.planning.plan import Bucket, Plan
-from tcdeploy.planning.recipe import Recipe
+from tcdeploy.parallel_compile import make_short_copy, worker_recipe
+from tcdeploy.planning.plan import Bucket
 from tcdeploy.stages import StageTimer
 
 if TYPE_CHECKING:
@@ -76,13 +68,12 @@ class ProgramSwaps:
         checker: ParityChecker,
         prompts: CheckPrompts,
         tracker: FileAccessTracker,
-        policy: SigningPolicy,
         stages: StageTimer,
         worker: CompileProcess | WorkerFailure | None,
         write_files: Callable[[list[BucketRecord]], list[str]],
     ) -> None:
         """`worker`: None if the programs are in the cache. `write_files`: writes further files of the plan."""
-        self._start, self._checker, self._prompts, self._policy = start, checker, prompts, policy
+        self._start, self._checker, self._prompts = start, checker, prompts
         self._stages, self._write_files = stages, write_files
         self._worker = None if isinstance(worker, WorkerFailure) else worker
         self._worker_failure = worker.reason if isinstance(worker, WorkerFailure) else ""
@@ -142,7 +133,7 @@ class ProgramSwaps:
                 self._fail(f"the programs could not be compiled: {self._worker_failure}")
             return False
         if bucket is None and self._worker is not None and self._worker.poll() is None:
-            return False  # it records its plan, which `_finish` removes
+            return False  # `_finish` removes its staging folder
         self._compile_counts = (self.compiles, read_counts().compiles)
         try:
             if bucket is not None:
@@ -157,14 +148,13 @@ class ProgramSwaps:
         """Copy what the worker has compiled since the last call into the staging folder. Raises TcdeployError."""
         if self._worker is None or self._worker_failure or self._compiled.issuperset(self._names):
             return
-        code, staging = self._worker.poll(), self._start.staging
-        if code == 0:
-            fill_from_new_plans(staging, self._policy)
+        code, finished = self._worker.poll(), set(self._worker.finished)
+        if not self._compiled.issuperset(finished):
+            copy_finished_buckets(self._start.staging)
+            self._compiled.update(finished)
+        elif code == 0:
             self._compiled.update(self._names)
             log.info("the programs are compiled, after %.1f s", self._worker.seconds)
-        elif not self._compiled.issuperset(finished := list(self._worker.compile_seconds)):
-            copy_finished_buckets(staging)
-            self._compiled.update(finished)
         elif code is not None:
             self._worker_failure = self._worker.failure
 
@@ -172,7 +162,8 @@ class ProgramSwaps:
         """Warm one bucket. If that fails, it continues to run eagerly."""
         plan, staging = self._start.plan, self._start.staging
         self._left.remove(bucket)
-        previous = self._start.previous.with_programs(dict(self._worker.compile_seconds) if self._worker else {})
+        compilations = dict(self._worker.finished) if self._worker else {}
+        previous = self._start.previous.with_programs(compilations)
         self._stages.progress.bucket_started(bucket.name, len(plan.buckets) - len(self._left), len(plan.buckets))
         num_blocks = max(self._prompts.blocks_needed(bucket), SMALL_BATCH_BLOCKS)
         with engine.paused(min(num_blocks, engine.allocator.capacity)):
@@ -184,14 +175,16 @@ class ProgramSwaps:
                 self._failed.append(bucket)
                 log.warning("%s continues to run eagerly: %s", bucket.name, str(error))
                 return
-        self._records[bucket] = record
-        self._stages.seconds["compile"] = self._stages.seconds.get("compile", 0.0) + record.seconds
-        self._stages.progress.bucket_finished(record)
         if record.outcome == "miss":
             log.warning(
                 "%s: %.1f s of compilation delayed requests, because its programs were not in the cache",
                 bucket.name, record.compile_seconds,
             )  # fmt: skip
+        if bucket.name in compilations:
+            record = record.with_compilation(compilations[bucket.name])
+        self._records[bucket] = record
+        self._stages.seconds["compile"] = self._stages.seconds.get("compile", 0.0) + record.seconds
+        self._stages.progress.bucket_finished(record)
 
     def _finish(self, engine: Engine) -> None:
         """Time the steps and write the manifest, unless a bucket has failed."""
@@ -208,18 +201,10 @@ class ProgramSwaps:
             raise_if_entries_are_missing(self._start.staging.path)
             more_paths = self._write_files(records)
             publish_manifest(self._start, Warmed(records, costs, self._tracker.paths()), more_paths, self._stages)
-            self._discard_plan_of_worker()
+            remove_published_folders(self._start.staging)  # that of the worker
         except (TcdeployError, OSError) as error:
             log.warning("the programs run, but a later start may compile them again: %s", error)
         self._state = "warm"
-
-    def _discard_plan_of_worker(self) -> None:
-        """Its programs belong to the plan of this start now."""
-        staging = self._start.staging
-        if self._worker is None or staging.is_private_copy:
-            return
-        if self._worker.plan_key not in ("", self._start.plan.key):
-            discard_manifest(staging.source, self._worker.plan_key)
 
     def _fail(self, reason: str) -> None:
         self._state = "failed"
@@ -231,42 +216,10 @@ def start_worker(
     start: Start, runner: ModelRunner, config: PreTrainedConfig, prompts: CheckPrompts
 ) -> CompileProcess | WorkerFailure:
     """Start compiling the plan's programs on a short copy of the model."""
+    plan = start.plan
     try:
-        return CompileProcess(worker_recipe(start.recipe, start.plan, prompts), _short_config(start, runner, config))
+        copy = make_short_copy(runner.model, config, plan, start.architecture)
+        names = [bucket.name for bucket in warmup_order(plan)]
+        return CompileProcess(worker_recipe(start.recipe, plan, prompts), copy.config, plan.key, names)
     except (TcdeployError, OSError) as error:
         return WorkerFailure(str(error))
-
-
-def _short_config(start: Start, runner: ModelRunner, config: PreTrainedConfig) -> dict[str, Any]:
-    """The config.json of the copy that the worker compiles. Raises ModelError."""
-    plan, architecture = start.plan, start.architecture
-    kinds = layer_kinds(find_layers(runner.model, architecture))
-    count = len(kinds) if plan.region == "model" else layers_to_keep(kinds)
-    values = config_to_dict(shorten_config(config, len(kinds), count))
-    values.pop("quantization_config", None)  # dequantised weights run the programs of others
-    if architecture.dtype:
-        values["dtype"] = architecture.dtype
-    log.info("programs are compiled on a copy of the model with %d of its %d layers", count, len(kinds))
-    return values
-
-
-def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
-    """The recipe of the worker: the plan's choices that programs depend on, random weights, and few KV blocks."""
-    checked = max(map(prompts.blocks_needed, plan.buckets))
-    blocks = max(checked, plan.decode_buckets[-1].size, -(-plan.prefill_buckets[-1].size // plan.block_size)) + 1
-    return dataclasses.replace(
-        recipe,
-        revision=None,
-        load_format="dummy",
-        generation_config="none",
-        device=plan.device,
-        graphs=plan.graphs,
-        shapes="dynamic" if plan.prefill_buckets[0].min_size else "bucket",
-        buckets=tuple(bucket.size for bucket in plan.prefill_buckets),
-        batch_sizes=tuple(bucket.size for bucket in plan.decode_buckets),
-        context=None,  # of the config, and at most what the blocks hold
-        block_size=plan.block_size,
-        kv_blocks=min(blocks, plan.kv_blocks),
-        mixed_steps="on" if plan.mixed_steps else "off",
-        cache_dir=plan.cache_dir,
-    )

@@ -1,7 +1,8 @@
 """From a recipe to a running deployment, with the model's code.
 
 A cold start and a warm start take the same path; only a start from packages alone takes another (packaged_start.py).
-Read `prepare` from top to bottom: each `with` block is a stage, and its seconds are written to the manifest.
+Read `prepare` from top to bottom: each `with` block is a stage, and its seconds are written to the manifest. A compile
+worker (compile_worker.py) runs `compile_buckets`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ require_compile_extra()
 import dataclasses
 import gc
 import logging
+from collections.abc import Collection
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,9 @@ from tcdeploy.cache.integrity import restore_plan
 from tcdeploy.cache.leases import acquire_lease
 from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_origin, manifest_path
 from tcdeploy.cache.provenance import SigningPolicy
+from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder
+from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets
 from tcdeploy.compiler.aot import AotForward, package_folder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.export import TracedLayer
@@ -57,7 +60,7 @@ from tcdeploy.engine.stored_reference import (
     stores_references,
     write_reference,
 )
-from tcdeploy.engine.warmup import PreviousRun
+from tcdeploy.engine.warmup import PreviousRun, warm_buckets
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import digest_sources, record_executed_files
@@ -147,13 +150,7 @@ def prepare(
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
-        staging = cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
-        pickle_memory_formats_by_name()
-        if plan.device == "cuda":
-            patch_platform_key()
-            patch_compile_workers()
-            relocate_autotune_cache()
-        acquire_lease(staging.target, plan.key)
+        staging = _activate(planned, plan.key)
         policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
         if earlier is None:
@@ -185,7 +182,7 @@ def prepare(
     )
     tracker = FileAccessTracker(staging.path)
     if eager:
-        return _start_eagerly(start, planned, runner, checker, tracker, policy, path, stages)
+        return _start_eagerly(start, planned, runner, checker, tracker, path, stages)
     while True:
         try:
             with stages.stage("compile"):
@@ -216,13 +213,51 @@ def prepare(
     return record_start(start, runner, warmed, more_paths, stages)
 
 
+def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progress: Progress) -> None:
+    """Compile the buckets with these names for another process (compile_process.py), and write no manifest.
+
+    The files of each finished bucket are added to the journal of this process's staging folder, as files of the plan
+    `plan_key`, before `progress` is called. `recipe`: of a copy of that plan's model. Raises TcdeployError.
+    """
+    count_start()
+    planned = decide(recipe)
+    staging = _activate(planned, plan_key)
+    restore_plan(staging, plan_key, rebuild=False)
+    copy_finished_buckets(staging)  # of an unfinished start, which the other process has taken over
+    staging.link_headers()
+    use_precompiled_headers(True, staging.headers_folder)
+    runner = _load(planned)
+    checker = ParityChecker(runner, planned.architecture, planned.config)
+    _install_programs(runner, planned, staging.path, plan_key)
+    tracker = FileAccessTracker(staging.path)
+
+    def on_finished(record: BucketRecord) -> None:
+        add_used_files_to_journal(staging, plan_key, tracker)
+
+    with tracker.track():
+        cache_dir = planned.plan.cache_dir
+        warm_buckets(runner, checker, PreviousRun(), cache_dir, False, progress, on_finished, names=names)
+
+
+def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
+    """Make torch use a staging folder in the plan's cache folder, and lease the plan `plan_key`."""
+    plan = planned.plan
+    staging = cache_folder.activate(plan.cache_dir, plan_key, len(plan.buckets), planned.recipe.trust_cache_dir)
+    pickle_memory_formats_by_name()
+    if plan.device == "cuda":
+        patch_platform_key()
+        patch_compile_workers()
+        relocate_autotune_cache()
+    acquire_lease(staging.target, plan_key)
+    return staging
+
+
 def _start_eagerly(
     start: Start,
     planned: PlannedDeployment,
     runner: ModelRunner,
     checker: ParityChecker,
     tracker: FileAccessTracker,
-    policy: SigningPolicy,
     reference: str | None,
     stages: StageTimer,
 ) -> Deployment:
@@ -240,7 +275,7 @@ def _start_eagerly(
         return [reference] if is_written else []
 
     worker = None if start.previous.buckets else start_worker(start, runner, planned.config, prompts)
-    swaps = ProgramSwaps(start, checker, prompts, tracker, policy, stages, worker, write_files)
+    swaps = ProgramSwaps(start, checker, prompts, tracker, stages, worker, write_files)
     startup = dataclasses.replace(stages, seconds=dict(stages.seconds))  # metrics show what was spent before `ready`
     return make_deployment(start, Engine(runner), startup, records=(), swaps=swaps)
 
@@ -457,14 +492,19 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
-def _install_programs(runner: ModelRunner, planned: PlannedDeployment, cache_dir: str) -> None:
-    """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called."""
+def _install_programs(
+    runner: ModelRunner, planned: PlannedDeployment, cache_dir: str, original_key: str | None = None
+) -> None:
+    """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
+
+    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
+    """
     plan, model = planned.plan, runner.model
     if plan.programs == "aot":
-        origin = origin_of(planned)
-        folder = package_folder(cache_dir, plan.key, origin.sources, origin.torch_settings, model)
+        origin, key = origin_of(planned), original_key or plan.key
+        folder = package_folder(cache_dir, key, origin.sources, origin.torch_settings, model)
         layers = _traced_layers(model, planned.architecture)
-        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder)
+        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, original_key is not None)
         return
     regions = _regions(model, planned)
     compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)

@@ -32,7 +32,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"compiler"},
     {"engine"},
     {"compile_process", "start_record"},
-    {"deployment"},
+    {"deployment", "parallel_compile"},
     {"eager_start"},
     {"packaged_start", "pipeline"},
     {"start"},

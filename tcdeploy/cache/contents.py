@@ -91,6 +91,17 @@ class FileAccessTracker:
         return sorted(path for path in (file.relative_to(root).as_posix() for file in files) if is_cache_file(path))
 
 
+@contextmanager
+def untracked() -> Iterator[None]:
+    """Within the block no tracker records files: those of another process are copied, and not yet used."""
+    global _active_tracker
+    tracker, _active_tracker = _active_tracker, None
+    try:
+        yield
+    finally:
+        _active_tracker = tracker
+
+
 libraries_compiled = 0  # by C++ compilers that this process started inside `track()`; precompiled headers do not count
 _active_tracker: FileAccessTracker | None = None
 _is_hook_installed = False

@@ -20,13 +20,11 @@ from tcdeploy.cache.contents import (
     list_cache_files,
     stored_path,
 )
-from tcdeploy.cache.journal import abandoned_folders, remove_abandoned_folders
-from tcdeploy.cache.leases import folder_lock, is_leased
+from tcdeploy.cache.leases import folder_lock
 from tcdeploy.cache.manifest import (
     MANIFESTS_DIR,
     Manifest,
     manifest_path,
-    plan_keys,
     read_manifest,
     read_manifests,
 )
@@ -39,7 +37,7 @@ from tcdeploy.cache.provenance import (
     stored_header_path,
 )
 from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder, take_over_finished_buckets
+from tcdeploy.cache.staging import StagingFolder, remove_published_folders, take_over_finished_buckets
 from tcdeploy.errors import IntegrityError, TrustError
 
 READ_ATTEMPTS = 3  # if another process replaces the plan during each of them, the start fails
@@ -69,15 +67,9 @@ def restore_plan(
         elif taken_over.num_folders:
             log.warning("the folders of %d killed processes had no buckets to reuse", taken_over.num_folders)
     elif not staging.is_private_copy:
-        with folder_lock(staging.source):
-            remove_abandoned_folders(abandoned_folders(staging.source), plan_keys(staging.source))
+        remove_published_folders(staging)
         _report_files_made_here(staging, manifest)
     return manifest
-
-
-def fill_from_new_plans(staging: StagingFolder, policy: SigningPolicy) -> None:
-    """Copy the files of plans that other processes have finished since `restore_plan`. Warns about damaged ones."""
-    _fill_from_other_plans(staging, "", set(list_cache_files(staging.path)), policy)
 
 
 def _fill_undamaged(staging: StagingFolder, plan_key: str, rebuild: bool, policy: SigningPolicy) -> Manifest | None:
@@ -237,15 +229,6 @@ def discard_plan(folder: str, plan_key: str) -> None:
     """
     with folder_lock(folder):
         _discard(folder, plan_key)
-
-
-def discard_manifest(folder: str, plan_key: str) -> None:
-    """Remove a plan that no process uses, and those of its files that no other plan lists."""
-    with folder_lock(folder):
-        if not is_leased(folder, plan_key):
-            files = stored_paths(folder, plan_key)
-            _remove_manifest(folder, plan_key)
-            remove_unlisted(folder, files)
 
 
 def _discard(folder: str, plan_key: str) -> None:

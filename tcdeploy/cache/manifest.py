@@ -17,9 +17,9 @@ import hashlib
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tcdeploy.cache.contents import FileRecord
 from tcdeploy.durable import sync
@@ -77,13 +77,24 @@ class Trial:
     error: str = ""
 
 
+class Compilation(NamedTuple):
+    """What compiling a bucket took and counted, in the process that did it. The fields are those of BucketRecord."""
+
+    outcome: str
+    cold_seconds: float
+    cache_hits: int
+    cache_misses: int
+    kernels_timed: int
+    kernels_compiled: int
+
+
 @dataclass(frozen=True)
 class BucketRecord:
     """Costs and results of warming one bucket. None: not measured."""
 
     bucket: str
     outcome: str  # hit, miss, reused (compiled by this process before) or unknown (torch's counters are missing)
-    compile_seconds: float
+    compile_seconds: float  # in the process that runs the bucket, which may load what another process has compiled
     capture_seconds: float
     check_seconds: float
     compiles: int
@@ -100,7 +111,7 @@ class BucketRecord:
     variant: str  # name of the variant in use
     trials: tuple[Trial, ...] = ()  # all variants that were timed or failed; copied from the run that tried them
     graph_memory_bytes: int | None = None  # device memory that capturing took
-    cold_seconds: float | None = None  # compile_seconds of the run that missed
+    cold_seconds: float | None = None  # compile_seconds of the process that missed
     eager_ms: float | None = None
     compiled_ms: float | None = None
     kernels_timed: int = 0  # Triton configs that torch timed in this run
@@ -110,6 +121,30 @@ class BucketRecord:
     @property
     def seconds(self) -> float:
         return self.compile_seconds + self.capture_seconds + self.check_seconds
+
+    @property
+    def compilation(self) -> Compilation:
+        """`cold_seconds`: the compile seconds of this run, if it found the programs and does not know those."""
+        seconds = self.compile_seconds if self.cold_seconds is None else self.cold_seconds
+        return Compilation(
+            self.outcome, seconds, self.cache_hits, self.cache_misses, self.kernels_timed, self.kernels_compiled
+        )
+
+    def with_compilation(self, compilation: Compilation) -> BucketRecord:
+        """The record of a bucket that another process compiled during this start, before this process loaded it.
+
+        It counts what both processes compiled. If the other one found all programs in the cache, nothing changes.
+        """
+        if compilation.outcome != "miss":
+            return self
+        return replace(
+            self,
+            outcome="miss",
+            cache_hits=compilation.cache_hits,
+            cache_misses=compilation.cache_misses + self.cache_misses,
+            kernels_timed=compilation.kernels_timed + self.kernels_timed,
+            kernels_compiled=compilation.kernels_compiled + self.kernels_compiled,
+        )
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,13 @@ def record_finished_bucket(
 ) -> None:
     """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish."""
     if record.outcome == "miss":
-        with translate_os_errors(staging.source):
-            staging.add_to_journal(plan_key, tracker.paths())
+        add_used_files_to_journal(staging, plan_key, tracker)
+
+
+def add_used_files_to_journal(staging: StagingFolder, plan_key: str, tracker: FileAccessTracker) -> None:
+    """Add all files that were used so far to the journal, except those that the cache folder has."""
+    with translate_os_errors(staging.source):
+        staging.add_to_journal(plan_key, tracker.paths())
 
 
 def publish(staging: StagingFolder, manifest: Manifest) -> None:

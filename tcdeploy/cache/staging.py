@@ -41,6 +41,7 @@ from tcdeploy.cache.contents import (
     path_to_publish,
     read_checked,
     stored_path,
+    untracked,
 )
 from tcdeploy.cache.journal import (
     HOST_PREFIX,
@@ -320,7 +321,15 @@ def copy_finished_buckets(staging: StagingFolder) -> None:
     for folder in sorted(Path(staging.source).glob(f"{HOST_PREFIX}*")):
         if not folder.is_symlink() and os.path.realpath(folder) != staging.path:
             files = {file for bucket in read_journal(folder) for file in bucket.files}
-            staging.fill([file for file in files if not Path(staging.path, file.path).exists()], folder)
+            with untracked():
+                staging.fill([file for file in files if not Path(staging.path, file.path).exists()], folder)
+
+
+def remove_published_folders(staging: StagingFolder) -> None:
+    """Delete the staging folders of ended processes whose journals list only buckets of complete plans."""
+    if not staging.is_private_copy:
+        with folder_lock(staging.source):
+            remove_abandoned_folders(abandoned_folders(staging.source), plan_keys(staging.source))
 
 
 def _copy_checked(folder: Path, file: FileRecord, target: Path) -> DamagedFile | None:

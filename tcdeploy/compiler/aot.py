@@ -50,12 +50,22 @@ class AotForward(PackagedForward):
     """
 
     def __init__(
-        self, transformers_forward: TransformersForward, layers: Sequence[TracedLayer], plan: Plan, folder: Path
+        self,
+        transformers_forward: TransformersForward,
+        layers: Sequence[TracedLayer],
+        plan: Plan,
+        folder: Path,
+        is_copy: bool = False,
     ) -> None:
-        """`folder`: where the packages of this plan are, or will be (`package_folder`)."""
+        """`folder`: where the packages of this plan are, or will be (`package_folder`).
+
+        `is_copy`: the model is a copy with fewer layers than the model of the plan (parallel_compile.py). It has the
+        same packages, but other step programs, which are neither read nor written then.
+        """
         constants = _constants(transformers_forward.model, layers)
         super().__init__(constants, transformers_forward.supports_logits_to_keep, plan, folder)
         self._uncompiled, self._layers = transformers_forward, layers
+        self._is_copy = is_copy
         self._equal_layers: tuple[int, ...] | None = None  # see ExportedStep; None: no step was exported yet
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -87,8 +97,14 @@ class AotForward(PackagedForward):
                 compile_package(exported, str(partial), inductor_options(variant, self._plan.graphs))
                 os.replace(partial, path)
                 aot_counts.packages_compiled += 1
-        (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
+            elif name not in self._programs:
+                aot_counts.packages_loaded += 1
+        if not self._is_copy:
+            (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
         return exported_step.step_program
+
+    def _read(self, key: StepVariant) -> StepProgram | None:
+        return None if self._is_copy else super()._read(key)
 
 
 def package_folder(

@@ -8,13 +8,13 @@ compile, capture and check seconds apart, and torch's counters.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from tcdeploy.cache.manifest import BucketRecord, Trial
+from tcdeploy.cache.manifest import BucketRecord, Compilation, Trial
 from tcdeploy.compiler.compile_stats import CompileCounts, CompileStats, read_counts
 from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.engine.parity_check import ParityChecker, raise_if_failed
@@ -47,12 +47,11 @@ class PreviousRun:
     trials: dict[str, tuple[Trial, ...]] = field(default_factory=dict)
     tune_seconds: float = 0.0  # the longest time that a run was allowed for tuning
 
-    def with_programs(self, compile_seconds: Mapping[str, float]) -> PreviousRun:
-        """The same run, after another process has compiled these buckets."""
+    def with_programs(self, compilations: Mapping[str, Compilation]) -> PreviousRun:
+        """The same run, after other processes have compiled these buckets."""
+        seconds = {name: compilation.cold_seconds for name, compilation in compilations.items()}
         return dataclasses.replace(
-            self,
-            buckets=self.buckets | frozenset(compile_seconds),
-            cold_seconds={**compile_seconds, **self.cold_seconds},
+            self, buckets=self.buckets | frozenset(seconds), cold_seconds={**seconds, **self.cold_seconds}
         )
 
 
@@ -101,16 +100,18 @@ def warm_buckets(
     progress: Progress,
     on_finished: Callable[[BucketRecord], None] = lambda record: None,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
+    names: Collection[str] | None = None,
 ) -> list[BucketRecord]:
-    """Warm all buckets; returns their records in the plan's order.
+    """Warm all buckets, or those with these names; returns their records in the plan's order.
 
     With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
-    bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called. Raises
-    CompileError for a bucket that fails this check, and SpaceError if torch could not write all cache entries.
+    bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called.
+    Raises CompileError for a bucket that fails its parity check, and SpaceError if torch could not write all cache
+    entries.
     """
     plan = runner.plan
     records: dict[Bucket, BucketRecord] = {}
-    order = warmup_order(plan)
+    order = [bucket for bucket in warmup_order(plan) if names is None or bucket.name in names]
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
@@ -130,7 +131,7 @@ def warm_buckets(
             records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
     runner.row_assignment.clear()
     raise_if_entries_are_missing(cache_dir)
-    return [records[bucket] for bucket in plan.buckets]
+    return [records[bucket] for bucket in plan.buckets if bucket in records]
 
 
 def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:

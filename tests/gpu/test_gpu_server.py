@@ -78,7 +78,8 @@ def test_an_eager_start_gives_the_same_answers_before_and_after_it_is_warm(serve
             assert complete(server, **REQUESTS["greedy"]) == expected[0]
         assert [complete(server, **REQUESTS[name]) for name in ("greedy", "long", "penalties")] == expected
         assert server.metric("recompiles_total") == server.metric("uncaptured_runs_total") == 0
-        assert all(item["outcome"] == "hit" for item in httpx.get(f"{server.address}/status").json()["buckets"])
+        assert all(item["outcome"] == "miss" for item in httpx.get(f"{server.address}/status").json()["buckets"])
+        assert not [line for line in server.stderr if "were not in the cache" in line], "the copy had all programs"
 
 
 def complete(server: ServerProcess, **fields: Any) -> list[dict[str, Any]]:

@@ -18,6 +18,7 @@ import pytest
 
 from tests.conftest import TINY, TINY_FLAGS, RunCLI, remove_headers
 from tests.fork_server import ForkServer
+from tests.processes import compile_workers, wait_until_ended
 from tests.server.conftest import ServerProcess, serving
 
 WARM_SECONDS = 240  # for the programs of four buckets on a busy machine
@@ -46,11 +47,11 @@ eager_start.worker_recipe = lambda *arguments: dataclasses.replace(worker_recipe
 """
 BROKEN_COMPILER = "import os; os.environ['CXX'] = '/nonexistent/g++'"
 NO_SHORT_CONFIG = """
-from tcdeploy import eager_start
+from tcdeploy import parallel_compile
 from tcdeploy.errors import ModelError
 def fail(*arguments):
     raise ModelError("the config cannot be shortened")
-eager_start.shorten_config = fail
+parallel_compile.shorten_config = fail
 """
 
 
@@ -73,28 +74,6 @@ def wait_until_warm(server: ServerProcess) -> None:
     while readiness(server, "?level=warm")[0] != 200:
         assert time.monotonic() < deadline, (readiness(server, "?level=warm"), server.stderr)
         time.sleep(0.2)
-
-
-def child_ids(process_id: int) -> list[int]:
-    return [
-        int(child)
-        for task in Path(f"/proc/{process_id}/task").iterdir()
-        for child in (task / "children").read_text().split()
-    ]
-
-
-def compile_worker(server: ServerProcess) -> int:
-    """The process id of the server's compile worker."""
-    commands = {child: Path(f"/proc/{child}/cmdline").read_bytes() for child in child_ids(server.process.pid)}
-    [worker] = [child for child, command in commands.items() if b"compile_worker" in command]
-    return worker
-
-
-def wait_until_ended(process_id: int) -> None:
-    deadline = time.monotonic() + 10
-    while os.path.exists(f"/proc/{process_id}") and "Z" not in Path(f"/proc/{process_id}/stat").read_text():
-        assert time.monotonic() < deadline, f"process {process_id} still runs"
-        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +123,11 @@ def test_a_server_answers_before_programs_exist_and_loses_nothing_while_they_rep
         assert [answer(server, request) for request in REQUESTS] == answers
         assert server.metric("recompiles_total") == server.metric("uncaptured_runs_total") == 0
         outcomes = {item["bucket"]: item["outcome"] for item in httpx.get(f"{server.address}/status").json()["buckets"]}
-        assert set(outcomes.values()) == {"hit"}, "the short copy had the programs of all layers"
-        assert not any("warning" in line for line in server.stderr), server.stderr
-    [manifest] = cache.glob("manifests/*.json")  # not that of the compile worker
+        assert set(outcomes.values()) == {"miss"}, "the compile worker compiled them for this start"
+        warnings = [line for line in server.stderr if "warning" in line]
+        assert warnings == [], "the short copy had the programs of all layers"
+        assert not list(cache.glob(".start-*/finished.jsonl")), "the files of the compile worker are published"
+    [manifest] = cache.glob("manifests/*.json")
     remove_headers(cache)
     warmed = run_cli("warm", TINY, *TINY_FLAGS, "--cache-dir", str(cache), "--require-hit")
     assert warmed.returncode == 0, warmed.stderr
@@ -158,10 +139,7 @@ def test_with_a_filled_cache_programs_replace_eager_steps_without_a_compile_work
 ) -> None:
     with serving(tmp_path, warm_cache, "--start", "eager", fork_server=fork_server) as server:
         with continuous_requests(server, answers):
-            assert not any(
-                b"compile_worker" in Path(f"/proc/{child}/cmdline").read_bytes()
-                for child in child_ids(server.process.pid)
-            )
+            assert compile_workers(server.process.pid) == []
             wait_until_warm(server)
         assert [answer(server, request) for request in REQUESTS] == answers
         assert server.metric("recompiles_total") == 0
@@ -229,7 +207,7 @@ def test_the_compile_worker_ends_with_the_server(
     number: signal.Signals, code: int, tmp_path: Path, fork_server: ForkServer
 ) -> None:
     with serving(tmp_path, tmp_path / "cache", "--start", "eager", fork_server=fork_server) as server:
-        worker = compile_worker(server)
+        [worker] = compile_workers(server.process.pid)
         time.sleep(1)
         os.kill(server.process.pid, number)
         assert server.process.wait(timeout=20) == code
