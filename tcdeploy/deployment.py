@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tcdeploy.cache.contents import FileAccessTracker
-from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_manifest
+from tcdeploy.cache.manifest import BucketRecord, Compilation, Manifest, Origin, make_manifest
 from tcdeploy.cache.provenance import require_bundled
 from tcdeploy.cache.recording import compilation_date, hash_used_files, publish, record_finished_bucket
 from tcdeploy.cache.staging import StagingFolder
@@ -153,17 +153,19 @@ def warm(
     measure: bool,
     progress: Progress,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
+    wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
 ) -> Warmed:
     """Warm and check all buckets. Measure what steps cost, unless an earlier start of this plan has done so.
 
     measure: also time each bucket, eager and compiled, and measure the costs in any case.
     prepared: the result of `prepare_buckets`, if it was called.
+    wait_for_worker: as `warm_buckets` calls it.
     """
     plan = start.plan
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
     with tracker.track():
         records = warm_buckets(
-            runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared
+            runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared, wait_for_worker
         )
     runner.graphs.warmed()
     return Warmed(records, find_step_costs(start, runner, records, measure), tracker.paths())

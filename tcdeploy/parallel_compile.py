@@ -1,27 +1,55 @@
-"""The copy of a model that a compile worker (compile_process.py) compiles.
+"""Compiles buckets of a plan in several processes at once.
 
-It has few layers, random weights and few KV blocks, because a second copy of the weights may not fit on the GPU. Layers
-of a kind share their programs, and the number of KV blocks is a symbol in them.
+The first process compiles the largest bucket, as it would without others, and *compile workers* (compile_process.py)
+compile the rest at the same time. When it reaches a bucket of a worker, it waits until the worker has finished it,
+copies its files from the worker's journal, and loads its programs from the cache. A bucket that a worker does not
+finish is compiled by the first process, with a warning. A server with eager steps uses one worker for all buckets
+(eager_start.py).
+
+A worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
+weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
+
+Rejected: a worker for the largest bucket. A worker imports torch first (8 s on an H100 machine), and the first process
+would load the bucket's programs afterwards. In that time it loads the weights and begins to compile the bucket itself.
+Rejected: threads. Tracing holds the GIL.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import nn
 
+from tcdeploy.cache.manifest import Compilation
+from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets
+from tcdeploy.compile_process import CompileProcess
 from tcdeploy.compiler.regions import find_layers, layer_kinds
 from tcdeploy.engine.check_prompts import CheckPrompts
+from tcdeploy.engine.warmup import warmup_order
+from tcdeploy.errors import TcdeployError
 from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
 from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.memory import DTYPE_BYTES
-from tcdeploy.planning.plan import Plan
+from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.memory import DTYPE_BYTES, gib
+from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+# Inductor and Triton compile the kernels of one process on several cores.
+CORES_PER_PROCESS = 4
+# Of the model. A worker costs CPU time for its imports and memory, which a start of a small model does not need.
+MIN_WEIGHT_BYTES = 1 << 30
+# Of a copy's weights: the reference of the parity check reads them in float32, one layer or head at a time.
+COPY_FACTOR = 2
+log = logging.getLogger("tcdeploy.pipeline")
 
 
 class ShortCopy(NamedTuple):
@@ -30,6 +58,55 @@ class ShortCopy(NamedTuple):
     config: dict[str, Any]
     num_layers: int
     weight_bytes: int
+
+
+class OneProcess(NamedTuple):
+    """Why all buckets are compiled in one process."""
+
+    reason: str
+
+
+class CompileWorkers:
+    """The running compile workers of a start. Use it as a context manager, which ends them."""
+
+    def __init__(self, staging: StagingFolder, workers: Sequence[CompileProcess] = ()) -> None:
+        self._staging, self._workers = staging, tuple(workers)
+        self._failed: list[CompileProcess] = []
+
+    def __bool__(self) -> bool:
+        """Whether workers were started."""
+        return bool(self._workers)
+
+    def wait_for(self, bucket: Bucket) -> Compilation | None:
+        """Wait until a worker has finished the bucket, and copy its files. None if no worker compiles it, or it fails.
+
+        Raises SpaceError, TrustError and TcdeployError if the files cannot be copied.
+        """
+        worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
+        if worker is None:
+            return None
+        compilation = worker.wait_for(bucket.name)
+        if compilation is None:
+            if worker not in self._failed:
+                self._failed.append(worker)
+                left = ", ".join(name for name in worker.buckets if name not in worker.finished)
+                log.warning("%s: compiled in this process, because a compile worker failed: %s", left, worker.failure)
+            return None
+        copy_finished_buckets(self._staging)
+        if worker.finished.keys() >= set(worker.buckets):
+            worker.stop()  # free its memory, and the lock of its staging folder
+        return compilation
+
+    def stop(self) -> None:
+        """End all workers, also those that compile."""
+        for worker in self._workers:
+            worker.stop()
+
+    def __enter__(self) -> CompileWorkers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def make_short_copy(model: nn.Module, config: PreTrainedConfig, plan: Plan, architecture: Architecture) -> ShortCopy:
@@ -70,3 +147,75 @@ def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
         mixed_steps="on" if plan.mixed_steps else "off",
         cache_dir=plan.cache_dir,
     )
+
+
+def share_buckets(
+    recipe: Recipe, plan: Plan, copy: ShortCopy, cores: int, spare_bytes: int
+) -> list[list[str]] | OneProcess:
+    """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
+
+    `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use.
+    """
+    order = [bucket.name for bucket in warmup_order(plan)[1:]]
+    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
+    limits = {
+        "there is only one bucket": len(order),
+        f"{cores} CPU cores are too few for two processes": cores // CORES_PER_PROCESS - 1,
+        f"{gib(spare_bytes)} beside the model are too few for a copy ({gib(copy_bytes)})": spare_bytes // copy_bytes,
+    }
+    excluded = {
+        "--tune-seconds times variants": plan.tune_seconds > 0,
+        "--trust-remote-code: workers have only the model's config": plan.trust_remote_code,
+        "--require-signed compiles nothing": recipe.require_signed,
+        f"{gib(plan.weight_bytes)} of weights are few": plan.weight_bytes < MIN_WEIGHT_BYTES,
+    }
+    reasons = [reason for reason, applies in excluded.items() if applies]
+    reasons += [reason for reason, limit in limits.items() if limit < 1]
+    if reasons:
+        return OneProcess(reasons[0])
+    num_workers = min(limits.values())
+    return [order[number::num_workers] for number in range(num_workers)]
+
+
+def count_cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def count_spare_bytes(plan: Plan, environment: Environment) -> int:
+    """Free bytes of the plan's device, less those of weights, KV cache and workspace. Call it before these exist.
+
+    The CUDA context exists already and is part of the workspace too. This leaves room for the parity check.
+    """
+    free = torch.cuda.mem_get_info()[0] if plan.device == "cuda" else environment.host_memory_bytes
+    return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
+
+
+def start_workers(
+    recipe: Recipe,
+    plan: Plan,
+    environment: Environment,
+    model: nn.Module,
+    config: PreTrainedConfig,
+    architecture: Architecture,
+    prompts: CheckPrompts,
+    staging: StagingFolder,
+) -> CompileWorkers:
+    """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
+
+    `model`: with fake tensors, because the weights are not loaded yet.
+    """
+    workers: list[CompileProcess] = []
+    try:
+        copy = make_short_copy(model, config, plan, architecture)
+        shares = share_buckets(recipe, plan, copy, count_cores(), count_spare_bytes(plan, environment))
+        if isinstance(shares, OneProcess):
+            log.info("all buckets are compiled in one process: %s", shares.reason)
+            return CompileWorkers(staging)
+        log.info("compile workers have %d of %d layers", copy.num_layers, len(architecture.attention_layers))
+        short_recipe = worker_recipe(recipe, plan, prompts)
+        for names in shares:
+            workers.append(CompileProcess(short_recipe, copy.config, plan.key, names))
+    except (TcdeployError, OSError) as error:
+        log.warning("buckets without a compile worker are compiled in this process: %s", error)
+    return CompileWorkers(staging, workers)

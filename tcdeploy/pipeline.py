@@ -1,8 +1,8 @@
 """From a recipe to a running deployment, with the model's code.
 
 A cold start and a warm start take the same path; only a start from packages alone takes another (packaged_start.py).
-Read `prepare` from top to bottom: each `with` block is a stage, and its seconds are written to the manifest. A compile
-worker (compile_worker.py) runs `compile_buckets`.
+Read `_prepare` from top to bottom: each `with` block is a stage, and its seconds are written to the manifest. In a cold
+start, other processes may compile some of the buckets (parallel_compile.py); they run `compile_buckets`.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import dataclasses
 import gc
 import logging
 from collections.abc import Collection
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
@@ -38,7 +39,7 @@ from tcdeploy.cache.manifest import BucketRecord, Manifest, Origin, make_origin,
 from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
-from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets
+from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
 from tcdeploy.compiler.aot import AotForward, package_folder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.export import TracedLayer
@@ -72,6 +73,7 @@ from tcdeploy.models.probe import probe_model
 from tcdeploy.models.sources import source_file
 from tcdeploy.models.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer, tokenizer_stop_ids
 from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_weights
+from tcdeploy.parallel_compile import CompileWorkers, start_workers
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
@@ -110,6 +112,7 @@ class PlannedDeployment:
     config: PreTrainedConfig
     environment: Environment
     architecture: Architecture
+    fake_model: nn.Module  # without weights (models/probe.py)
     plan: Plan
     generation_defaults: GenerationDefaults
     model_decisions: tuple[Decision, ...]  # made while the model's files were read
@@ -143,7 +146,20 @@ def prepare(
     Raises TcdeployError.
     """
     count_start()
-    progress = progress or NullProgress()
+    with ExitStack() as cleanup:
+        return _prepare(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager, cleanup)
+
+
+def _prepare(
+    recipe: Recipe,
+    progress: Progress,
+    measure: bool,
+    trusted_keys: Path | None,
+    needs_tokenizer: bool,
+    eager: bool,
+    cleanup: ExitStack,
+) -> Deployment:
+    """`cleanup` ends the compile workers."""
     stages = StageTimer(progress)
     key = start_key(recipe, local_folder(recipe.model, recipe.revision))
     executed_files: set[str] = set()  # those that define the model, if a start record is written
@@ -158,6 +174,8 @@ def prepare(
         use_precompiled_headers(earlier is None and not eager, staging.headers_folder)  # the worker compiles, if any
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
+        uses_workers = earlier is None and not eager and not staging.is_private_copy
+        workers = cleanup.enter_context(_start_workers(planned, staging) if uses_workers else CompileWorkers(staging))
         writes_record = key is not None and _may_add_files(staging)
         kernels = record_kernels() if writes_record else None
         with record_executed_files(executed_files) if writes_record else nullcontext():
@@ -187,7 +205,7 @@ def prepare(
         try:
             with stages.stage("compile"):
                 _install_programs(runner, planned, staging.path)
-                warmed = warm(start, runner, checker, tracker, measure, progress)
+                warmed = warm(start, runner, checker, tracker, measure, progress, wait_for_worker=workers.wait_for)
             break
         except StoredReferenceDiffers as difference:
             # As text: a handler may keep the record, and the exception refers to the model.
@@ -200,6 +218,9 @@ def prepare(
             runner = _load(planned)
         with stages.stage("reference"):
             checker = ParityChecker(runner, architecture, planned.config)
+    if workers:
+        workers.stop()
+        warmed = warmed._replace(records=[_without_graph_memory(record) for record in warmed.records])
     more_paths: list[str] = []
     if path and stored is not None:
         more_paths.append(path)
@@ -210,11 +231,19 @@ def prepare(
     if key is not None and kernels is not None:
         with stages.stage("record"):
             more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files, kernels)
-    return record_start(start, runner, warmed, more_paths, stages)
+    deployment = record_start(start, runner, warmed, more_paths, stages)
+    if workers:
+        remove_published_folders(staging)
+    return deployment
+
+
+def _without_graph_memory(record: BucketRecord) -> BucketRecord:
+    """It is measured as a change of the GPU's free memory, which other processes used too."""
+    return dataclasses.replace(record, graph_memory_bytes=None)
 
 
 def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progress: Progress) -> None:
-    """Compile the buckets with these names for another process (compile_process.py), and write no manifest.
+    """Compile the buckets with these names for another process (parallel_compile.py), and write no manifest.
 
     The files of each finished bucket are added to the journal of this process's staging folder, as files of the plan
     `plan_key`, before `progress` is called. `recipe`: of a copy of that plan's model. Raises TcdeployError.
@@ -250,6 +279,14 @@ def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
         relocate_autotune_cache()
     acquire_lease(staging.target, plan_key)
     return staging
+
+
+def _start_workers(planned: PlannedDeployment, staging: StagingFolder) -> CompileWorkers:
+    plan, architecture = planned.plan, planned.architecture
+    prompts = CheckPrompts(plan, architecture, planned.config, FIRST_SEED)
+    return start_workers(
+        planned.recipe, plan, planned.environment, planned.fake_model, planned.config, architecture, prompts, staging
+    )
 
 
 def _start_eagerly(
@@ -419,7 +456,7 @@ def decide(
     with stages.stage("decide"):
         environment = dataclasses.replace(detect_environment(), missing_internals=missing_internals())
         config = load_config(recipe)
-        architecture, expected_tensors = probe_model(config, recipe.trust_remote_code)
+        architecture, expected_tensors, fake_model = probe_model(config, recipe.trust_remote_code)
         stored_dtype = check_checkpoint(recipe, config, expected_tensors)
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
         defaults, decisions = _generation_defaults(recipe, config, architecture, tokenizer)
@@ -429,7 +466,7 @@ def decide(
             decisions += (Decision("checkpoint dtype", stored_dtype, reason),)
         plan = make_plan(recipe, environment, architecture, decisions)
         planned = PlannedDeployment(
-            recipe, config, environment, architecture, plan, defaults, decisions, tokenizer=tokenizer
+            recipe, config, environment, architecture, fake_model, plan, defaults, decisions, tokenizer=tokenizer
         )
         if not environment.compiler and toolchain.is_compiler_missing():
             planned = _with_cached_toolchain(planned)

@@ -1,13 +1,15 @@
 """Warm every bucket of the plan: compile its step, capture it, check it against the reference, and record the result.
 
-The largest bucket goes first: CUDA graphs share one memory pool, which the first graph sizes. Tuning, the parity check
-and timing are in tuning.py, parity_check.py and timing.py; this module holds the order and the record. A record keeps
-compile, capture and check seconds apart, and torch's counters.
+The largest bucket goes first: CUDA graphs share one memory pool, which the first graph sizes. Other processes may
+compile the rest meanwhile (parallel_compile.py); this process then loads what they have compiled. Tuning, the parity
+check and timing are in tuning.py, parity_check.py and timing.py; this module holds the order and the record. A record
+keeps compile, capture and check seconds apart, and torch's counters.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -32,6 +34,8 @@ from tcdeploy.engine.warmup_inputs import make_small_batch, make_timing_batch, t
 from tcdeploy.errors import SpaceError
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.progress import Progress
+
+log = logging.getLogger("tcdeploy.engine")
 
 
 @dataclass(frozen=True)
@@ -100,12 +104,14 @@ def warm_buckets(
     progress: Progress,
     on_finished: Callable[[BucketRecord], None] = lambda record: None,
     prepared: Mapping[Bucket, CompiledVariant] | None = None,
+    wait_for_worker: Callable[[Bucket], Compilation | None] = lambda bucket: None,
     names: Collection[str] | None = None,
 ) -> list[BucketRecord]:
     """Warm all buckets, or those with these names; returns their records in the plan's order.
 
     With `measure` the step of each bucket is timed at the end, eager and compiled. `on_finished` is called for each
     bucket that has passed its parity check. `prepared`: the result of `prepare_buckets`, if it was called.
+    `wait_for_worker` is called before each bucket, and returns how another process has compiled it; None if none has.
     Raises CompileError for a bucket that fails its parity check, and SpaceError if torch could not write all cache
     entries.
     """
@@ -115,10 +121,14 @@ def warm_buckets(
     tuning_left = plan.tune_seconds
     for number, bucket in enumerate(order, 1):
         progress.bucket_started(bucket.name, number, len(order))
+        compilation = wait_for_worker(bucket)
+        known = previous if compilation is None else previous.with_programs({bucket.name: compilation})
         tune_seconds = tuning_left / (len(order) - number + 1)  # an equal share for each bucket left
         with translate_compile_errors(plan, cache_dir):
             compiled = prepared[bucket] if prepared else None
-            warmed = _warm_bucket(runner, bucket, previous, checker, tune_seconds, compiled)
+            warmed = _warm_bucket(runner, bucket, known, checker, tune_seconds, compiled)
+        if compilation is not None:
+            warmed = warmed._replace(record=_with_compilation(warmed.record, compilation))
         records[bucket] = warmed.record
         tuning_left -= warmed.tuning_seconds
         try:
@@ -126,12 +136,22 @@ def warm_buckets(
             on_finished(warmed.record)  # first, so that a bucket that is reported as finished is kept after a kill
         finally:
             progress.bucket_finished(warmed.record)
-    if measure:
+    if measure:  # at the end, when no other process compiles on this machine
         with translate_compile_errors(plan, cache_dir):
             records = {bucket: _with_step_times(runner, bucket, record) for bucket, record in records.items()}
     runner.row_assignment.clear()
     raise_if_entries_are_missing(cache_dir)
     return [records[bucket] for bucket in plan.buckets if bucket in records]
+
+
+def _with_compilation(record: BucketRecord, compilation: Compilation) -> BucketRecord:
+    """The record of a bucket that another process has compiled. Warns if this process had to compile it again."""
+    if record.cache_misses:
+        log.warning(
+            "%s: %d programs were compiled again, because the copy of the model in the compile worker has other ones",
+            record.bucket, record.cache_misses,
+        )  # fmt: skip
+    return record.with_compilation(compilation)
 
 
 def _with_step_times(runner: ModelRunner, bucket: Bucket, record: BucketRecord) -> BucketRecord:

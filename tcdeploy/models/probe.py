@@ -88,6 +88,7 @@ class _LinearRecorder:
 class ProbedModel(NamedTuple):
     architecture: Architecture
     tensors: ExpectedTensors
+    model: nn.Module  # with fake tensors
 
 
 def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architecture:
@@ -96,7 +97,7 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
 
 
 def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
-    """The Architecture, and the tensors that a checkpoint of the model contains. Raises UnsupportedModelError."""
+    """The Architecture, the tensors that a checkpoint contains, and the model. Raises UnsupportedModelError."""
     try:
         return _probe(config, trust_remote_code)
     except TcdeployError:
@@ -150,7 +151,7 @@ def _probe(config: PreTrainedConfig, trust_remote_code: bool) -> ProbedModel:
         packed_linears=_find_packed_linears(model, linear_recorder),
         config_digest=digest_config(config_to_dict(config)),
     )
-    return ProbedModel(architecture, expected_tensors(model))
+    return ProbedModel(architecture, expected_tensors(model), model)
 
 
 def _weight_bytes(model: nn.Module, dtype: str) -> int:
