@@ -6,6 +6,9 @@ copies its files from the worker's journal, and loads its programs from the cach
 finish is compiled by the first process, with a warning. A server with eager steps uses one worker for all buckets
 (eager_start.py).
 
+With ahead-of-time programs, one worker helps with the largest bucket. It compiles the bucket's packages from the last
+to the first, and the first process from the first to the last. Before each package, both look for those of the other.
+
 A worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
 weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
 
@@ -67,10 +70,15 @@ class OneProcess(NamedTuple):
 
 
 class CompileWorkers:
-    """The running compile workers of a start. Use it as a context manager, which ends them."""
+    """The running compile workers of a start. Use it as a context manager, which ends them.
 
-    def __init__(self, staging: StagingFolder, workers: Sequence[CompileProcess] = ()) -> None:
-        self._staging, self._workers = staging, tuple(workers)
+    helper: the worker that compiles packages of the largest bucket, which the first process compiles too.
+    """
+
+    def __init__(
+        self, staging: StagingFolder, workers: Sequence[CompileProcess] = (), helper: CompileProcess | None = None
+    ) -> None:
+        self._staging, self._workers, self._helper = staging, tuple(workers), helper
         self._failed: list[CompileProcess] = []
 
     def __bool__(self) -> bool:
@@ -85,6 +93,8 @@ class CompileWorkers:
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
+        if self._helper is not None:
+            self._helper.stop()  # the largest bucket is warm
         compilation = worker.wait_for(bucket.name)
         if compilation is None:
             if worker not in self._failed:
@@ -99,7 +109,7 @@ class CompileWorkers:
 
     def stop(self) -> None:
         """End all workers, also those that compile."""
-        for worker in self._workers:
+        for worker in (*self._workers, *([self._helper] if self._helper else [])):
             worker.stop()
 
     def __enter__(self) -> CompileWorkers:
@@ -154,12 +164,15 @@ def share_buckets(
 ) -> list[list[str]] | OneProcess:
     """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
 
+    With ahead-of-time programs, the first of several workers gets the largest bucket.
+
     `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use.
     """
-    order = [bucket.name for bucket in warmup_order(plan)[1:]]
+    largest, *order = [bucket.name for bucket in warmup_order(plan)]
+    can_help = plan.programs == "aot" and len(order) > 0
     copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
     limits = {
-        "there is only one bucket": len(order),
+        "there is only one bucket": len(order) + can_help,
         f"{cores} CPU cores are too few for two processes": cores // CORES_PER_PROCESS - 1,
         f"{gib(spare_bytes)} beside the model are too few for a copy ({gib(copy_bytes)})": spare_bytes // copy_bytes,
     }
@@ -174,7 +187,9 @@ def share_buckets(
     if reasons:
         return OneProcess(reasons[0])
     num_workers = min(limits.values())
-    return [order[number::num_workers] for number in range(num_workers)]
+    helped = [[largest]] if can_help and num_workers > 1 else []
+    num_workers -= len(helped)
+    return helped + [order[number::num_workers] for number in range(num_workers)]
 
 
 def count_cores() -> int:
@@ -218,4 +233,6 @@ def start_workers(
             workers.append(CompileProcess(short_recipe, copy.config, plan.key, names))
     except (TcdeployError, OSError) as error:
         log.warning("buckets without a compile worker are compiled in this process: %s", error)
-    return CompileWorkers(staging, workers)
+    largest = warmup_order(plan)[0].name
+    helper = next((worker for worker in workers if largest in worker.buckets), None)
+    return CompileWorkers(staging, [worker for worker in workers if worker is not helper], helper)

@@ -20,6 +20,7 @@ import logging
 from collections.abc import Collection
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -40,7 +41,7 @@ from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
-from tcdeploy.compiler.aot import AotForward, package_folder
+from tcdeploy.compiler.aot import AotForward, PackageExchange, package_folder
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
 from tcdeploy.compiler.export import TracedLayer
 from tcdeploy.compiler.jit import JitLoader
@@ -204,7 +205,8 @@ def _prepare(
     while True:
         try:
             with stages.stage("compile"):
-                _install_programs(runner, planned, staging.path)
+                exchange = _package_exchange(staging, plan.key) if workers else PackageExchange()
+                _install_programs(runner, planned, staging.path, exchange=exchange)
                 warmed = warm(start, runner, checker, tracker, measure, progress, wait_for_worker=workers.wait_for)
             break
         except StoredReferenceDiffers as difference:
@@ -257,7 +259,7 @@ def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progr
     use_precompiled_headers(True, staging.headers_folder)
     runner = _load(planned)
     checker = ParityChecker(runner, planned.architecture, planned.config)
-    _install_programs(runner, planned, staging.path, plan_key)
+    _install_programs(runner, planned, staging.path, plan_key, _package_exchange(staging, plan_key))
     tracker = FileAccessTracker(staging.path)
 
     def on_finished(record: BucketRecord) -> None:
@@ -529,19 +531,29 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
+def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:
+    """Exchanges packages through the journals of the staging folders."""
+    return PackageExchange(partial(copy_finished_buckets, staging), partial(staging.add_file_to_journal, plan_key))
+
+
 def _install_programs(
-    runner: ModelRunner, planned: PlannedDeployment, cache_dir: str, original_key: str | None = None
+    runner: ModelRunner,
+    planned: PlannedDeployment,
+    cache_dir: str,
+    original_key: str | None = None,
+    exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
 ) -> None:
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
-    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
+    `original_key`: of the plan for whose model this one is a copy; None: it is no copy. `exchange`: for packages.
     """
     plan, model = planned.plan, runner.model
     if plan.programs == "aot":
         origin, key = origin_of(planned), original_key or plan.key
         folder = package_folder(cache_dir, key, origin.sources, origin.torch_settings, model)
         layers = _traced_layers(model, planned.architecture)
-        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, original_key is not None)
+        is_copy = original_key is not None
+        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, is_copy, exchange)
         return
     regions = _regions(model, planned)
     compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)

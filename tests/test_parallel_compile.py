@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -108,9 +109,9 @@ def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cl
     stderr, buckets = warm(TWO_WORKERS, *AOT_FLAGS)
     assert lines_with(stderr, "waited: ") == ["waited: prefill:32 None", "waited: decode:2 miss"]
     assert lines_with(stderr, "warning") == []
-    assert [(item["outcome"], item["programs"], item["cache_misses"]) for item in buckets.values()] == [
-        ("miss", 3, 3)
-    ] * 2
+    prefill, decode = buckets.values()
+    assert (prefill["outcome"], prefill["cache_hits"] + prefill["cache_misses"]) == ("miss", 3), "a worker may help"
+    assert (decode["outcome"], decode["programs"], decode["cache_hits"], decode["cache_misses"]) == ("miss", 3, 0, 3)
     packages = [file["path"] for file in manifest_of(cache)["files"] if file["path"].endswith(".pt2")]
     assert len(packages) == 6
     remove_headers(cache)
@@ -179,6 +180,12 @@ def test_workers_share_the_buckets_but_the_largest_in_the_order_in_which_they_ar
     assert shares(buckets=(512, 2048)) == [["prefill:512"], ["decode:32"], ["decode:1"]]
 
 
+def test_with_ahead_of_time_programs_the_first_of_several_workers_helps_with_the_largest_bucket() -> None:
+    assert shares(programs="aot") == [["prefill:2048"], ["decode:32"], ["decode:1"]]
+    assert shares(programs="aot", batch_sizes=(1,)) == [["prefill:2048"], ["decode:1"]]
+    assert shares(programs="aot", cores=2 * CORES_PER_PROCESS) == [["decode:32", "decode:1"]]
+
+
 def test_cores_and_memory_limit_the_number_of_workers() -> None:
     assert shares(cores=3 * CORES_PER_PROCESS - 1) == [["decode:32", "decode:1"]]
     assert shares(cores=2 * CORES_PER_PROCESS - 1) == OneProcess("7 CPU cores are too few for two processes")
@@ -204,7 +211,5 @@ def test_a_small_model_is_compiled_in_one_process() -> None:
     recipe = make_recipe(**RECIPE)
     plan = make_plan(recipe, H100, LLAMA_8B)
     assert plan.weight_bytes > MIN_WEIGHT_BYTES
-    import dataclasses
-
     small = dataclasses.replace(plan, weight_bytes=MIN_WEIGHT_BYTES - 1)
     assert share_buckets(recipe, small, COPY, 16, 25 * GIB) == OneProcess("1024.0 MiB of weights are few")

@@ -63,7 +63,7 @@ def restore_plan(
     if manifest is None:
         taken_over = take_over_finished_buckets(staging, plan_key)
         if taken_over.num_buckets:
-            log.warning("buckets reused from starts that did not finish: %d", taken_over.num_buckets)
+            log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_buckets)
         elif taken_over.num_folders:
             log.warning("the folders of %d killed processes had no buckets to reuse", taken_over.num_folders)
     elif not staging.is_private_copy:

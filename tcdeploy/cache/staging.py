@@ -165,6 +165,10 @@ class StagingFolder:
         self._hashed |= states
         self._write_to_journal(plan_key, hash_files(self.path, changed))
 
+    def add_file_to_journal(self, plan_key: str, path: Path) -> None:
+        """Record a file of a bucket that is not finished yet. Raises OSError."""
+        self.add_to_journal(plan_key, [path.relative_to(self.path).as_posix()])
+
     def _write_to_journal(self, plan_key: str, files: Iterable[FileRecord]) -> None:
         new = [file for file in files if file not in self._copied and self._in_journal.get(file.path) != file]
         if new:
@@ -284,7 +288,10 @@ def remove_own_staging_folders() -> None:
 
 
 class TakenOver(NamedTuple):
-    """What `take_over_finished_buckets` did: the folders that it deleted, and the buckets in the journals."""
+    """What `take_over_finished_buckets` did: the folders that it deleted, and the entries in the journals.
+
+    An entry is a bucket, or a package of one.
+    """
 
     num_folders: int
     num_buckets: int

@@ -13,15 +13,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor, nn
+from torch.export import ExportedProgram
 
 from tcdeploy.cache.contents import AOT_DIR
 from tcdeploy.compiler import aot_counts
 from tcdeploy.compiler.cxx_runtime import check_cxx_runtime
-from tcdeploy.compiler.export import TracedLayer, export_step
+from tcdeploy.compiler.export import ExportedStep, TracedLayer, export_step
 from tcdeploy.compiler.jit import inductor_options
 from tcdeploy.compiler.model_forward import StepInputs, TransformersForward
 from tcdeploy.compiler.packages import PackagedForward, StepVariant
@@ -31,6 +33,7 @@ from tcdeploy.errors import CompileError, TcdeployError
 from tcdeploy.models.sources import model_sources
 from tcdeploy.planning.keys import source_digests
 from tcdeploy.planning.plan import Bucket, Plan
+from tcdeploy.planning.variants import Variant
 from tcdeploy.torch_compat.aot_package import compile_package
 from tcdeploy.torch_compat.mark_dynamic import mark_dynamic
 
@@ -41,6 +44,17 @@ HASHED_FILES = (
     "models/sources.py", "models/static_rope.py", "torch_compat/aot_package.py", "torch_compat/aot_pdl.py",
     "torch_compat/mark_dynamic.py",
 )  # fmt: skip
+
+
+class PackageExchange(NamedTuple):
+    """How processes that compile the same step at the same time get each other's packages.
+
+    fetch: copy finished packages of other processes into the folder of this one. Called before one is compiled.
+    offer: let other processes copy a package, which this one has compiled.
+    """
+
+    fetch: Callable[[], None] = lambda: None
+    offer: Callable[[Path], None] = lambda path: None
 
 
 class AotForward(PackagedForward):
@@ -56,16 +70,18 @@ class AotForward(PackagedForward):
         plan: Plan,
         folder: Path,
         is_copy: bool = False,
+        exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
     ) -> None:
         """`folder`: where the packages of this plan are, or will be (`package_folder`).
 
         `is_copy`: the model is a copy with fewer layers than the model of the plan (parallel_compile.py). It has the
-        same packages, but other step programs, which are neither read nor written then.
+        same packages, but other step programs, which are neither read nor written then. A copy compiles the packages of
+        a step from the last to the first, so it shares the work on a step with the process that has the model.
         """
         constants = _constants(transformers_forward.model, layers)
         super().__init__(constants, transformers_forward.supports_logits_to_keep, plan, folder)
         self._uncompiled, self._layers = transformers_forward, layers
-        self._is_copy = is_copy
+        self._is_copy, self._exchange = is_copy, exchange
         self._equal_layers: tuple[int, ...] | None = None  # see ExportedStep; None: no step was exported yet
 
     def __call__(self, inputs: StepInputs) -> Tensor:
@@ -75,6 +91,22 @@ class AotForward(PackagedForward):
         return super().__call__(inputs)
 
     def _make(self, key: StepVariant, inputs: StepInputs) -> StepProgram:
+        exported_step = self._export(key, inputs)
+        programs = list(exported_step.exported.items())
+        if self._is_copy:
+            if key.selects_in_last_layer:  # the packages of the step that `_load` loads next
+                at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
+                at_head_step = self._export(key._replace(selects_in_last_layer=False), at_head)
+                programs = list({**exported_step.exported, **at_head_step.exported}.items())
+            programs.reverse()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name, exported in programs:
+            self._provide_package(name, exported, key.variant)
+        if not self._is_copy:
+            (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
+        return exported_step.step_program
+
+    def _export(self, key: StepVariant, inputs: StepInputs) -> ExportedStep:
         variant = key.variant
         flags = (variant.inductor_config, variant.skinny_gemm, variant.inplace_residual, variant.fused_epilogues)
         _mark_dynamic_sizes(key.bucket, inputs)
@@ -88,20 +120,22 @@ class AotForward(PackagedForward):
                 f"{self._plan.model} cannot be compiled ahead of time: {reason}", "use --programs jit"
             ) from error
         self._equal_layers = exported_step.equal_layers
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, exported in exported_step.exported.items():
-            path = self.package_path(name)
-            if not path.is_file():
-                check_cxx_runtime()
-                partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
-                compile_package(exported, str(partial), inductor_options(variant, self._plan.graphs))
-                os.replace(partial, path)
-                aot_counts.packages_compiled += 1
-            elif name not in self._programs:
-                aot_counts.packages_loaded += 1
-        if not self._is_copy:
-            (self.folder / key.file_name).write_text(exported_step.step_program.to_json())
-        return exported_step.step_program
+        return exported_step
+
+    def _provide_package(self, name: str, exported: ExportedProgram, variant: Variant) -> None:
+        """Compile a package, unless the folder or another process has it."""
+        path = self.package_path(name)
+        if not path.is_file():
+            self._exchange.fetch()
+        if path.is_file():
+            aot_counts.packages_loaded += name not in self._programs
+            return
+        check_cxx_runtime()
+        partial = path.with_suffix(".partial.pt2")  # a failed compilation may leave a part of the file
+        compile_package(exported, str(partial), inductor_options(variant, self._plan.graphs))
+        os.replace(partial, path)
+        aot_counts.packages_compiled += 1
+        self._exchange.offer(path)
 
     def _read(self, key: StepVariant) -> StepProgram | None:
         return None if self._is_copy else super()._read(key)

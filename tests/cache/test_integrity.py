@@ -369,7 +369,7 @@ def test_a_start_reports_an_earlier_one_that_did_not_finish(
     killed = leave_staging_folder(cache, "f" * 16 if finished else None)
     assert restore(cache, "f" * 16) is None
     report = (
-        "buckets reused from starts that did not finish: 1"
+        "buckets or packages reused from starts that did not finish: 1"
         if finished
         else ("the folders of 1 killed processes had no buckets to reuse")
     )

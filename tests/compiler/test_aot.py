@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,10 @@ import torch
 from torch import nn
 
 from tcdeploy import pipeline
-from tcdeploy.compiler import aot
-from tcdeploy.compiler.compile_stats import measure_compiles
+from tcdeploy.compiler import aot, stances
+from tcdeploy.compiler.compile_stats import measure_compiles, read_counts
 from tcdeploy.engine.sequence import SamplingParams
+from tcdeploy.engine.warmup_inputs import make_timing_batch
 from tcdeploy.errors import CompileError, RecompileError
 from tcdeploy.planning.recipe import build_recipe
 from tests.conftest import TINY, RunCLI, prepare_tiny
@@ -103,6 +105,41 @@ def test_a_step_without_a_package_is_an_error_after_warm_up(deployment: Any, mon
     monkeypatch.setattr(forward, "_steps", {})
     with pytest.raises(RecompileError, match="was not loaded or compiled during start-up"):
         deployment.engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("is_copy", [False, True])
+def test_packages_of_other_processes_are_fetched_and_own_ones_are_offered(
+    deployment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copy: bool
+) -> None:
+    """Another process has the last package of a decode step; or the first one, which a copy compiles last."""
+    runner, compiled, offered = deployment.engine.runner, [], []
+    packaged, folder = runner.forward, tmp_path / "aot" / "key"
+    names = json.loads((packaged.folder / "decode-2_default.json").read_text())["inputs"]
+    ordered = list(reversed(names)) if is_copy else list(names)
+
+    def compile_package(exported: Any, path: str, options: Any) -> None:
+        name = Path(path).name.removesuffix(".partial.pt2")
+        compiled.append(name)
+        shutil.copy(packaged.package_path(name), path)
+
+    def fetch() -> None:
+        shutil.copy(packaged.package_path(ordered[-1]), folder)
+
+    monkeypatch.setattr(aot, "compile_package", compile_package)
+    exchange = aot.PackageExchange(fetch, lambda path: offered.append(path.stem))
+    forward = aot.AotForward(runner.transformers_forward, packaged._layers, deployment.plan, folder, is_copy, exchange)
+    monkeypatch.setattr(runner, "forward", forward)
+    before = read_counts()
+    [bucket] = deployment.plan.decode_buckets
+    with stances._set_stance("compile"), runner.uncounted_steps():
+        make_timing_batch(runner, bucket).run()
+    counts = read_counts() - before
+    assert compiled == offered
+    decode = [name for name in compiled if name in ordered]
+    assert decode == ordered[:-1]
+    assert (folder / "decode-2_default.json").is_file() is not is_copy, "the step of a copy has fewer layers"
+    assert counts.cache_misses == len(compiled)
+    assert counts.cache_hits > 0
 
 
 def test_a_program_with_a_wrong_weight_fails_its_parity_check(
