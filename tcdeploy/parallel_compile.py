@@ -178,6 +178,7 @@ def share_buckets(
     }
     excluded = {
         "--tune-seconds times variants": plan.tune_seconds > 0,
+        "--mode max-autotune times kernels, which other processes would disturb": plan.mode == "max-autotune",
         "--trust-remote-code: workers have only the model's config": plan.trust_remote_code,
         "--require-signed compiles nothing": recipe.require_signed,
         f"{gib(plan.weight_bytes)} of weights are few": plan.weight_bytes < MIN_WEIGHT_BYTES,

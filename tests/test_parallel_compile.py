@@ -198,6 +198,7 @@ def test_cores_and_memory_limit_the_number_of_workers() -> None:
     ("options", "reason"),
     [
         ({"tune_seconds": 5.0}, "--tune-seconds"),
+        ({"mode": "max-autotune"}, "--mode max-autotune"),
         ({"trust_remote_code": True}, "--trust-remote-code"),
         ({"require_signed": True}, "--require-signed"),
     ],
