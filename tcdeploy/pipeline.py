@@ -14,6 +14,10 @@ from tcdeploy.stages import ImportStage, StageTimer
 _import_stage = ImportStage()
 require_compile_extra()
 
+from tcdeploy.models.unused_packages import import_transformers
+
+import_transformers()  # before other modules import it
+
 import dataclasses
 import gc
 import logging

@@ -1,0 +1,57 @@
+"""Starts import transformers without packages that are not needed, and leave these to other code."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.models.unused_packages import PACKAGES
+from tests.conftest import cli_environment
+
+SCRIPT = """
+import importlib, json, sys
+for name in sys.argv[2:]:
+    importlib.import_module(name)
+imported = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
+import scipy.optimize
+print(json.dumps(imported))
+"""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """With a scipy that has every name."""
+    for name in ("scipy", "scipy/optimize"):
+        folder = tmp_path / "packages" / name
+        folder.mkdir(parents=True)
+        (folder / "__init__.py").write_text("def __getattr__(name): return object()\n")
+    information = tmp_path / "packages" / "scipy-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: scipy\nVersion: 1.0\n")
+    environ = cli_environment(tmp_path)
+    environ["PYTHONPATH"] = f"{tmp_path / 'packages'}:{environ.get('PYTHONPATH', Path(__file__).parents[2])}"
+    return environ
+
+
+def imported_packages(environment: dict[str, str], *modules: str) -> list[str]:
+    command = [sys.executable, "-c", SCRIPT, json.dumps(PACKAGES), *modules]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    names: list[str] = json.loads(result.stdout)
+    return names
+
+
+def test_a_start_does_not_import_packages_for_other_uses_of_transformers(environment: dict[str, str]) -> None:
+    assert imported_packages(environment, "tcdeploy.pipeline") == []
+
+
+def test_transformers_alone_imports_such_a_package(environment: dict[str, str]) -> None:
+    assert imported_packages(environment, "transformers.loss.loss_utils") == ["scipy"]
+
+
+def test_a_package_that_is_in_use_stays_imported(environment: dict[str, str]) -> None:
+    assert imported_packages(environment, "scipy", "tcdeploy.pipeline") == ["scipy"]
