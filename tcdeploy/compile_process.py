@@ -83,9 +83,9 @@ class CompileProcess:
 
     @property
     def failure(self) -> str:
-        """Why a worker that has ended lacks a bucket: its last messages, unless it has ended without an error."""
+        """Why an ended worker did not finish all buckets: its last messages, its exit code, or what its plan lacks."""
         if self._process.returncode == 0:
-            return "its plan has not all of the buckets"
+            return "it ended without an error, but its plan does not contain these buckets"
         return "; ".join(self._last_lines) or f"exit code {self._process.returncode}"
 
     def poll(self) -> int | None:
@@ -98,7 +98,7 @@ class CompileProcess:
         return code
 
     def wait_for(self, bucket: str) -> Compilation | None:
-        """Wait until the worker has finished this bucket. None if it ends without."""
+        """Wait until the worker has finished this bucket. Returns None if it ends before."""
         while bucket not in self.finished and self.poll() is None:
             time.sleep(POLL_INTERVAL_S)
         return self.finished.get(bucket)

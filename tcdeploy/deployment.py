@@ -159,7 +159,7 @@ def warm(
 
     measure: also time each bucket, eager and compiled, and measure the costs in any case.
     prepared: the result of `prepare_buckets`, if it was called.
-    wait_for_worker: as `warm_buckets` calls it.
+    wait_for_worker: called before each bucket; returns the Compilation of another process, or None.
     """
     plan = start.plan
     on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
@@ -200,8 +200,8 @@ def _recorded_costs(start: Start, records: list[BucketRecord]) -> StepCosts | No
 def _cost_sources() -> str:
     """A digest of the code that measures costs and gives them their meaning.
 
-    Of the files' bytes. Syntax trees, as in cache keys (planning/keys.py), would ignore an edited comment, but parsing
-    takes 7 to 50 ms in each start, and measuring again takes less than a second, once.
+    It hashes bytes, so after an edited comment the costs are measured again, in less than a second. Syntax trees, as in
+    cache keys (planning/keys.py), would avoid that, but parsing takes 7 to 50 ms in each start.
     """
     engine = Path(__file__).parent / "engine"
     sources = {name: (engine / name).read_bytes() for name in ("step_costs.py", "timing.py")}

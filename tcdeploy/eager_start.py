@@ -133,7 +133,7 @@ class ProgramSwaps:
                 self._fail(f"the programs could not be compiled: {self._worker_failure}")
             return False
         if bucket is None and self._worker is not None and self._worker.poll() is None:
-            return False  # `_finish` removes its staging folder
+            return False  # wait until it has ended: `_finish` removes its staging folder
         self._compile_counts = (self.compiles, read_counts().compiles)
         try:
             if bucket is not None:
@@ -201,7 +201,7 @@ class ProgramSwaps:
             raise_if_entries_are_missing(self._start.staging.path)
             more_paths = self._write_files(records)
             publish_manifest(self._start, Warmed(records, costs, self._tracker.paths()), more_paths, self._stages)
-            remove_published_folders(self._start.staging)  # that of the worker
+            remove_published_folders(self._start.staging)  # the worker's staging folder
         except (TcdeployError, OSError) as error:
             log.warning("the programs run, but a later start may compile them again: %s", error)
         self._state = "warm"

@@ -3,9 +3,9 @@
 A start creates about two million long-lived objects, which the collector visits repeatedly while they are created:
 1.5 s of the 6.7 s that importing torch, Inductor and transformers takes (docs/performance.md). A higher threshold
 avoids that and uses no more memory. After start-up the objects are frozen, because a full collection would visit half a
-million of them and delay tokens by 0.3 s. Those of imports are frozen right after the imports: they live as long as the
-process, and the collection before the first token would spend 0.1 to 0.3 s on them. About 3,000 of them are garbage,
-which is not freed (less than 1 MB). `gc.unfreeze` makes all of them collectable again.
+million of them and delay tokens by 0.3 s. Objects created by imports are frozen right after the imports: they live as
+long as the process, and the collection before the first token would spend 0.1 to 0.3 s on them. About 3,000 of them are
+garbage, which is not freed (less than 1 MB). `gc.unfreeze` makes all of them collectable again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def relax_gc_for_startup() -> None:
 def freeze_imported_objects() -> None:
     """Exclude all current objects from future collections, without a collection, if `relax_gc_for_startup` was called.
 
-    Call it after large imports. In a program that has not called that function, as a library, nothing changes.
+    Call it after large imports. Does nothing in programs that did not call that function, such as users of the library.
     """
     if _saved_threshold is not None:
         gc.freeze()

@@ -5,6 +5,9 @@ the programs expect them; on a GPU the programs are loaded and captured meanwhil
 the stored reference before it serves, as in any other start. If something does not fit, `start_from_packages` returns
 None, and pipeline.py starts with transformers; the reason is logged.
 
+Our Triton kernels are launched from compiled code in the record (torch_compat/stored_kernels.py). Triton is imported
+only for launches that are not in it.
+
 The keys and values that a check needs are computed by the prefill packages, because there is no other forward pass.
 Wrong ones change the logits of the buckets that read them.
 """
@@ -276,8 +279,8 @@ def _start(
     )
     with stages.stage("compile"):
         warmed = warm(start, runner, checker, tracker, False, progress, prepared)
-    # Files of Triton's cache are kept, although this start may not have read them: a launch that no stored kernel fits
-    # needs them.
+    # List the files of Triton's cache in the manifest, although this start may not have read them: a launch that no
+    # stored kernel fits needs them.
     triton_paths = [file.path for file in earlier.files if file.path.startswith(f"{TRITON_DIR}/")]
     deployment = record_start(start, runner, warmed, [found.path, *record.files(), *triton_paths], stages)
     return dataclasses.replace(deployment, weights_read=weights.total)

@@ -6,8 +6,8 @@ copies its files from the worker's journal, and loads its programs from the cach
 finish is compiled by the first process, with a warning. A server with eager steps uses one worker for all buckets
 (eager_start.py).
 
-With ahead-of-time programs, one worker helps with the largest bucket. It compiles the bucket's packages from the last
-to the first, and the first process from the first to the last. Before each package, both look for those of the other.
+With ahead-of-time programs, one worker compiles packages of the largest bucket, from the last to the first, while the
+first process compiles them from the first to the last. Before each package, both look for those of the other.
 
 A worker compiles a copy of the model with few layers, random weights and few KV blocks, because a second copy of the
 weights may not fit on the GPU. Layers of a kind share their programs, and the number of KV blocks is a symbol in them.
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
 
 # Inductor and Triton compile the kernels of one process on several cores.
 CORES_PER_PROCESS = 4
-# Of the model. A worker costs CPU time for its imports and memory, which a start of a small model does not need.
+# Weights below which a start uses one process: a worker costs seconds of CPU time for imports, and memory.
 MIN_WEIGHT_BYTES = 1 << 30
-# Of a copy's weights: the reference of the parity check reads them in float32, one layer or head at a time.
+# Device memory of a copy, as a multiple of its weights: the parity check also holds one layer or the head in float32.
 COPY_FACTOR = 2
 log = logging.getLogger("tcdeploy.pipeline")
 
@@ -72,13 +72,17 @@ class OneProcess(NamedTuple):
 class CompileWorkers:
     """The running compile workers of a start. Use it as a context manager, which ends them.
 
-    helper: the worker that compiles packages of the largest bucket, which the first process compiles too.
+    package_worker: compiles packages of the largest bucket from the last to the first, while the first process compiles
+        them from the first to the last.
     """
 
     def __init__(
-        self, staging: StagingFolder, workers: Sequence[CompileProcess] = (), helper: CompileProcess | None = None
+        self,
+        staging: StagingFolder,
+        workers: Sequence[CompileProcess] = (),
+        package_worker: CompileProcess | None = None,
     ) -> None:
-        self._staging, self._workers, self._helper = staging, tuple(workers), helper
+        self._staging, self._workers, self._package_worker = staging, tuple(workers), package_worker
         self._failed: list[CompileProcess] = []
 
     def __bool__(self) -> bool:
@@ -93,14 +97,14 @@ class CompileWorkers:
         worker = next((worker for worker in self._workers if bucket.name in worker.buckets), None)
         if worker is None:
             return None
-        if self._helper is not None:
-            self._helper.stop()  # the largest bucket is warm
+        if self._package_worker is not None:
+            self._package_worker.stop()  # the first process has finished the largest bucket
         compilation = worker.wait_for(bucket.name)
         if compilation is None:
             if worker not in self._failed:
                 self._failed.append(worker)
-                left = ", ".join(name for name in worker.buckets if name not in worker.finished)
-                log.warning("%s: compiled in this process, because a compile worker failed: %s", left, worker.failure)
+                unfinished = ", ".join(name for name in worker.buckets if name not in worker.finished)
+                log.warning("a compile worker did not compile %s, so this process does: %s", unfinished, worker.failure)
             return None
         copy_finished_buckets(self._staging)
         if worker.finished.keys() >= set(worker.buckets):
@@ -109,7 +113,7 @@ class CompileWorkers:
 
     def stop(self) -> None:
         """End all workers, also those that compile."""
-        for worker in (*self._workers, *([self._helper] if self._helper else [])):
+        for worker in (*self._workers, *([self._package_worker] if self._package_worker else [])):
             worker.stop()
 
     def __enter__(self) -> CompileWorkers:
@@ -169,28 +173,29 @@ def share_buckets(
     `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use.
     """
     largest, *order = [bucket.name for bucket in warmup_order(plan)]
-    can_help = plan.programs == "aot" and len(order) > 0
+    shares_packages = plan.programs == "aot" and len(order) > 0
     copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
     limits = {
-        "there is only one bucket": len(order) + can_help,
-        f"{cores} CPU cores are too few for two processes": cores // CORES_PER_PROCESS - 1,
-        f"{gib(spare_bytes)} beside the model are too few for a copy ({gib(copy_bytes)})": spare_bytes // copy_bytes,
+        "there is only one bucket": len(order) + shares_packages,
+        f"{cores} CPU cores; two processes need {2 * CORES_PER_PROCESS}": cores // CORES_PER_PROCESS - 1,
+        f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}": spare_bytes // copy_bytes,
     }
+    is_small = plan.weight_bytes < MIN_WEIGHT_BYTES
     excluded = {
         "--tune-seconds times variants": plan.tune_seconds > 0,
         "--mode max-autotune times kernels, which other processes would disturb": plan.mode == "max-autotune",
-        "--trust-remote-code: workers have only the model's config": plan.trust_remote_code,
-        "--require-signed compiles nothing": recipe.require_signed,
-        f"{gib(plan.weight_bytes)} of weights are few": plan.weight_bytes < MIN_WEIGHT_BYTES,
+        "--trust-remote-code: a worker gets config.json, but not the repository's code": plan.trust_remote_code,
+        "--require-signed does not allow compilation": recipe.require_signed,
+        f"the model has {gib(plan.weight_bytes)} of weights; workers need {gib(MIN_WEIGHT_BYTES)}": is_small,
     }
     reasons = [reason for reason, applies in excluded.items() if applies]
     reasons += [reason for reason, limit in limits.items() if limit < 1]
     if reasons:
         return OneProcess(reasons[0])
     num_workers = min(limits.values())
-    helped = [[largest]] if can_help and num_workers > 1 else []
-    num_workers -= len(helped)
-    return helped + [order[number::num_workers] for number in range(num_workers)]
+    package_share = [[largest]] if shares_packages and num_workers > 1 else []
+    num_workers -= len(package_share)
+    return package_share + [order[number::num_workers] for number in range(num_workers)]
 
 
 def count_cores() -> int:
@@ -201,7 +206,8 @@ def count_cores() -> int:
 def count_spare_bytes(plan: Plan, environment: Environment) -> int:
     """Free bytes of the plan's device, less those of weights, KV cache and workspace. Call it before these exist.
 
-    The CUDA context exists already and is part of the workspace too. This leaves room for the parity check.
+    A lower bound: `workspace_bytes` includes the CUDA context, which the free bytes lack already. The difference is
+    left for the parity check.
     """
     free = torch.cuda.mem_get_info()[0] if plan.device == "cuda" else environment.host_memory_bytes
     return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
@@ -223,17 +229,17 @@ def start_workers(
     """
     workers: list[CompileProcess] = []
     try:
-        copy = make_short_copy(model, config, plan, architecture)
-        shares = share_buckets(recipe, plan, copy, count_cores(), count_spare_bytes(plan, environment))
+        short_copy = make_short_copy(model, config, plan, architecture)
+        shares = share_buckets(recipe, plan, short_copy, count_cores(), count_spare_bytes(plan, environment))
         if isinstance(shares, OneProcess):
             log.info("all buckets are compiled in one process: %s", shares.reason)
             return CompileWorkers(staging)
-        log.info("compile workers have %d of %d layers", copy.num_layers, len(architecture.attention_layers))
+        log.info("compile workers have %d of %d layers", short_copy.num_layers, len(architecture.attention_layers))
         short_recipe = worker_recipe(recipe, plan, prompts)
         for names in shares:
-            workers.append(CompileProcess(short_recipe, copy.config, plan.key, names))
+            workers.append(CompileProcess(short_recipe, short_copy.config, plan.key, names))
     except (TcdeployError, OSError) as error:
         log.warning("buckets without a compile worker are compiled in this process: %s", error)
     largest = warmup_order(plan)[0].name
-    helper = next((worker for worker in workers if largest in worker.buckets), None)
-    return CompileWorkers(staging, [worker for worker in workers if worker is not helper], helper)
+    package_worker = next((worker for worker in workers if largest in worker.buckets), None)
+    return CompileWorkers(staging, [worker for worker in workers if worker is not package_worker], package_worker)

@@ -145,9 +145,11 @@ def prepare(
     (cache/signing.py).
 
     What this changes in the process: it sets the variables TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR,
-    TRITON_CACHE_MANAGER and TRITON_PTXAS_PATH, and puts a folder in front of PATH if it replays a recorded compiler;
-    raises torch._dynamo's recompile limits; registers an attention function with transformers and an audit hook with
-    Python; and applies the patches of torch_compat/. It does not touch the garbage collector, signals or logging.
+    TRITON_CACHE_MANAGER, TRITON_PTXAS_PATH and CUDA_MODULE_LOADING, and puts a folder in front of PATH if it replays a
+    recorded compiler; raises torch._dynamo's recompile limits; registers an attention function with transformers and an
+    audit hook with Python; and applies the patches of torch_compat/. A cold start may run compile workers as child
+    processes, which have ended when this returns, except with `eager`. The garbage collector is changed only if the
+    program has called `relax_gc_for_startup`: imported objects are then frozen. Signals and logging are not touched.
     Raises TcdeployError.
     """
     count_start()
@@ -244,7 +246,7 @@ def _prepare(
 
 
 def _without_graph_memory(record: BucketRecord) -> BucketRecord:
-    """It is measured as a change of the GPU's free memory, which other processes used too."""
+    """Without `graph_memory_bytes`: it is a difference of the GPU's free memory, and other processes used that too."""
     return dataclasses.replace(record, graph_memory_bytes=None)
 
 
@@ -258,7 +260,7 @@ def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progr
     planned = decide(recipe)
     staging = _activate(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)
-    copy_finished_buckets(staging)  # of an unfinished start, which the other process has taken over
+    copy_finished_buckets(staging)  # buckets of a killed start that the first process has taken over
     staging.link_headers()
     use_precompiled_headers(True, staging.headers_folder)
     runner = _load(planned)
@@ -549,7 +551,8 @@ def _install_programs(
 ) -> None:
     """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
 
-    `original_key`: of the plan for whose model this one is a copy; None: it is no copy. `exchange`: for packages.
+    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
+    `exchange`: how packages are shared with other processes.
     """
     plan, model = planned.plan, runner.model
     if plan.programs == "aot":

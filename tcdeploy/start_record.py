@@ -74,7 +74,7 @@ class StartRecord:
     package_folder: str  # relative to the cache folder, as the three paths below
     reference: str
     buffers: str
-    kernels: str  # "" on a CPU
+    kernels: str  # "" on a CPU, or if no kernel could be recorded; launches then go through Triton
     transformers: str  # version
     compiler: str
     triton: str

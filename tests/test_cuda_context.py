@@ -1,4 +1,7 @@
-"""The CUDA context of device 0 is created before torch is imported; failures are logged, and nothing else happens."""
+"""The CUDA context of device 0 is created before torch is imported.
+
+Failures are logged at debug level and do not stop the start.
+"""
 
 from __future__ import annotations
 

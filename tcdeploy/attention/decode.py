@@ -1,5 +1,7 @@
 """Triton decode attention over the paged KV cache, in one kernel launch.
 
+This module prepares the launch, and imports no Triton. The kernel is in decode_kernel.py.
+
 The kernel writes the new token's key and value, computes attention and merges the splits. With `cos` and `sin` it also
 applies RoPE to q and k first (passes/rotary.py).
 

@@ -1,4 +1,4 @@
-"""Arguments that the Triton attention kernels share."""
+"""Constants and conversions for the arguments of the Triton attention kernels. Imports no Triton."""
 
 from __future__ import annotations
 

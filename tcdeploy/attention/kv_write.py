@@ -1,4 +1,4 @@
-"""Triton kernel that writes the keys and values of prefill tokens into the paged KV cache.
+"""Writes the keys and values of prefill tokens into the paged KV cache, with the Triton kernel in kv_write_kernel.py.
 
 One launch writes both K and V. Decode does not use it: the decode kernel stores its own token (decode.py).
 """

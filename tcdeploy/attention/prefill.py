@@ -1,5 +1,7 @@
 """Triton prefill attention: packed queries of several sequences over the paged KV cache.
 
+This module prepares the launch, and imports no Triton. The kernel is in prefill_kernel.py.
+
 A program holds a tile of queries of one head and walks the keys in tiles (online_softmax.py). Tiles that every row sees
 in full run without masks; only those that cross the diagonal or the window's edge run with them. The result is that of
 `reference.paged_prefill`, against which the kernel is tested.

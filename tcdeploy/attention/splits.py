@@ -31,7 +31,7 @@ PREFILL_BLOCKS_PER_SM = 2  # resident on one SM at once, at head size 128
 # current GPU.
 MAX_PREFILL_TILES_TO_SPLIT = 1024
 # Additional thread blocks per head. About 10 are idle in a step of few prompts anyway. With 4 more, 3 tiles per head
-# get the 5 splits that `_prefill_splits` (prefill.py) chooses, and 5 tiles the 3 splits (32 heads, H100).
+# get the 5 splits that `_prefill_splits` (prefill_kernel.py) chooses, and 5 tiles the 3 splits (32 heads, H100).
 EXTRA_PREFILL_BLOCKS = 4
 # With 512, attention and its GEMMs took 11% longer for 350 tokens after 800 than without splits, when steps of this
 # size were still split.

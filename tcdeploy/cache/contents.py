@@ -93,7 +93,7 @@ class FileAccessTracker:
 
 @contextmanager
 def untracked() -> Iterator[None]:
-    """Within the block no tracker records files: those of another process are copied, and not yet used."""
+    """Suspend the active tracker: copying the files of another process is not using them."""
     global _active_tracker
     tracker, _active_tracker = _active_tracker, None
     try:

@@ -62,10 +62,12 @@ def restore_plan(
     manifest = _fill_undamaged(staging, plan_key, rebuild, policy)
     if manifest is None:
         taken_over = take_over_finished_buckets(staging, plan_key)
-        if taken_over.num_buckets:
-            log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_buckets)
+        if taken_over.num_entries:
+            log.warning("buckets or packages reused from starts that did not finish: %d", taken_over.num_entries)
         elif taken_over.num_folders:
-            log.warning("the folders of %d killed processes had no buckets to reuse", taken_over.num_folders)
+            log.warning(
+                "the folders of %d killed processes had no buckets or packages to reuse", taken_over.num_folders
+            )
     elif not staging.is_private_copy:
         remove_published_folders(staging)
         _report_files_made_here(staging, manifest)

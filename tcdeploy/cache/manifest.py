@@ -78,7 +78,7 @@ class Trial:
 
 
 class Compilation(NamedTuple):
-    """What compiling a bucket took and counted, in the process that did it. The fields are those of BucketRecord."""
+    """Seconds and counts of compiling one bucket, from the process that compiled it. Field names as in BucketRecord."""
 
     outcome: str
     cold_seconds: float
@@ -124,7 +124,10 @@ class BucketRecord:
 
     @property
     def compilation(self) -> Compilation:
-        """`cold_seconds`: the compile seconds of this run, if it found the programs and does not know those."""
+        """The compilation of this bucket.
+
+        `cold_seconds` is `compile_seconds` if the bucket was loaded from the cache and its compile time is not known.
+        """
         seconds = self.compile_seconds if self.cold_seconds is None else self.cold_seconds
         return Compilation(
             self.outcome, seconds, self.cache_hits, self.cache_misses, self.kernels_timed, self.kernels_compiled

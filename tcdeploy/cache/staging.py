@@ -288,13 +288,10 @@ def remove_own_staging_folders() -> None:
 
 
 class TakenOver(NamedTuple):
-    """What `take_over_finished_buckets` did: the folders that it deleted, and the entries in the journals.
-
-    An entry is a bucket, or a package of one.
-    """
+    """The number of folders that were deleted, and of journal entries that were copied: a bucket, or one package."""
 
     num_folders: int
-    num_buckets: int
+    num_entries: int
 
 
 def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOver:
@@ -308,16 +305,16 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
         complete = plan_keys(staging.target) - {plan_key}  # its manifest may be of another version of tcdeploy
         num_folders = remove_abandoned_folders(abandoned_folders(staging.target), complete)
         folders = unlocked_folders(staging.target)
-        buckets = 0
+        entries = 0
         for folder in folders:
             try:
-                buckets += staging.take_over(folder, plan_key)
+                entries += staging.take_over(folder, plan_key)
             except TrustError as error:
                 log.warning("%s is not used: %s", folder, error.message)
         # Only folders listed above: if a process ended after that, its buckets have not been copied.
         abandoned = set(folders).intersection(abandoned_folders(staging.target))
         num_folders += remove_abandoned_folders(abandoned, {plan_key, *complete})
-    return TakenOver(num_folders, buckets)
+    return TakenOver(num_folders, entries)
 
 
 def copy_finished_buckets(staging: StagingFolder) -> None:

@@ -1,7 +1,7 @@
 """A group whose commands are imported, and whose parsers are built, when they are looked up.
 
-A start pays for the one command that it runs: importing all commands and building their parsers takes 0.25 s. The help
-of a group still loads every command, because its summaries are the first lines of their docstrings.
+Only the module of the called command is imported: importing all commands and building their parsers takes 0.25 s. The
+help of a group still loads every command, because its summaries are the first lines of their docstrings.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typer.core import TyperGroup
 from typer.main import get_command, get_group
 
 from tcdeploy.cli.docstrings import restore_docstring
-from tcdeploy.cli.option_values import Command, HelpOption
+from tcdeploy.cli.option_values import Command, HelpWithoutConversion
 from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
 
 
-class LazyGroup(HelpOption, TyperGroup):
-    """A subclass sets `sources`, and is the `cls` of a `typer.Typer`."""
+class LazyGroup(HelpWithoutConversion, TyperGroup):
+    """Base class of command groups. A subclass sets `sources`, and is passed as `cls` to `typer.Typer`."""
 
     sources: ClassVar[Mapping[str, str]] = {}  # command: `module:name` of its function, or of the Typer of a group
 

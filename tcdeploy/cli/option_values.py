@@ -1,4 +1,4 @@
-"""Converts simple option values without pydantic, with which typer 0.29 converts each value, also a default.
+"""Converts simple option values without pydantic. typer 0.29 converts every value, defaults included, with pydantic.
 
 Importing pydantic takes 0.07 s, and the adapters for the 45 options of `serve` take 0.04 s. Other values, among them
 all invalid ones, are left to typer, which writes the error messages.
@@ -14,11 +14,11 @@ from typer.core import TyperArgument, TyperCommand, TyperOption
 
 from tcdeploy.planning.recipe import field_type
 
-NUMBERS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")}
+NUMBER_PATTERNS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
-class HelpOption:
-    """A base of commands and groups, whose option --help needs no conversion unless it is given."""
+class HelpWithoutConversion:
+    """Base class of commands and groups. The default of --help is False, so that it need not be converted."""
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
@@ -27,8 +27,8 @@ class HelpOption:
         return option
 
 
-class Command(HelpOption, TyperCommand):
-    """The types of the values are the annotations of the function."""
+class Command(HelpWithoutConversion, TyperCommand):
+    """A command that converts each value by the annotation of its function's parameter."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
@@ -46,7 +46,7 @@ def _replace_conversion(parameter: TyperArgument | TyperOption, kind: Any) -> No
             return None
         if type(value) is kind or (typing.get_origin(kind) is Literal and value in typing.get_args(kind)):
             return value
-        if kind in NUMBERS and isinstance(value, str) and NUMBERS[kind].fullmatch(value):
+        if kind in NUMBER_PATTERNS and isinstance(value, str) and NUMBER_PATTERNS[kind].fullmatch(value):
             return kind(value)
         return convert_with_typer(ctx, value)
 

@@ -47,10 +47,10 @@ HASHED_FILES = (
 
 
 class PackageExchange(NamedTuple):
-    """How processes that compile the same step at the same time get each other's packages.
+    """Callbacks through which processes that compile the same step share packages.
 
-    fetch: copy finished packages of other processes into the folder of this one. Called before one is compiled.
-    offer: let other processes copy a package, which this one has compiled.
+    fetch: called before a package is compiled; copies finished packages of other processes into this folder.
+    offer: called with the path of each package that this process has compiled.
     """
 
     fetch: Callable[[], None] = lambda: None
@@ -94,10 +94,12 @@ class AotForward(PackagedForward):
         exported_step = self._export(key, inputs)
         programs = list(exported_step.exported.items())
         if self._is_copy:
-            if key.selects_in_last_layer:  # the packages of the step that `_load` loads next
+            if (
+                key.selects_in_last_layer
+            ):  # also those of the step that selects rows at the head, which `_load` loads next
                 at_head = self._with_exported_rows(inputs._replace(selects_in_last_layer=False))
-                at_head_step = self._export(key._replace(selects_in_last_layer=False), at_head)
-                programs = list({**exported_step.exported, **at_head_step.exported}.items())
+                step_with_rows_at_head = self._export(key._replace(selects_in_last_layer=False), at_head)
+                programs = list({**exported_step.exported, **step_with_rows_at_head.exported}.items())
             programs.reverse()
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, exported in programs:

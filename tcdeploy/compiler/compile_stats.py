@@ -94,7 +94,7 @@ def _count_compiled_kernels() -> int:
 
 
 def _can_count() -> bool:
-    if torch.cuda.is_available() and is_imported("triton"):  # otherwise it has compiled nothing
+    if torch.cuda.is_available() and is_imported("triton"):  # Triton has compiled nothing if it is not imported
         from tcdeploy.torch_compat import triton_cache  # imports Triton
 
         return compile_counters.can_count() and triton_cache.supported()

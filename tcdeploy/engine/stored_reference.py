@@ -111,7 +111,10 @@ def write_reference(path: Path, reference: ReferenceLogits, plan: Plan, records:
 
 
 def read_reference(path: Path, device: str = "cpu") -> ReferenceLogits | None:
-    """Read a stored reference to a device. Returns None if the file does not exist or does not hold one."""
+    """Read a stored reference; its logits are moved to `device`.
+
+    Returns None if the file does not exist or does not hold one.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             prefixes, eager, precise = (file.get_tensor(name) for name in ("prefixes", "eager", "precise"))

@@ -148,7 +148,7 @@ def _with_compilation(record: BucketRecord, compilation: Compilation) -> BucketR
     """The record of a bucket that another process has compiled. Warns if this process had to compile it again."""
     if record.cache_misses:
         log.warning(
-            "%s: %d programs were compiled again, because the copy of the model in the compile worker has other ones",
+            "%s: compiled %d programs that the compile worker's short copy of the model did not have",
             record.bucket, record.cache_misses,
         )  # fmt: skip
     return record.with_compilation(compilation)

@@ -2,8 +2,8 @@
 
 A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
 a thread reads into the target's memory. For a GPU it reads into a page-locked buffer and copies that to the device,
-while other threads read. The threads rarely need the GIL, because steps are loaded and captured at the same time. Only
-a tensor that is converted is held in host memory as a whole. Imports neither transformers nor safetensors.
+while other threads read. Steps are loaded and captured at the same time, so the threads make few calls that need the
+GIL. Only a tensor that is converted is held in host memory as a whole. Imports neither transformers nor safetensors.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def copying_tensors(copies: Iterable[Copy]) -> Iterator[ReadTotal]:
     """Read all tensors into their targets while the block runs. They and the total are complete after the block.
 
     If the block raises an exception, the rest is not read. All targets are on one device. Raises ModelError if a file
-    is too short, and OSError.
+    is too short, DriverError and OSError.
     """
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     targets: list[Tensor] = []
@@ -220,7 +220,7 @@ class _CudaStaging:
 
 
 def _read(descriptor: int, view: memoryview, begin: int, path: str) -> None:
-    """Fill `view` from `begin`."""
+    """Fill `view` with the file's bytes from offset `begin`. Raises ModelError if the file ends before, and OSError."""
     while view:
         count = os.preadv(descriptor, [view], begin)
         if not count:

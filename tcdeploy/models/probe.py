@@ -97,7 +97,10 @@ def probe(config: PreTrainedConfig, trust_remote_code: bool = False) -> Architec
 
 
 def probe_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> ProbedModel:
-    """The Architecture, the tensors that a checkpoint contains, and the model. Raises UnsupportedModelError."""
+    """The Architecture, the tensors that a checkpoint contains, and the model with fake tensors.
+
+    Raises UnsupportedModelError.
+    """
     try:
         return _probe(config, trust_remote_code)
     except TcdeployError:

@@ -1,8 +1,9 @@
 """Structured output: JSON that follows a schema (`response_format`, forced tool calls), by llguidance's grammars.
 
-Schemas are compiled in threads and without the GIL, so neither the event loop nor the engine waits. Each request
-compiles its own grammar: a shared one would save at most 0.1 s, but would add up the lexer states of all its users
-until the limit of one request ends them all.
+Schemas are compiled in threads and without the GIL, so neither the event loop nor the engine waits. The exception is
+the first request with a grammar, if the tables do not exist yet: building them holds the GIL. Each request compiles its
+own grammar: a shared one would save at most 0.1 s, but would add up the lexer states of all its users until the limit
+of one request ends them all.
 
 The cost of a client's schema is bounded: its size here, the rest by llguidance's limits (PARSER_LIMITS). The masks of
 a step are computed in one call outside the GIL; the choices of one request share a lock inside llguidance and are
@@ -45,7 +46,7 @@ log = logging.getLogger("tcdeploy.server")
 
 
 class StructuredOutputBackend:
-    """Compiles grammars for one model. All methods but `__init__` are called from the event loop.
+    """Compiles grammars for one model. Public methods except `__init__` must be called in the event loop's thread.
 
     The tables for the tokenizer are built by `build_tables`, or by the first call that needs them, in a thread. For
     128,256 tokens that takes 0.9 s, and llguidance holds the GIL meanwhile. They are not built before /ready, because

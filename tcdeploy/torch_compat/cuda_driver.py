@@ -1,7 +1,7 @@
 """Calls the CUDA driver through ctypes: loads and launches compiled kernels, and copies to the GPU.
 
-A launch is what Triton's own launcher does with our kernels. It holds the GIL, because it takes a few microseconds: a
-thread that gives the GIL up may wait for it much longer. Imports neither torch nor Triton.
+A launch makes the same calls as Triton's own launcher. Launches hold the GIL: a call takes a few microseconds, and a
+thread that has released the GIL may wait for it much longer. Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 WARP_SIZE = 32
 LIBRARY = "libcuda.so.1"
-DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that needs more must ask for it
+DEFAULT_SHARED_BYTES = 48 << 10  # a larger size needs cuFuncSetAttribute
 # Of cuda.h.
 ATTRIBUTE_MAX_DYNAMIC_SHARED_BYTES = 8
 LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION = 6
@@ -53,17 +53,17 @@ class LoadedKernel:
             _check(driver.cuFuncSetAttribute(self._function, attribute, shared_bytes), f"set the memory of {name}")
         self._name, self._shared_bytes, self._device = name, shared_bytes, device
 
-    def launch(self, grid: tuple[int, int, int], num_warps: int, overlaps: bool, stream: int, arguments: Any) -> None:
+    def launch(self, grid: tuple[int, int, int], num_warps: int, uses_pdl: bool, stream: int, arguments: Any) -> None:
         """Launch the kernel on a stream.
 
-        overlaps: launch it with PDL (torch_compat/pdl.py).
+        uses_pdl: launch it with PDL (torch_compat/pdl.py).
         arguments: a ctypes array of the addresses of the kernel's arguments, which the driver copies.
 
         Raises DriverError.
         """
         config = _LaunchConfig((ctypes.c_uint * 3)(*grid), (ctypes.c_uint * 3)(num_warps * WARP_SIZE, 1, 1))
         config.shared_bytes, config.stream = self._shared_bytes, stream
-        if overlaps:
+        if uses_pdl:
             config.attributes, config.num_attributes = _PDL_ATTRIBUTES, 1
         use_primary_context(self._device)
         _check(
@@ -77,7 +77,7 @@ _PDL_ATTRIBUTES = (_LaunchAttribute * 1)(_LaunchAttribute(LAUNCH_ATTRIBUTE_PROGR
 def use_primary_context(device: int) -> None:
     """Make the context that torch uses current in this thread, unless one is.
 
-    Some calls of torch do not need one. Raises DriverError.
+    A thread that has made no CUDA call through torch may have none. Raises DriverError.
     """
     driver, context, handle = _driver(), ctypes.c_void_p(), ctypes.c_int()
     _check(driver.cuCtxGetCurrent(ctypes.byref(context)), "find the context")
@@ -90,11 +90,9 @@ def use_primary_context(device: int) -> None:
 def copy_to_gpu(target: int, source: int, num_bytes: int, stream: int) -> None:
     """Copy from page-locked host memory, and wait until it is done without holding the GIL.
 
-    target, source: addresses. stream: not the default one, with which all others synchronise. A context must be current
-    (`use_primary_context`).
-
-    In a thread beside a busy one, this takes a tenth of the Python time of torch's copy, event and streams. Raises
-    DriverError.
+    target, source: addresses. stream: not the legacy default stream, which synchronises with other streams. A context
+    must be current (`use_primary_context`). Holds the GIL for a tenth of the time of torch's copy, event and stream
+    calls. Raises DriverError.
     """
     _check(_driver().cuMemcpyHtoDAsync_v2(target, source, num_bytes, stream), "copy to the GPU")
     _check(_waiting_driver().cuStreamSynchronize(stream), "copy to the GPU")

@@ -55,17 +55,19 @@ INTERNAL = Internal(
     "stored kernels",
     "triton",
     "triton.compiler.CompiledKernel",
-    "starts from packages import Triton, and take about a second longer on a GPU",
+    "on a GPU, starts from packages launch our kernels through Triton, whose import and set-up take a second",
     supported,
 )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What a launch needs.
+    """One compiled variant: what the CUDA driver needs to launch it.
 
     symbol: the kernel's name in the cubin.
     types: of each parameter, as in Triton's signature; "constexpr" for those that are compiled in.
+    shared_bytes: dynamic shared memory of one thread block.
+    uses_pdl: whether it is launched with PDL (pdl.py).
     cubin: in base64.
     """
 
@@ -73,7 +75,7 @@ class Variant:
     types: tuple[str, ...]
     num_warps: int
     shared_bytes: int
-    overlaps: bool
+    uses_pdl: bool
     cubin: str
 
 
@@ -82,7 +84,7 @@ class KernelRecorder:
 
     def __init__(self) -> None:
         self._is_supported = supported()
-        self._kinds: dict[str, str] = {}
+        self._specializations: dict[str, str] = {}
         self._variants: dict[str, dict[str, Variant]] = {}
 
     def add(self, name: str, function: Any, args: Sequence[Any], options: Mapping[str, Any], compiled: Any) -> None:
@@ -90,22 +92,22 @@ class KernelRecorder:
         if not self._is_supported:
             return
         try:
-            kinds = self._kinds.get(name) or "".join(map(_kind, function.params))
-            key = launch_key(kinds, args, options)
+            specializations = self._specializations.get(name) or "".join(map(_specialization, function.params))
+            key = launch_key(specializations, args, options)
             if key in self._variants.get(name, {}):
                 return
             variant = _make_variant(compiled)
         except (AttributeError, KeyError, TypeError):  # another version of Triton
             return
         if variant is not None:
-            self._kinds[name] = kinds
+            self._specializations[name] = specializations
             self._variants.setdefault(name, {})[key] = variant
 
     def to_json(self) -> str:
         """The content of a file for `StoredKernels`; "" if nothing was recorded."""
         kernels = {
             name: {
-                "kinds": self._kinds[name],
+                "specializations": self._specializations[name],
                 "variants": {key: dataclasses.asdict(item) for key, item in items.items()},
             }
             for name, items in self._variants.items()
@@ -117,12 +119,14 @@ class StoredKernels:
     """Launches the kernels of a file. A variant is loaded at its first launch."""
 
     def __init__(self, text: str, load: Any = LoadedKernel) -> None:
-        """`load`: replaced in tests. Raises ValueError, KeyError or TypeError for another text."""
+        """`load`: makes a kernel (tests replace it). Raises ValueError, KeyError or TypeError for any other text."""
         values = json.loads(text)
         if values["schema"] != SCHEMA:
             raise ValueError(f"schema {values['schema']}")
         self._load = load
-        self._kinds: dict[str, str] = {name: kernel["kinds"] for name, kernel in values["kernels"].items()}
+        self._specializations: dict[str, str] = {
+            name: kernel["specializations"] for name, kernel in values["kernels"].items()
+        }
         self._variants = {
             (name, key): Variant(**{**item, "types": tuple(item["types"])})
             for name, kernel in values["kernels"].items()
@@ -132,7 +136,7 @@ class StoredKernels:
 
     def launch(self, name: str, grid: tuple[int, ...], args: Sequence[Any], options: Mapping[str, Any]) -> bool:
         """Launch a kernel on the current stream. Returns whether a variant fits. Raises DriverError."""
-        key = (name, launch_key(self._kinds.get(name, ""), args, options))
+        key = (name, launch_key(self._specializations.get(name, ""), args, options))
         loaded = self._loaded.get(key)
         if loaded is None:
             variant = self._variants.get(key)
@@ -147,7 +151,7 @@ class _LoadedVariant:
     def __init__(self, variant: Variant, load: Any) -> None:
         device = torch.cuda.current_device()
         self._kernel = load(base64.b64decode(variant.cubin), variant.symbol, variant.shared_bytes, device)
-        self._num_warps, self._overlaps = variant.num_warps, variant.overlaps
+        self._num_warps, self._uses_pdl = variant.num_warps, variant.uses_pdl
         self._passed = [index for index, kind in enumerate(variant.types) if kind != "constexpr"]
         slots = [_slot(variant.types[index]) for index in self._passed] + [POINTER_SLOT] * SCRATCH_ARGUMENTS
         self._layout = struct.Struct("<" + "".join(slots))
@@ -163,12 +167,17 @@ class _LoadedVariant:
         x, y, z = (*grid, 1, 1)[:3]
         if x * y * z:
             stream = torch.cuda.current_stream().cuda_stream
-            self._kernel.launch((x, y, z), self._num_warps, self._overlaps, stream, addresses)
+            self._kernel.launch((x, y, z), self._num_warps, self._uses_pdl, stream, addresses)
 
 
-def launch_key(kinds: str, args: Sequence[Any], options: Mapping[str, Any]) -> str:
-    """What selects the variant of a launch. `kinds`: of the parameters."""
-    return " ".join([*map(_argument_key, kinds, args), *(f"{name}={value}" for name, value in options.items())])
+def launch_key(specializations: str, args: Sequence[Any], options: Mapping[str, Any]) -> str:
+    """The key of a launch. Two launches have equal keys exactly if Triton would use one compiled kernel for both.
+
+    `specializations`: a letter for each parameter (CONSTANT, ...).
+    """
+    return " ".join(
+        [*map(_argument_key, specializations, args), *(f"{name}={value}" for name, value in options.items())]
+    )
 
 
 def _argument_key(kind: str, value: Any) -> str:
@@ -187,7 +196,7 @@ def _argument_key(kind: str, value: Any) -> str:
     return type(value).__name__
 
 
-def _kind(parameter: Any) -> str:
+def _specialization(parameter: Any) -> str:
     if parameter.is_constexpr:
         return CONSTANT
     if parameter.do_not_specialize:
@@ -203,8 +212,8 @@ def _make_variant(compiled: Any) -> Variant | None:
     if any(kind != "constexpr" and not _is_supported(kind) for kind in types):
         return None
     cubin = base64.b64encode(compiled.asm["cubin"]).decode()
-    overlaps = bool(getattr(metadata, "launch_pdl", False))
-    return Variant(metadata.name, types, metadata.num_warps, metadata.shared, overlaps, cubin)
+    uses_pdl = bool(getattr(metadata, "launch_pdl", False))
+    return Variant(metadata.name, types, metadata.num_warps, metadata.shared, uses_pdl, cubin)
 
 
 def _is_supported(kind: Any) -> bool:

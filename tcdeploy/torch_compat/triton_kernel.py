@@ -20,7 +20,7 @@ _recorder: KernelRecorder | None = None  # records launches of this process
 
 
 class Kernel:
-    """A kernel by its module and name."""
+    """A Triton kernel, named by module and function. The module is imported at the first launch through Triton."""
 
     def __init__(self, module: str, name: str) -> None:
         self.module, self.name = module, name
@@ -28,7 +28,7 @@ class Kernel:
     @functools.cached_property
     def function(self) -> Any:
         """Triton's JITFunction. Imports Triton."""
-        if _stored is not None:  # the start has left this to the first launch that needs Triton
+        if _stored is not None:  # such starts do not set up Triton's cache, which has to be done before Triton compiles
             from tcdeploy.torch_compat.triton_cache import use_relocatable_cache  # imports Triton
             from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
@@ -40,6 +40,7 @@ class Kernel:
         """Launch the kernel with positional arguments, on the current stream.
 
         `options` are Triton's: num_warps, num_stages, launch_pdl. They must be given in the same order at each call.
+        Raises DriverError if a stored kernel cannot be loaded or launched.
         """
         if _stored is not None and _stored.launch(self.name, grid, args, options):
             return
@@ -57,7 +58,7 @@ def use_stored_kernels(kernels: StoredKernels | None) -> None:
 
 
 def record_kernels() -> KernelRecorder:
-    """Record every launch from now on. All go through Triton, and a recorder of an earlier call gets no more."""
+    """From now on, launch through Triton and record the launches. Replaces the recorder of an earlier call."""
     global _recorder
     use_stored_kernels(None)
     _recorder = KernelRecorder()

@@ -111,7 +111,7 @@ def test_a_step_without_a_package_is_an_error_after_warm_up(deployment: Any, mon
 def test_packages_of_other_processes_are_fetched_and_own_ones_are_offered(
     deployment: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_copy: bool
 ) -> None:
-    """Another process has the last package of a decode step; or the first one, which a copy compiles last."""
+    """Another process has compiled the package that this one would compile last: the last, or the first for a copy."""
     runner, compiled, offered = deployment.engine.runner, [], []
     packaged, folder = runner.forward, tmp_path / "aot" / "key"
     names = json.loads((packaged.folder / "decode-2_default.json").read_text())["inputs"]

@@ -16,9 +16,9 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.compile_workers import compile_workers, wait_until_ended
 from tests.conftest import TINY, TINY_FLAGS, RunCLI, remove_headers
 from tests.fork_server import ForkServer
-from tests.processes import compile_workers, wait_until_ended
 from tests.server.conftest import ServerProcess, serving
 
 WARM_SECONDS = 240  # for the programs of four buckets on a busy machine

@@ -64,7 +64,10 @@ def test_one_request_of_each_kind_is_sent(template: str | None, monkeypatch: pyt
 
 
 async def build_tables(service: Service, events: dict[int, Callable[[], None]]) -> tuple[int, int]:
-    """(polls, number of times that the tables were built). `events`: what happens during which poll."""
+    """(polls, number of times that the tables were built).
+
+    `events`: callbacks by the number of the poll during which they are called.
+    """
     polls, builds = 0, []
 
     async def sleep(seconds: float) -> None:

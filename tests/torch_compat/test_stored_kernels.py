@@ -117,13 +117,15 @@ def recorded_launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
     return launches
 
 
-def kinds_of(launch: Launch) -> str:
-    return "".join(map(stored_kernels._kind, launch.kernel.params))
+def specializations_of(launch: Launch) -> str:
+    return "".join(map(stored_kernels._specialization, launch.kernel.params))
 
 
 def test_two_launches_have_one_key_exactly_if_triton_compiles_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
     launches = recorded_launches(monkeypatch)
-    keys = [(item.kernel.fn.__name__, launch_key(kinds_of(item), item.args, item.options)) for item in launches]
+    keys = [
+        (item.kernel.fn.__name__, launch_key(specializations_of(item), item.args, item.options)) for item in launches
+    ]
     specializations = [(*specialization_key(item), str(item.options)) for item in launches]
     assert 12 < len(set(keys)) < len(keys)
     for first, second in combinations(range(len(launches)), 2):
@@ -133,7 +135,7 @@ def test_two_launches_have_one_key_exactly_if_triton_compiles_them_once(monkeypa
 class DriverCall(NamedTuple):
     grid: tuple[int, ...]
     num_warps: int
-    overlaps: bool
+    uses_pdl: bool
     values: list[int]  # the first 8 bytes of each argument
 
 
@@ -147,9 +149,9 @@ class FakeKernel:
         self.calls: list[DriverCall] = []
         self.loaded.append(self)
 
-    def launch(self, grid: Any, num_warps: int, overlaps: bool, stream: int, arguments: Any) -> None:
+    def launch(self, grid: Any, num_warps: int, uses_pdl: bool, stream: int, arguments: Any) -> None:
         values = [ctypes.c_int64.from_address(address).value for address in arguments]
-        self.calls.append(DriverCall(grid, num_warps, overlaps, values))
+        self.calls.append(DriverCall(grid, num_warps, uses_pdl, values))
 
 
 @pytest.fixture
@@ -186,13 +188,13 @@ def test_a_stored_kernel_gets_the_arguments_that_are_not_compiled_in(
     scratch = [0, 0]
     assert [call.values for call in kernel.calls] == [expected + scratch] * 2
     assert [call.grid for call in kernel.calls] == [(3, 1, 1), (4, 1, 1)]
-    assert {(call.num_warps, call.overlaps) for call in kernel.calls} == {(kv_write.WRITE_WARPS, False)}
+    assert {(call.num_warps, call.uses_pdl) for call in kernel.calls} == {(kv_write.WRITE_WARPS, False)}
 
 
 def test_numbers_are_passed_in_the_types_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path
 ) -> None:
-    """The softcap's scales are float32, and a decode kernel that overlaps its predecessor is launched so."""
+    """The softcap's scales are float32, and a decode kernel that uses_pdl its predecessor is launched so."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "supports_pdl", lambda device: True)
     launches = record_launches(monkeypatch)
@@ -201,7 +203,7 @@ def test_numbers_are_passed_in_the_types_of_the_kernel(
     [item] = launches
     assert kernels.launch("_decode_kernel", (2, 2, 2), item.args, item.options)
     [[call]] = [kernel.calls for kernel in fake_gpu.loaded]
-    assert call.overlaps
+    assert call.uses_pdl
     names = [param.name for param in item.kernel.params]
     signature = compile_for_hopper(item).src.signature
     passed = [name for name in names if signature[name] != "constexpr"]
