@@ -57,12 +57,19 @@ class CompileProcess:
         self._last_lines: deque[str] = deque(maxlen=MAX_FAILURE_LINES)
         self._started_at = time.monotonic()
         reports, reports_end = os.pipe()
-        # -P: do not search the current folder for modules. A session of its own, so that Ctrl-C ends only this process.
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, pass_fds=(reports_end,),
-        )  # fmt: skip
-        os.close(reports_end)
+        try:
+            # -P: do not search the current folder for modules. A session of its own, so that Ctrl-C ends only this
+            # process.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-c", COMMAND], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True, pass_fds=(reports_end,),
+            )  # fmt: skip
+        except BaseException:
+            os.close(reports)
+            self._remove_folder()
+            raise
+        finally:
+            os.close(reports_end)
         fields = dataclasses.asdict(dataclasses.replace(recipe, model=str(self._folder)))
         self._readers = [
             threading.Thread(target=self._log_messages, name="compile-messages", daemon=True),

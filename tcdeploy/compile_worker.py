@@ -13,12 +13,13 @@ import logging
 import os
 import signal
 import sys
+from functools import partial
 from typing import IO, TYPE_CHECKING, Any
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.gc_policy import relax_gc_for_startup
+from tcdeploy.models.unused_packages import skip_unused_packages
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.progress import NullProgress
 
 if TYPE_CHECKING:
     from tcdeploy.cache.manifest import BucketRecord
@@ -28,18 +29,12 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 log = logging.getLogger("tcdeploy.pipeline")
 
 
-class ReportedProgress(NullProgress):
-    """Writes each finished bucket to `reports`."""
-
-    def __init__(self, reports: IO[str]) -> None:
-        self._reports = reports
-
-    def bucket_finished(self, record: BucketRecord) -> None:
-        log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
-        if record.parity.passed:
-            report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
-            self._reports.write(json.dumps(report) + "\n")
-            self._reports.flush()
+def write_report(reports: IO[str], record: BucketRecord) -> None:
+    """Tell the other process that a bucket is finished."""
+    log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
+    report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
+    reports.write(json.dumps(report) + "\n")
+    reports.flush()
 
 
 def main() -> None:
@@ -52,13 +47,14 @@ def main() -> None:
     _die_with(request["parent"])
     os.nice(PRIORITY)
     relax_gc_for_startup()
+    skip_unused_packages()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from tcdeploy import pipeline  # imports torch, which takes seconds
 
     try:
         with open(request["reports"], "w", encoding="utf-8") as reports:
             recipe = _parse_recipe(request["recipe"])
-            pipeline.compile_buckets(recipe, request["plan"], request["buckets"], ReportedProgress(reports))
+            pipeline.compile_buckets(recipe, request["plan"], request["buckets"], partial(write_report, reports))
     except TcdeployError as error:
         log.error("%s", error.message)
         sys.exit(error.exit_code)

@@ -38,6 +38,9 @@ def start_context(driver: str = DRIVER) -> threading.Thread | None:
     """
     if "torch" in sys.modules or not _torch_has_cuda():
         return None
+    # As torch does. Drivers before CUDA 12.2 would load all kernels of a library at once. Set before the thread starts,
+    # because C code that torch loads may read the environment.
+    os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
     thread = threading.Thread(target=_create_context, args=(driver,), name="cuda-context")
     thread.start()
     return thread
@@ -52,8 +55,6 @@ def _torch_has_cuda() -> bool:
 def _create_context(driver: str) -> None:
     try:
         cuda = ctypes.CDLL(driver)
-        # As torch does. Drivers before CUDA 12.2 would load all kernels of a library at once.
-        os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")
         device, context = ctypes.c_int(), ctypes.c_void_p()
         _call(cuda, "cuInit", 0)
         _call(cuda, "cuDeviceGet", ctypes.byref(device), 0)

@@ -75,6 +75,7 @@ from tcdeploy.start_record import (
     weight_files,
 )
 from tcdeploy.torch_compat import pdl
+from tcdeploy.torch_compat.cuda_driver import DriverError
 from tcdeploy.torch_compat.stored_kernels import StoredKernels
 from tcdeploy.torch_compat.triton_kernel import use_stored_kernels
 
@@ -106,6 +107,10 @@ class _DoesNotFit(Exception):  # noqa: N818 - not an error: another start follow
     """Why the packages cannot be used."""
 
 
+# After these, the model is loaded with transformers.
+_FALL_BACK = (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers, DriverError)
+
+
 def start_from_packages(
     recipe: Recipe, progress: Progress, trusted_keys: Path | None = None, needs_tokenizer: bool = False
 ) -> Deployment | None:
@@ -123,7 +128,7 @@ def start_from_packages(
             if found is not None:
                 return _start(found, recipe, progress, stages, trusted_keys, needs_tokenizer, gpu)
         reason = "there is no start record of this model with these flags"
-    except (_DoesNotFit, MissingPackageError, CompileError, MismatchError, StoredReferenceDiffers) as error:
+    except _FALL_BACK as error:
         reason = str(error)
         if is_installed("transformers"):
             log.warning("the model is loaded with transformers, because its packages cannot be used: %s", reason)
@@ -134,6 +139,7 @@ def start_from_packages(
             "use the cache folder and the flags that the packages were made with, or pip install 'tcdeploy[compile]'",
         )
     use_stored_kernels(None)
+    pdl.use_recorded_support(None)
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -23,6 +23,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -52,6 +53,9 @@ CORES_PER_PROCESS = 4
 MIN_WEIGHT_BYTES = 1 << 30
 # Device memory of a copy, as a multiple of its weights: the parity check also holds one layer or the head in float32.
 COPY_FACTOR = 2
+HOST_BYTES_PER_PROCESS = 4 << 30  # about: torch, transformers and the compilers that Inductor starts
+MAX_WORKERS = 4  # more would compete for the GPU and for the lock of the cache folder
+CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 log = logging.getLogger("tcdeploy.pipeline")
 
 
@@ -163,48 +167,69 @@ def worker_recipe(recipe: Recipe, plan: Plan, prompts: CheckPrompts) -> Recipe:
     )
 
 
-def share_buckets(
-    recipe: Recipe, plan: Plan, copy: ShortCopy, cores: int, spare_bytes: int
-) -> list[list[str]] | OneProcess:
-    """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
-
-    With ahead-of-time programs, the first of several workers gets the largest bucket.
-
-    `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use.
-    """
-    largest, *order = [bucket.name for bucket in warmup_order(plan)]
-    shares_packages = plan.programs == "aot" and len(order) > 0
-    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
-    limits = {
-        "there is only one bucket": len(order) + shares_packages,
-        f"{cores} CPU cores; two processes need {2 * CORES_PER_PROCESS}": cores // CORES_PER_PROCESS - 1,
-        f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}": spare_bytes // copy_bytes,
-    }
+def reason_for_one_process(recipe: Recipe, plan: Plan, cores: int) -> str:
+    """Why all buckets are compiled in one process, whatever memory there is; "" if they need not be."""
     is_small = plan.weight_bytes < MIN_WEIGHT_BYTES
-    excluded = {
+    reasons = {
         "--tune-seconds times variants": plan.tune_seconds > 0,
         "--mode max-autotune times kernels, which other processes would disturb": plan.mode == "max-autotune",
         "--trust-remote-code: a worker gets config.json, but not the repository's code": plan.trust_remote_code,
         "--require-signed does not allow compilation": recipe.require_signed,
         f"the model has {gib(plan.weight_bytes)} of weights; workers need {gib(MIN_WEIGHT_BYTES)}": is_small,
+        "there is only one bucket": _max_shares(plan) < 1,
+        f"{cores} CPU cores; two processes need {2 * CORES_PER_PROCESS}": cores < 2 * CORES_PER_PROCESS,
     }
-    reasons = [reason for reason, applies in excluded.items() if applies]
-    reasons += [reason for reason, limit in limits.items() if limit < 1]
-    if reasons:
-        return OneProcess(reasons[0])
-    num_workers = min(limits.values())
-    package_share = [[largest]] if shares_packages and num_workers > 1 else []
+    return next((reason for reason, applies in reasons.items() if applies), "")
+
+
+def share_buckets(
+    recipe: Recipe, plan: Plan, copy: ShortCopy, cores: int, spare_bytes: int, host_bytes: int
+) -> list[list[str]] | OneProcess:
+    """The names of the buckets that each worker compiles, in its order. All but the largest bucket are shared out.
+
+    With ahead-of-time programs, the first of several workers gets the largest bucket.
+
+    `cores`: that this process may use. `spare_bytes`: of the device, beside what this process will use. `host_bytes`:
+    of the host's memory.
+    """
+    if reason := reason_for_one_process(recipe, plan, cores):
+        return OneProcess(reason)
+    copy_bytes = COPY_FACTOR * copy.weight_bytes + plan.workspace_bytes
+    if spare_bytes < copy_bytes:
+        return OneProcess(f"{gib(spare_bytes)} are free beside the model; a copy needs {gib(copy_bytes)}")
+    if host_bytes < 2 * HOST_BYTES_PER_PROCESS:
+        return OneProcess(f"{gib(host_bytes)} of host memory; two processes need {gib(2 * HOST_BYTES_PER_PROCESS)}")
+    num_workers = min(
+        _max_shares(plan),
+        MAX_WORKERS,
+        cores // CORES_PER_PROCESS - 1,
+        spare_bytes // copy_bytes,
+        host_bytes // HOST_BYTES_PER_PROCESS - 1,
+    )
+    largest, *order = [bucket.name for bucket in warmup_order(plan)]
+    package_share = [[largest]] if plan.programs == "aot" and num_workers > 1 else []
     num_workers -= len(package_share)
     return package_share + [order[number::num_workers] for number in range(num_workers)]
 
 
+def _max_shares(plan: Plan) -> int:
+    """The number of buckets but the largest, which one more worker may share with ahead-of-time programs."""
+    others = len(plan.buckets) - 1
+    return others + 1 if plan.programs == "aot" and others else others
+
+
 def count_cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """CPU cores that this process may use: by its affinity, and by the quota of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = CPU_QUOTA.read_text().split()
+        return cores if quota == "max" else min(cores, int(quota) // int(period))
+    except (OSError, ValueError, ZeroDivisionError):
+        return cores
 
 
 def count_spare_bytes(plan: Plan, environment: Environment) -> int:
-    """Free bytes of the plan's device, less those of weights, KV cache and workspace. Call it before these exist.
+    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace. Call it before these exist.
 
     A lower bound: `workspace_bytes` includes the CUDA context, which the free bytes lack already. The difference is
     left for the parity check.
@@ -227,19 +252,36 @@ def start_workers(
 
     `model`: with fake tensors, because the weights are not loaded yet.
     """
-    workers: list[CompileProcess] = []
+    cores = count_cores()
+    if reason := reason_for_one_process(recipe, plan, cores):
+        log.info("all buckets are compiled in one process: %s", reason)
+        return CompileWorkers(staging)
     try:
         short_copy = make_short_copy(model, config, plan, architecture)
-        shares = share_buckets(recipe, plan, short_copy, count_cores(), count_spare_bytes(plan, environment))
-        if isinstance(shares, OneProcess):
-            log.info("all buckets are compiled in one process: %s", shares.reason)
-            return CompileWorkers(staging)
-        log.info("compile workers have %d of %d layers", short_copy.num_layers, len(architecture.attention_layers))
-        short_recipe = worker_recipe(recipe, plan, prompts)
+    except Exception as error:  # a config may raise any exception when its layers are removed
+        log.warning(
+            "all buckets are compiled in one process, because the model's config cannot be shortened: %s", error
+        )
+        return CompileWorkers(staging)
+    spare_bytes = count_spare_bytes(plan, environment)
+    shares = share_buckets(recipe, plan, short_copy, cores, spare_bytes, environment.host_memory_bytes)
+    if isinstance(shares, OneProcess):
+        log.info("all buckets are compiled in one process: %s", shares.reason)
+        return CompileWorkers(staging)
+    log.info("compile workers have %d of %d layers", short_copy.num_layers, len(architecture.attention_layers))
+    workers: list[CompileProcess] = []
+    try:
         for names in shares:
-            workers.append(CompileProcess(short_recipe, short_copy.config, plan.key, names))
+            workers.append(CompileProcess(worker_recipe(recipe, plan, prompts), short_copy.config, plan.key, names))
     except (TcdeployError, OSError) as error:
         log.warning("buckets without a compile worker are compiled in this process: %s", error)
+    except BaseException:
+        CompileWorkers(staging, workers).stop()
+        raise
     largest = warmup_order(plan)[0].name
     package_worker = next((worker for worker in workers if largest in worker.buckets), None)
-    return CompileWorkers(staging, [worker for worker in workers if worker is not package_worker], package_worker)
+    others = [worker for worker in workers if worker is not package_worker]
+    if package_worker is not None and not others:  # the others could not be started
+        package_worker.stop()
+        package_worker = None
+    return CompileWorkers(staging, others, package_worker)

@@ -21,7 +21,7 @@ import_transformers()  # before other modules import it
 import dataclasses
 import gc
 import logging
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -102,7 +102,7 @@ from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
 from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.stored_kernels import KernelRecorder
-from tcdeploy.torch_compat.triton_kernel import record_kernels
+from tcdeploy.torch_compat.triton_kernel import record_kernels, stop_recording_kernels
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 _import_stage.end()
@@ -166,7 +166,7 @@ def _prepare(
     eager: bool,
     cleanup: ExitStack,
 ) -> Deployment:
-    """`cleanup` ends the compile workers."""
+    """`cleanup` ends the compile workers and the recording of kernels."""
     stages = StageTimer(progress)
     key = start_key(recipe, local_folder(recipe.model, recipe.revision))
     executed_files: set[str] = set()  # those that define the model, if a start record is written
@@ -185,6 +185,7 @@ def _prepare(
         workers = cleanup.enter_context(_start_workers(planned, staging) if uses_workers else CompileWorkers(staging))
         writes_record = key is not None and _may_add_files(staging)
         kernels = record_kernels() if writes_record else None
+        cleanup.callback(stop_recording_kernels)
         with record_executed_files(executed_files) if writes_record else nullcontext():
             runner = _load(planned)
     with stages.stage("reference"):
@@ -250,11 +251,13 @@ def _without_graph_memory(record: BucketRecord) -> BucketRecord:
     return dataclasses.replace(record, graph_memory_bytes=None)
 
 
-def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progress: Progress) -> None:
+def compile_buckets(
+    recipe: Recipe, plan_key: str, names: Collection[str], report: Callable[[BucketRecord], None]
+) -> None:
     """Compile the buckets with these names for another process (parallel_compile.py), and write no manifest.
 
     The files of each finished bucket are added to the journal of this process's staging folder, as files of the plan
-    `plan_key`, before `progress` is called. `recipe`: of a copy of that plan's model. Raises TcdeployError.
+    `plan_key`, before `report` is called. `recipe`: of a copy of that plan's model. Raises TcdeployError.
     """
     count_start()
     planned = decide(recipe)
@@ -270,10 +273,11 @@ def compile_buckets(recipe: Recipe, plan_key: str, names: Collection[str], progr
 
     def on_finished(record: BucketRecord) -> None:
         add_used_files_to_journal(staging, plan_key, tracker)
+        report(record)  # afterwards: the other process copies what the journal lists
 
     with tracker.track():
         cache_dir = planned.plan.cache_dir
-        warm_buckets(runner, checker, PreviousRun(), cache_dir, False, progress, on_finished, names=names)
+        warm_buckets(runner, checker, PreviousRun(), cache_dir, False, NullProgress(), on_finished, names=names)
 
 
 def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:

@@ -41,6 +41,7 @@ from tcdeploy.planning import extras
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress
 from tcdeploy.start import prepare
+from tcdeploy.torch_compat.cuda_driver import DriverError
 from tests.conftest import PACKAGES, ROOT, TINY, RunCLI, cli_command, cli_environment, prepare_tiny
 from tests.fork_server import HAS_GPU
 from tests.server.test_tools import CLOCK, QUESTION, make_model
@@ -312,6 +313,20 @@ def test_weights_that_cannot_be_read_are_loaded_with_transformers(
     with caplog.at_level(logging.WARNING):
         assert start(cache) is None
     assert str(error).splitlines()[0] in caplog.text
+
+
+def test_after_an_error_of_the_gpu_driver_the_model_is_loaded_with_transformers(
+    cache: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """For example a driver that is too old for a stored kernel."""
+
+    def warm(*arguments: Any) -> None:
+        raise DriverError("the CUDA driver cannot load _decode_kernel")
+
+    monkeypatch.setattr(packaged_start, "warm", warm)
+    with caplog.at_level(logging.WARNING):
+        assert start(cache) is None
+    assert "the CUDA driver cannot load _decode_kernel" in caplog.text
 
 
 def test_steps_are_not_timed_again(own_cache: str, monkeypatch: pytest.MonkeyPatch) -> None:

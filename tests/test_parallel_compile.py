@@ -8,16 +8,20 @@ import os
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from tcdeploy import parallel_compile
 from tcdeploy.parallel_compile import (
     CORES_PER_PROCESS,
+    MAX_WORKERS,
     MIN_WEIGHT_BYTES,
     OneProcess,
     ShortCopy,
+    count_cores,
     share_buckets,
+    start_workers,
 )
 from tcdeploy.planning.plan import make_plan
 from tests.compile_workers import compile_workers, wait_until_ended
@@ -25,11 +29,13 @@ from tests.conftest import TINY, TINY_FLAGS, RunCLI, cli_environment, remove_hea
 from tests.fork_server import ForkServer
 from tests.machines import GIB, H100, LLAMA_8B, make_recipe
 
+PREFIX = "warning: a compile worker did not compile "
 # The rule does not use workers for a model as small as the embedded one. Prints how each bucket was compiled.
 TWO_WORKERS = """
 import sys
 from tcdeploy import parallel_compile
 parallel_compile.MIN_WEIGHT_BYTES = 0
+parallel_compile.HOST_BYTES_PER_PROCESS = 1
 parallel_compile.count_cores = lambda: 3 * parallel_compile.CORES_PER_PROCESS
 wait_for = parallel_compile.CompileWorkers.wait_for
 def print_outcome(workers, bucket):
@@ -130,7 +136,7 @@ def test_the_packages_of_the_short_copy_are_those_of_the_model(warm: Any, run_cl
     ("script", "reason", "compiled"),
     [
         (FAILING_WORKERS, "a planted fault", ["prefill:32", "decode:4", "decode:1"]),
-        (WORKERS_WITHOUT_A_BUCKET, "its plan has not all of the buckets", ["decode:4"]),
+        (WORKERS_WITHOUT_A_BUCKET, "its plan does not contain these buckets", ["decode:4"]),
     ],
 )
 def test_buckets_of_a_worker_that_fails_are_compiled_in_the_first_process_with_a_warning(
@@ -139,9 +145,8 @@ def test_buckets_of_a_worker_that_fails_are_compiled_in_the_first_process_with_a
     stderr, buckets = warm(script, *TINY_FLAGS)
     warnings = lines_with(stderr, "warning: ")
     assert all(reason in line for line in warnings)
-    names = [
-        name for line in warnings for name in line.removeprefix("warning: ").partition(": compiled")[0].split(", ")
-    ]
+    starts = [line.partition(", so this process does: ")[0] for line in warnings]
+    names = [name for start in starts for name in start.removeprefix(PREFIX).split(", ")]
     assert sorted(names) == sorted(compiled), "each bucket is named once"
     assert {bucket["outcome"] for bucket in buckets.values()} == {"miss"}
     remove_headers(tmp_path / "cache")
@@ -171,9 +176,11 @@ RECIPE = {"context": 8192, "buckets": (2048,), "batch_sizes": (1, 32)}
 COPY = ShortCopy({}, num_layers=2, weight_bytes=3 * GIB)
 
 
-def shares(cores: int = 16, spare_bytes: int = 25 * GIB, **options: Any) -> list[list[str]] | OneProcess:
+def shares(
+    cores: int = 16, spare_bytes: int = 25 * GIB, host_bytes: int = 128 * GIB, **options: Any
+) -> list[list[str]] | OneProcess:
     recipe = make_recipe(**{**RECIPE, **options})
-    return share_buckets(recipe, make_plan(recipe, H100, LLAMA_8B), COPY, cores, spare_bytes)
+    return share_buckets(recipe, make_plan(recipe, H100, LLAMA_8B), COPY, cores, spare_bytes, host_bytes)
 
 
 def test_workers_share_the_buckets_but_the_largest_in_the_order_in_which_they_are_warmed() -> None:
@@ -194,10 +201,15 @@ def test_with_ahead_of_time_programs_the_first_of_several_workers_helps_with_the
 
 def test_cores_and_memory_limit_the_number_of_workers() -> None:
     assert shares(cores=3 * CORES_PER_PROCESS - 1) == [["decode:32", "decode:1"]]
-    assert shares(cores=2 * CORES_PER_PROCESS - 1) == OneProcess("7 CPU cores are too few for two processes")
+    assert shares(cores=2 * CORES_PER_PROCESS - 1) == OneProcess("7 CPU cores; two processes need 8")
     assert shares(spare_bytes=10 * GIB) == [["decode:32", "decode:1"]]
     too_few = shares(spare_bytes=2 * GIB)
-    assert isinstance(too_few, OneProcess) and too_few.reason.startswith("2.00 GiB beside the model are too few")
+    assert isinstance(too_few, OneProcess) and too_few.reason.startswith("2.00 GiB are free beside the model")
+    assert shares(host_bytes=8 * GIB) == [["decode:32", "decode:1"]]
+    too_few = shares(host_bytes=7 * GIB)
+    assert too_few == OneProcess("7.00 GiB of host memory; two processes need 8.00 GiB")
+    many = shares(cores=64, spare_bytes=100 * GIB, batch_sizes=(1, 2, 4, 8, 16, 32))
+    assert isinstance(many, list) and len(many) == MAX_WORKERS
 
 
 @pytest.mark.parametrize(
@@ -218,5 +230,54 @@ def test_a_small_model_is_compiled_in_one_process() -> None:
     recipe = make_recipe(**RECIPE)
     plan = make_plan(recipe, H100, LLAMA_8B)
     assert plan.weight_bytes > MIN_WEIGHT_BYTES
-    small = dataclasses.replace(plan, weight_bytes=MIN_WEIGHT_BYTES - 1)
-    assert share_buckets(recipe, small, COPY, 16, 25 * GIB) == OneProcess("1024.0 MiB of weights are few")
+    small = dataclasses.replace(plan, weight_bytes=MIN_WEIGHT_BYTES // 2)
+    assert share_buckets(recipe, small, COPY, 16, 25 * GIB, 128 * GIB) == OneProcess(
+        "the model has 512.0 MiB of weights; workers need 1.00 GiB"
+    )
+
+
+@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("250000 100000", 2), ("junk", None)])
+def test_the_quota_of_a_container_limits_the_cores(
+    quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
+    monkeypatch.setattr(parallel_compile, "CPU_QUOTA", tmp_path / "cpu.max")
+    assert count_cores() == 64, "no file"
+    (tmp_path / "cpu.max").write_text(quota)
+    assert count_cores() == (cores or 64)
+
+
+class FakeWorker:
+    """Stands in for a CompileProcess. Only `limit` of them can be started."""
+
+    limit = 0
+    started: ClassVar[list[FakeWorker]] = []
+
+    def __init__(self, recipe: Any, config: Any, plan_key: str, buckets: list[str]) -> None:
+        if len(self.started) == self.limit:
+            raise OSError("no process")
+        self.buckets, self.is_running = buckets, True
+        self.started.append(self)
+
+    def stop(self) -> None:
+        self.is_running = False
+
+
+@pytest.mark.parametrize(("limit", "running"), [(0, 0), (1, 0), (2, 2), (3, 3)])
+def test_a_worker_for_packages_alone_is_ended(
+    limit: int, running: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(FakeWorker, "limit", limit)
+    monkeypatch.setattr(FakeWorker, "started", [])
+    monkeypatch.setattr(parallel_compile, "CompileProcess", FakeWorker)
+    monkeypatch.setattr(parallel_compile, "make_short_copy", lambda *_: COPY)
+    monkeypatch.setattr(parallel_compile, "worker_recipe", lambda *_: None)
+    monkeypatch.setattr(parallel_compile, "count_cores", lambda: 16)
+    monkeypatch.setattr(parallel_compile, "count_spare_bytes", lambda *_: 25 * GIB)
+    recipe = make_recipe(**RECIPE, programs="aot")
+    plan = make_plan(recipe, H100, LLAMA_8B)
+    unused: Any = None
+    workers = start_workers(recipe, plan, H100, unused, unused, LLAMA_8B, unused, unused)
+    assert sum(worker.is_running for worker in FakeWorker.started) == running
+    assert bool(workers) == (running > 0)
+    assert ("no process" in caplog.text) == (limit < 3)

@@ -320,13 +320,23 @@ def take_over_finished_buckets(staging: StagingFolder, plan_key: str) -> TakenOv
 def copy_finished_buckets(staging: StagingFolder) -> None:
     """Copy the files in the journals of all starts that this start does not have, also of starts that still run.
 
-    Files that do not match their records are not copied. Raises SpaceError, TrustError and TcdeployError.
+    Files that do not match their records are not copied, and untrusted folders are skipped with a warning. Raises
+    SpaceError and TcdeployError.
     """
     for folder in sorted(Path(staging.source).glob(f"{HOST_PREFIX}*")):
-        if not folder.is_symlink() and os.path.realpath(folder) != staging.path:
-            files = {file for bucket in read_journal(folder) for file in bucket.files}
+        if folder.is_symlink() or os.path.realpath(folder) == staging.path:
+            continue
+        listed = {file for bucket in read_journal(folder) for file in bucket.files}
+        missing = [file for file in listed if not Path(staging.path, file.path).exists()]
+        if not missing:
+            continue
+        try:
             with untracked():
-                staging.fill([file for file in files if not Path(staging.path, file.path).exists()], folder)
+                staging.fill(missing, folder)
+        except FileNotFoundError:  # another process has removed the folder
+            log.debug("%s was removed while its files were copied", folder)
+        except TrustError as error:
+            log.warning("%s is not used: %s", folder, error.message)
 
 
 def remove_published_folders(staging: StagingFolder) -> None:

@@ -1,7 +1,8 @@
 """Calls the CUDA driver through ctypes: loads and launches compiled kernels, and copies to the GPU.
 
 A launch makes the same calls as Triton's own launcher. Launches hold the GIL: a call takes a few microseconds, and a
-thread that has released the GIL may wait for it much longer. Imports neither torch nor Triton.
+thread that has released the GIL may wait for it much longer. If a thousand launches are queued, the next one waits for
+the GPU, and other Python threads wait too. Imports neither torch nor Triton.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class LoadedKernel:
         use_primary_context(device)
         driver, module = _driver(), ctypes.c_void_p()
         self._function = ctypes.c_void_p()
-        _check(driver.cuModuleLoadData(ctypes.byref(module), cubin), f"load {name}")
+        _check(_waiting_driver().cuModuleLoadData(ctypes.byref(module), cubin), f"load {name}")
         _check(driver.cuModuleGetFunction(ctypes.byref(self._function), module, name.encode()), f"find {name}")
         if shared_bytes > DEFAULT_SHARED_BYTES:
             attribute = ATTRIBUTE_MAX_DYNAMIC_SHARED_BYTES
@@ -103,6 +104,7 @@ def _waiting_driver() -> Any:
     """libcuda, whose functions are called without the GIL."""
     driver = ctypes.CDLL(LIBRARY)
     driver.cuStreamSynchronize.argtypes = [ctypes.c_void_p]
+    driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     return driver
 
 
@@ -110,7 +112,6 @@ def _waiting_driver() -> Any:
 def _driver() -> Any:
     """libcuda, whose functions are called with the GIL held."""
     driver = ctypes.PyDLL(LIBRARY)
-    driver.cuModuleLoadData.argtypes = [ctypes.c_void_p, ctypes.c_char_p]
     driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
     driver.cuMemcpyHtoDAsync_v2.argtypes = [ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
     driver.cuGetErrorName.argtypes = [ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)]

@@ -45,8 +45,8 @@ INTERNAL = Internal(
 _recorded: bool | None = None  # what `supported` returned where the kernels were compiled
 
 
-def use_recorded_support(is_supported: bool) -> None:
-    """Let `supports_pdl` use this instead of `supported`, which imports Triton."""
+def use_recorded_support(is_supported: bool | None) -> None:
+    """Let `supports_pdl` use this instead of `supported`, which imports Triton. None: use `supported`."""
     global _recorded
     _recorded = is_supported
     supports_pdl.cache_clear()

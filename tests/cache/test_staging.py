@@ -24,6 +24,7 @@ from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_fold
 from tcdeploy.cache.leases import acquire_lease, is_leased
 from tcdeploy.cache.staging import (
     StagingFolder,
+    copy_finished_buckets,
     create_private_copy,
     create_staging_folder,
     own_staging_folder,
@@ -78,6 +79,33 @@ def test_an_exit_keeps_the_finished_buckets_of_a_start_that_failed(root: Path) -
     assert take_over_finished_buckets(following, "plan") == (1, 1)
     assert paths_in(following.path) == {FIRST}
     assert not Path(failed.path).exists()
+
+
+def test_a_running_start_gets_the_finished_buckets_of_another(root: Path) -> None:
+    other, running = start(root), start(root)
+    other.add_to_journal("plan", [write(other.path, FIRST)])
+    copy_finished_buckets(running)
+    assert paths_in(running.path) == {FIRST}
+
+
+def test_a_folder_that_disappears_while_its_files_are_copied_is_skipped(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process ends, or another start deletes it."""
+    gone, other, running = sorted((start(root) for _ in range(3)), key=lambda folder: folder.path)
+    gone.add_to_journal("plan", [write(gone.path, FIRST)])
+    other.add_to_journal("plan", [write(other.path, SECOND)])
+
+    def read_and_remove(folder: Path) -> list[FinishedBucket]:
+        buckets = read_journal(folder)
+        if str(folder) == gone.path:
+            shutil.rmtree(folder)
+        return buckets
+
+    monkeypatch.setattr(staging, "read_journal", read_and_remove)
+    copy_finished_buckets(running)
+    assert paths_in(running.path) == {SECOND}
+    assert not Path(gone.path).exists()
 
 
 def test_an_exit_removes_a_folder_without_a_journal(root: Path) -> None:

@@ -14,11 +14,15 @@ from tests.conftest import cli_environment
 
 SCRIPT = """
 import importlib, json, sys
+from tcdeploy.models.unused_packages import skip_unused_packages
+if {skips}:
+    skip_unused_packages()
 for name in sys.argv[2:]:
     importlib.import_module(name)
 imported = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
 import scipy.optimize
-print(json.dumps(imported))
+from transformers.utils import is_scipy_available
+print(json.dumps([*imported, is_scipy_available()]))
 """
 
 
@@ -37,21 +41,26 @@ def environment(tmp_path: Path) -> dict[str, str]:
     return environ
 
 
-def imported_packages(environment: dict[str, str], *modules: str) -> list[str]:
-    command = [sys.executable, "-c", SCRIPT, json.dumps(PACKAGES), *modules]
+def imported_packages(environment: dict[str, str], *modules: str, skips: bool = True) -> list[str | bool]:
+    """The packages that the modules import; at the end, whether transformers finds scipy afterwards."""
+    command = [sys.executable, "-c", SCRIPT.format(skips=skips), json.dumps(PACKAGES), *modules]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    names: list[str] = json.loads(result.stdout)
+    names: list[str | bool] = json.loads(result.stdout)
     return names
 
 
 def test_a_start_does_not_import_packages_for_other_uses_of_transformers(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "tcdeploy.pipeline") == []
+    assert imported_packages(environment, "tcdeploy.pipeline") == [False]
 
 
 def test_transformers_alone_imports_such_a_package(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "transformers.loss.loss_utils") == ["scipy"]
+    assert imported_packages(environment, "transformers.loss.loss_utils") == ["scipy", True]
+
+
+def test_a_program_that_uses_the_library_is_not_affected(environment: dict[str, str]) -> None:
+    assert imported_packages(environment, "tcdeploy.pipeline", skips=False)[-1] is True
 
 
 def test_a_package_that_is_in_use_stays_imported(environment: dict[str, str]) -> None:
-    assert imported_packages(environment, "scipy", "tcdeploy.pipeline") == ["scipy"]
+    assert imported_packages(environment, "scipy", "tcdeploy.pipeline") == ["scipy", True]
