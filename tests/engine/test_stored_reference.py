@@ -251,12 +251,12 @@ def test_a_fault_in_the_loaded_model_only_does_not_reach_its_own_reference(start
     starts.start()
     install, models = pipeline._install_programs, []
 
-    def break_first_model(runner: Any, *args: Any) -> None:
+    def break_first_model(runner: Any, *args: Any, **options: Any) -> None:
         models.append(runner.model)
         if len(models) == 1:
             for layer in runner.model.model.layers:
                 layer.input_layernorm.variance_epsilon = 1.0
-        install(runner, *args)
+        install(runner, *args, **options)
 
     with mock.patch.object(pipeline, "_install_programs", break_first_model):
         starts.start()
