@@ -371,7 +371,7 @@ def test_a_start_reports_an_earlier_one_that_did_not_finish(
     report = (
         "buckets or packages reused from starts that did not finish: 1"
         if finished
-        else ("the folders of 1 killed processes had no buckets to reuse")
+        else ("the folders of 1 killed processes had no buckets or packages to reuse")
     )
     assert [record.message for record in caplog.records] == [report]
     assert not killed.exists()
