@@ -30,7 +30,7 @@ log = logging.getLogger("tcdeploy.pipeline")
 
 
 def write_report(reports: IO[str], record: BucketRecord) -> None:
-    """Tell the other process that a bucket is finished."""
+    """Write a line of JSON: the name of a finished bucket, and the fields of its `Compilation`."""
     log.info("%s: %s, %.1f s", record.bucket, record.outcome, record.seconds)
     report = {"bucket": record.bucket, "compilation": record.compilation._asdict()}
     reports.write(json.dumps(report) + "\n")

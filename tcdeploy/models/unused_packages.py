@@ -15,8 +15,6 @@ import sys
 
 PACKAGES = ("sklearn", "scipy", "pandas", "torchvision")
 IMPORTERS = ("transformers.loss.loss_utils", "transformers.generation.candidate_generator")
-
-
 _skips = False
 
 

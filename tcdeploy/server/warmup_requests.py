@@ -1,5 +1,4 @@
-"""Warm-up requests before /ready: one of each kind except structured output, so that no client waits for
-first-time work.
+"""Warm-up requests before /ready, so that no client waits for first-time work: one of each kind but structured output.
 
 They pass through the routes and the engine like any request, with separate metrics, so that the counters of requests
 and generated tokens start at zero. The counters of engine steps (`bucket_hits`) include their steps. Without these

@@ -194,7 +194,7 @@ def test_a_stored_kernel_gets_the_arguments_that_are_not_compiled_in(
 def test_numbers_are_passed_in_the_types_of_the_kernel(
     monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path
 ) -> None:
-    """The softcap's scales are float32, and a decode kernel that uses_pdl its predecessor is launched so."""
+    """The softcap's scales are float32, and a decode kernel that was compiled with PDL is launched with it."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(decode, "supports_pdl", lambda device: True)
     launches = record_launches(monkeypatch)
@@ -213,14 +213,21 @@ def test_numbers_are_passed_in_the_types_of_the_kernel(
     assert fake_gpu.loaded[0].shared_bytes == compile_for_hopper(item).metadata.shared > 0
 
 
-def test_a_launch_that_no_stored_kernel_fits_goes_through_triton(
-    monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path
-) -> None:
+@pytest.fixture
+def launches_beside_stored(monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path) -> list[Launch]:
+    """The launches that go through Triton. The kernel of `write` is stored, and in use."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launches = record_launches(monkeypatch)
     write("cpu")
     use_stored_kernels(StoredKernels(record(launches), load=fake_gpu))
     launches.clear()
+    return launches
+
+
+def test_a_launch_that_no_stored_kernel_fits_goes_through_triton(
+    launches_beside_stored: list[Launch], fake_gpu: type[FakeKernel]
+) -> None:
+    launches = launches_beside_stored
     write("cpu")
     assert not launches
     write("cpu", dim=40)
@@ -230,16 +237,12 @@ def test_a_launch_that_no_stored_kernel_fits_goes_through_triton(
 
 
 def test_recording_ends_the_use_of_stored_kernels(
-    monkeypatch: pytest.MonkeyPatch, fake_gpu: type[FakeKernel], tmp_path: Path
+    launches_beside_stored: list[Launch], fake_gpu: type[FakeKernel]
 ) -> None:
     """Otherwise the record of a second start would lack the kernels that the first one had stored."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launches = record_launches(monkeypatch)
-    write("cpu")
-    use_stored_kernels(StoredKernels(record(launches), load=fake_gpu))
     recorder = record_kernels()
     write("cpu")
-    assert len(launches) == 2
+    assert len(launches_beside_stored) == 1
     assert not fake_gpu.loaded
     assert recorder.to_json() == "", "the interpreter compiles nothing"
 
