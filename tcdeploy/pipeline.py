@@ -99,6 +99,7 @@ from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
+from tcdeploy.torch_compat.installation_hashes import start_hashing
 from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.stored_kernels import KernelRecorder
@@ -173,6 +174,7 @@ def _prepare(
     planned = decide(recipe, progress, stages, needs_tokenizer)
     plan, architecture = planned.plan, planned.architecture
     with stages.stage("load"):
+        start_hashing()
         staging = _activate(planned, plan.key)
         policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
@@ -261,6 +263,7 @@ def compile_buckets(
     """
     count_start()
     planned = decide(recipe)
+    start_hashing()
     staging = _activate(planned, plan_key)
     restore_plan(staging, plan_key, rebuild=False)
     copy_finished_buckets(staging)  # buckets of a killed start that the first process has taken over

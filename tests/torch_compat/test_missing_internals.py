@@ -82,6 +82,7 @@ MOVED = {
     "graph cache keys": ("graph_cache_keys", "PICKLER", "torch._inductor.moved:FxGraphCachePickler"),
     "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
     "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),
+    "installation hashes": ("installation_hashes", "TORCH_KEY", "torch._inductor.moved:torch_key"),
     "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
     "stored kernels": ("stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),

@@ -1,0 +1,35 @@
+"""The thread fills the caches of torch's and Triton's own hash functions."""
+
+import hashlib
+
+import pytest
+
+from tcdeploy.torch_compat import installation_hashes
+from tcdeploy.torch_compat.installation_hashes import TORCH_KEY, TRITON_KEY, start_hashing
+from tcdeploy.torch_compat.internal import find
+
+pytest.importorskip("triton")
+
+
+def test_a_look_up_after_the_thread_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    thread = start_hashing()
+    assert thread is not None
+    thread.join()
+
+    def fail(*_: object) -> None:
+        raise AssertionError("hashed again")
+
+    monkeypatch.setattr(hashlib, "sha256", fail)
+    assert find(TORCH_KEY)() and find(TRITON_KEY)()
+
+
+def test_an_error_in_the_thread_is_logged_and_not_raised(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "tcdeploy.compiler")
+    monkeypatch.setattr(installation_hashes, "TRITON_KEY", "os:abort_is_not_here")
+    monkeypatch.setattr(installation_hashes, "supported", lambda: True)
+    thread = start_hashing()
+    assert thread is not None
+    thread.join()
+    assert "could not be hashed" in caplog.text
