@@ -193,7 +193,7 @@ def _prepare(
     with stages.stage("reference"):
         path = _reference_path(planned, runner, staging, earlier)
         # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
-        stored = read_reference(Path(staging.path, path)) if path and not eager else None
+        stored = read_reference(Path(staging.path, path), plan.device) if path and not eager else None
         with record_executed_files(executed_files) if writes_record else nullcontext():
             checker = ParityChecker(runner, architecture, planned.config, stored)
     start = Start(

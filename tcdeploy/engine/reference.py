@@ -33,7 +33,10 @@ log = logging.getLogger("tcdeploy.engine")
 
 
 class PrefixLogits(NamedTuple):
-    """Logits [vocab] after a prefix, in host memory. `precise` is float32 or float64."""
+    """Logits [vocab] after a prefix. `precise` is float32 or float64.
+
+    Computed logits are in host memory; those of a stored reference are on the device given to `read_reference`.
+    """
 
     eager: Tensor
     precise: Tensor

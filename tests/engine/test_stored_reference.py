@@ -32,7 +32,7 @@ from tcdeploy.planning.recipe import build_recipe
 from tests.model_families import save_config
 from tests.parity.planted_faults import FAULTS, planted
 
-PLAN: Any = SimpleNamespace(compute_dtype="bfloat16", device="cpu", programs="jit")
+PLAN: Any = SimpleNamespace(compute_dtype="bfloat16", device="cpu", programs="jit", load_format="auto")
 RECORD: Any = SimpleNamespace(parity=SimpleNamespace(attempts=1))
 
 
@@ -89,10 +89,21 @@ def test_a_full_disk_is_a_warning(
     assert not (tmp_path / "a.safetensors").exists() and "the disk is full" in caplog.text
 
 
-def test_references_are_stored_for_jit_programs_on_a_cpu_only() -> None:
-    assert stores_references(PLAN)
-    for changes in ({"device": "cuda"}, {"programs": "aot"}):
-        assert not stores_references(SimpleNamespace(**{**vars(PLAN), **changes}))  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("changes", "is_stored"),
+    [
+        ({}, True),
+        ({"device": "cuda"}, True),
+        ({"load_format": "dummy"}, True),
+        ({"device": "cuda", "load_format": "dummy"}, False),
+        ({"programs": "aot"}, False),
+    ],
+)
+def test_references_are_stored_for_jit_programs_but_not_for_random_weights_on_a_gpu(
+    changes: dict[str, str], is_stored: bool
+) -> None:
+    plan: Any = SimpleNamespace(**{**vars(PLAN), **changes})
+    assert stores_references(plan) is is_stored
 
 
 class Starts:
@@ -197,8 +208,8 @@ def shift_stored_logits() -> Any:
     """Replace the reader of stored references with one that adds 3 to the first logit of each row."""
     read = pipeline.read_reference
 
-    def read_and_shift(path: Path) -> ReferenceLogits | None:
-        reference = read(path)
+    def read_and_shift(path: Path, device: str) -> ReferenceLogits | None:
+        reference = read(path, device)
         if reference is None:
             return None
         rows = {prefix: PrefixLogits(*(logits.clone() for logits in pair)) for prefix, pair in reference.rows.items()}
