@@ -1,10 +1,11 @@
 """A start that answers with eager steps at once, and replaces them by compiled programs while it serves.
 
-The model is loaded and its reference computed as in every start. Then every bucket runs uncompiled, without CUDA
-graphs, and the smallest buckets are checked against the reference. A *compile worker* (compile_process.py) fills the
-cache folder meanwhile, so no request waits for a compilation. The engine thread calls `advance` between steps: each
-call loads, captures and checks the programs of one bucket that the worker has finished, and they replace its eager
-steps. When all buckets have theirs, steps are timed, and the manifest is written as after any other start.
+The model is loaded, and all buckets are switched to uncompiled steps without CUDA graphs. While the reference is
+computed, threads compile the Triton kernels of the smallest buckets, which are then checked against it. A *compile
+worker* (compile_process.py) fills the cache folder meanwhile, so no request waits for a compilation. The engine thread
+calls `advance` between steps: each call loads, captures and checks the programs of one bucket that the worker has
+finished, and they replace its eager steps. When all buckets have theirs, steps are timed, and the manifest is written
+as after any other start.
 
 The worker compiles a copy of the model with few layers (parallel_compile.py). A program that the copy does not have is
 compiled in the engine thread, with a warning.
@@ -32,7 +33,7 @@ from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.warmup import raise_if_entries_are_missing, warm_bucket, warmup_order
 from tcdeploy.errors import TcdeployError
 from tcdeploy.parallel_compile import make_short_copy, worker_recipe
-from tcdeploy.planning.plan import Bucket
+from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.stages import StageTimer
 
 if TYPE_CHECKING:
@@ -43,12 +44,21 @@ SMALL_BATCH_BLOCKS = 2  # of make_small_batch, which has up to two sequences
 log = logging.getLogger("tcdeploy.pipeline")
 
 
-def run_all_eagerly(runner: ModelRunner, checker: ParityChecker) -> None:
-    """Run every bucket uncompiled, and check the smallest prefill and decode buckets. Raises CompileError."""
+def eager_check_buckets(plan: Plan) -> tuple[Bucket, Bucket]:
+    """The smallest prefill and decode bucket, which an eager start checks before the server is ready."""
+    return plan.prefill_buckets[0], plan.decode_buckets[0]
+
+
+def switch_to_eager_steps(runner: ModelRunner) -> None:
+    """Make every bucket run uncompiled from now on. Runs no step."""
     for bucket in runner.plan.buckets:
         runner.run_eagerly(bucket)
+
+
+def check_eager_steps(runner: ModelRunner, checker: ParityChecker) -> None:
+    """Compare steps of `eager_check_buckets` with the reference. Raises CompileError if one fails."""
     with runner.uncounted_steps():
-        for bucket in (runner.plan.prefill_buckets[0], runner.plan.decode_buckets[0]):
+        for bucket in eager_check_buckets(runner.plan):
             raise_if_failed(checker.check(bucket).parity, bucket)
     runner.row_assignment.clear()
 

@@ -21,8 +21,8 @@ import_transformers()  # before other modules import it
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Collection
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,10 +52,17 @@ from tcdeploy.compiler.jit import JitLoader
 from tcdeploy.compiler.programs import ProgramTable, compile_in_place
 from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
 from tcdeploy.deployment import Deployment, Start, Warmed, count_start, make_deployment, record_start, warm
-from tcdeploy.eager_start import ProgramSwaps, run_all_eagerly, start_worker
+from tcdeploy.eager_start import (
+    ProgramSwaps,
+    check_eager_steps,
+    eager_check_buckets,
+    start_worker,
+    switch_to_eager_steps,
+)
 from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.engine import Engine
 from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
+from tcdeploy.engine.kernel_precompile import precompile_kernels
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
@@ -66,7 +73,7 @@ from tcdeploy.engine.stored_reference import (
     stores_references,
     write_reference,
 )
-from tcdeploy.engine.warmup import PreviousRun, warm_buckets
+from tcdeploy.engine.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.executed_sources import digest_sources, record_executed_files
@@ -81,9 +88,10 @@ from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_
 from tcdeploy.parallel_compile import CompileWorkers, start_workers
 from tcdeploy.passes.post_grad import op_source_digests
 from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import Environment, detect_environment
-from tcdeploy.planning.plan import Plan, make_plan
+from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
 from tcdeploy.start_record import (
@@ -190,7 +198,13 @@ def _prepare(
         cleanup.callback(stop_recording_kernels)
         with record_executed_files(executed_files) if writes_record else nullcontext():
             runner = _load(planned)
-    with stages.stage("reference"):
+    if eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
+        switch_to_eager_steps(runner)
+    kernel_buckets: Collection[Bucket] = ()  # their Triton kernels are compiled in threads; () in a warm start
+    if earlier is None:
+        kernel_buckets = eager_check_buckets(plan) if eager else warmup_order(plan)[:1] if workers else plan.buckets
+    tracker = FileAccessTracker(staging.path)
+    with stages.stage("reference"), _compiling_kernels(planned, runner, kernel_buckets, tracker):
         path = _reference_path(planned, runner, staging, earlier)
         # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
         stored = read_reference(Path(staging.path, path), plan.device) if path and not eager else None
@@ -208,7 +222,6 @@ def _prepare(
         previous=_previous_run(planned, earlier),
         tokenizer=planned.tokenizer,
     )
-    tracker = FileAccessTracker(staging.path)
     if eager:
         return _start_eagerly(start, planned, runner, checker, tracker, path, stages)
     while True:
@@ -270,9 +283,11 @@ def compile_buckets(
     staging.link_headers()
     use_precompiled_headers(True, staging.headers_folder)
     runner = _load(planned)
-    checker = ParityChecker(runner, planned.architecture, planned.config)
-    _install_programs(runner, planned, staging.path, plan_key, _package_exchange(staging, plan_key))
+    buckets = [bucket for bucket in planned.plan.buckets if bucket.name in names]
     tracker = FileAccessTracker(staging.path)
+    with _compiling_kernels(planned, runner, buckets, tracker):
+        checker = ParityChecker(runner, planned.architecture, planned.config)
+    _install_programs(runner, planned, staging.path, plan_key, _package_exchange(staging, plan_key))
 
     def on_finished(record: BucketRecord) -> None:
         add_used_files_to_journal(staging, plan_key, tracker)
@@ -318,7 +333,7 @@ def _start_eagerly(
     prompts = CheckPrompts(plan, planned.architecture, planned.config, FIRST_SEED)
     with stages.stage("check"):
         _install_programs(runner, planned, staging.path)
-        run_all_eagerly(runner, checker)
+        check_eager_steps(runner, checker)
 
     def write_files(records: list[BucketRecord]) -> list[str]:
         if reference is None or not _may_add_files(staging):
@@ -542,6 +557,25 @@ def _load(planned: PlannedDeployment) -> ModelRunner:
     step_holder = StepHolder()
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
+
+
+@contextmanager
+def _compiling_kernels(
+    planned: PlannedDeployment, runner: ModelRunner, buckets: Collection[Bucket], tracker: FileAccessTracker
+) -> Iterator[None]:
+    """Compile these buckets' Triton kernels in threads while the block runs, and wait for them at its end.
+
+    Does nothing on a CPU, or if decode attention uses no Triton. Enter it before programs are installed.
+    """
+    plan = planned.plan
+    if not buckets or plan.device != "cuda" or not BACKENDS[plan.decode_attention].uses_triton:
+        yield
+        return
+    from tcdeploy.torch_compat.parallel_kernels import compiling_kernels  # imports Triton
+
+    prompts = CheckPrompts(plan, planned.architecture, planned.config, FIRST_SEED)
+    with tracker.track(), compiling_kernels(lambda: precompile_kernels(runner, buckets, prompts)):
+        yield
 
 
 def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:

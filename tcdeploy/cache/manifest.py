@@ -115,7 +115,9 @@ class BucketRecord:
     eager_ms: float | None = None
     compiled_ms: float | None = None
     kernels_timed: int = 0  # Triton configs that torch timed in this run
-    kernels_compiled: int = 0  # by Triton or a C++ compiler in this run, trials and checks included
+    # By Triton or a C++ compiler during this bucket's warm-up, trials and checks included. Kernels that threads have
+    # compiled before (torch_compat/parallel_kernels.py) do not count.
+    kernels_compiled: int = 0
     timed_context: int | None = None  # tokens per sequence while the step was timed
 
     @property

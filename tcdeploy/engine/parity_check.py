@@ -132,7 +132,7 @@ class ParityChecker:
 
 
 def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, references: ReferenceLogits) -> ParityCheck:
-    logits = _bucket_logits(runner, bucket, prompts)
+    logits = run_check_steps(runner, bucket, prompts)
     prefixes = [*prompts.checked(bucket), *prompts.continued(bucket), *prompts.mixed_rows(bucket)]
     rows = [references.rows[prefix] for prefix in prefixes]
     eager, precise = (torch.stack(column).to(logits.device) for column in zip(*rows, strict=True))
@@ -143,8 +143,11 @@ def _check(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts, reference
     )
 
 
-def _bucket_logits(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> Tensor:
-    """Logits [rows, vocab] of the checked rows, of the continued prompt, and of the decode rows beside it."""
+def run_check_steps(runner: ModelRunner, bucket: Bucket, prompts: CheckPrompts) -> Tensor:
+    """Run the bucket's check steps.
+
+    Returns the logits [rows, vocab] of the checked rows, the continued prompt, and the decode rows beside it.
+    """
     batch = make_check_batch(runner, bucket, prompts)
     if not bucket.is_prefill:
         batch.fill_kv_cache()

@@ -228,6 +228,13 @@ class ModelRunner:
         """Run the bucket's step again on the current contents of its buffers."""
         return self.graphs.run(self._buffers_of(StepKey(bucket, bucket.size, 0)))
 
+    def run_uncaptured(self, key: StepKey) -> StepOutput:
+        """Run a step of this shape without its CUDA graph.
+
+        Prefill buffers are filled with padding, so the step writes to no KV block. Decode buffers are left as they are.
+        """
+        return self._forward(self._buffers_of(key, clear=True))
+
     def rerun_uncaptured(self, bucket: Bucket) -> StepOutput:
         return self._forward(self._buffers_of(StepKey(bucket, bucket.size, 0)))
 

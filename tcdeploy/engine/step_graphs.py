@@ -80,6 +80,12 @@ class StepGraphs:
         """The sizes that are captured before the first request; () if the bucket's steps are not padded."""
         return tuple(size for size in self._plan.step_sizes(bucket) if size in EARLY_SIZES or size == bucket.size)
 
+    def early_keys(self, bucket: Bucket) -> list[StepKey]:
+        """Keys of the graphs that are captured before the first request, the largest first."""
+        early_sizes = self.early_sizes(bucket)
+        shapes = reversed(self._plan.graph_shapes(bucket))
+        return [StepKey(bucket, tokens, row_slots) for tokens, row_slots in shapes if tokens in early_sizes]
+
     def sizes(self, bucket: Bucket, row_slots: int) -> tuple[int, ...]:
         """The sizes that the bucket's steps are currently padded to, ascending; () if they are not padded."""
         if not (self._is_warm and bucket.min_size and self.is_captured(bucket)):
@@ -139,11 +145,8 @@ class StepGraphs:
         that fails too, and torch.OutOfMemoryError without a second attempt.
         """
         torch.cuda.empty_cache()  # the allocator cannot free cached memory during a capture
-        early_sizes, runs_first = self.early_sizes(bucket), False
-        for tokens, row_slots in reversed(self._plan.graph_shapes(bucket)):
-            if tokens not in early_sizes:
-                continue
-            key = StepKey(bucket, tokens, row_slots)
+        runs_first = False
+        for key in self.early_keys(bucket):
             try:
                 self._capture(key, runs_first)
             except RuntimeError as error:

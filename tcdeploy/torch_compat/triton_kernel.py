@@ -3,20 +3,30 @@
 The code that prepares a launch is separate from the kernel, whose module is imported at the first launch that needs
 Triton. A start from packages loads *stored kernels* (stored_kernels.py) instead: it saves the import of Triton, the
 hash of Triton's installation (0.5 s) and its work per launch. A launch that no stored kernel fits goes through Triton.
+
+Inside `compiling_only`, a launch compiles its kernel and does not run it (parallel_kernels.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import logging
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
+
+from torch import Tensor
 
 from tcdeploy.torch_compat.stored_kernels import KernelRecorder, StoredKernels
 
 log = logging.getLogger("tcdeploy.compiler")
 _stored: StoredKernels | None = None  # what launches of this process use
 _recorder: KernelRecorder | None = None  # records launches of this process
+# Specializations requested in `compiling_only`; None outside it, and in other threads.
+_compile_only_keys: ContextVar[set[object] | None] = ContextVar("compile_only_keys", default=None)
+ALIGNMENT_BYTES = 16  # Triton specializes a kernel on whether a pointer is aligned to this
 
 
 class Kernel:
@@ -37,12 +47,18 @@ class Kernel:
         return getattr(importlib.import_module(self.module), self.name)
 
     def launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launch the kernel with positional arguments, on the current stream.
+        """Launch the kernel with positional arguments, on the current stream. In `compiling_only`, only compile it.
 
         `options` are Triton's: num_warps, num_stages, launch_pdl. They must be given in the same order at each call.
         Raises DriverError if a stored kernel cannot be loaded or launched.
         """
         if _stored is not None and _stored.launch(self.name, grid, args, options):
+            return
+        if (compile_only_keys := _compile_only_keys.get()) is not None:
+            key = (self.name, *map(_specialization, args), *options.items())
+            if key not in compile_only_keys:  # all layers of a model launch the same specialization
+                compile_only_keys.add(key)
+                self.function.warmup(*args, grid=grid, **options)
             return
         if _stored is not None:
             log.debug("no stored kernel fits a launch of %s, so Triton is imported", self.name)
@@ -69,6 +85,23 @@ def stop_recording_kernels() -> None:
     """Record no more launches: each would take some 20 us longer."""
     global _recorder
     _recorder = None
+
+
+@contextlib.contextmanager
+def compiling_only() -> Iterator[None]:
+    """In the block, launches of this thread through Triton compile their kernel and do not run it."""
+    token = _compile_only_keys.set(set())
+    try:
+        yield
+    finally:
+        _compile_only_keys.reset(token)
+
+
+def _specialization(argument: Any) -> object:
+    """What Triton specializes a kernel on in this argument. May be finer than Triton's own key, never coarser."""
+    if isinstance(argument, Tensor):
+        return argument.dtype, argument.data_ptr() % ALIGNMENT_BYTES
+    return argument
 
 
 def next_power_of_2(number: int) -> int:

@@ -1,0 +1,74 @@
+"""Kernels are precompiled in uncounted steps, and an error in these steps does not end the start."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tcdeploy.engine import kernel_precompile
+from tcdeploy.engine.graphs import StepKey
+from tcdeploy.engine.kernel_precompile import precompile_kernels
+from tcdeploy.planning.plan import Bucket
+
+BUCKET = Bucket("prefill", 2048)
+
+
+class Runner:
+    """Records steps, and whether they count as those of requests."""
+
+    def __init__(self, is_eager: bool = False) -> None:
+        self.plan = SimpleNamespace(uses_cuda_graph=lambda bucket: True)
+        self.eager_buckets = {BUCKET} if is_eager else set()
+        keys = [StepKey(BUCKET, tokens, slots) for tokens in (2048, 512, 64) for slots in (32, 0)]
+        self.graphs = SimpleNamespace(early_keys=lambda bucket: keys)
+        self.row_assignment = SimpleNamespace(clear=lambda: self.steps.append("cleared"))
+        self.steps: list[object] = []
+        self.counts = True
+
+    @contextlib.contextmanager
+    def uncounted_steps(self) -> Iterator[None]:
+        self.counts = False
+        yield
+        self.counts = True
+
+    def run_uncaptured(self, key: StepKey) -> None:
+        assert not self.counts
+        self.steps.append((key.tokens, key.row_slots))
+
+
+@pytest.fixture(autouse=True)
+def check_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(runner: Any, bucket: Bucket, prompts: Any) -> None:
+        assert not runner.counts
+        runner.steps.append(prompts)
+
+    monkeypatch.setattr(kernel_precompile, "run_check_steps", run)
+
+
+def test_the_largest_and_smallest_early_sizes_are_run_with_and_without_rows() -> None:
+    runner: Any = Runner()
+    precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
+    assert runner.steps == ["prompts", (2048, 32), (2048, 0), (64, 32), (64, 0), "cleared"]
+
+
+def test_eager_buckets_have_no_graphs() -> None:
+    runner: Any = Runner(is_eager=True)
+    precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
+    assert runner.steps == ["prompts", "cleared"]
+
+
+def test_an_error_is_logged_and_the_rows_are_cleared(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(kernel_precompile, "run_check_steps", fail)
+    caplog.set_level("INFO", "tcdeploy.engine")
+    runner: Any = Runner()
+    precompile_kernels(runner, [BUCKET], "prompts")  # type: ignore[arg-type]
+    assert runner.steps == ["cleared"] and "no memory" in caplog.text
