@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 
 from tcdeploy.errors import TcdeployError
 from tcdeploy.gc_policy import relax_gc_for_startup
-from tcdeploy.models.unused_packages import skip_unused_packages
+from tcdeploy.models.unused_packages import enable_fast_transformers_import
 from tcdeploy.planning.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def main() -> None:
     _die_with(request["parent"])
     os.nice(PRIORITY)
     relax_gc_for_startup()
-    skip_unused_packages()
+    enable_fast_transformers_import()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     from tcdeploy import pipeline  # imports torch, which takes seconds
 

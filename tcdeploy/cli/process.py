@@ -10,7 +10,7 @@ import logging
 
 from tcdeploy.cli.standard_streams import replace_standard_streams
 from tcdeploy.gc_policy import relax_gc_for_startup
-from tcdeploy.models.unused_packages import skip_unused_packages
+from tcdeploy.models.unused_packages import enable_fast_transformers_import
 
 LOGGER_NAME = "tcdeploy"
 
@@ -25,12 +25,12 @@ class _StderrFormatter(logging.Formatter):
 def configure_process() -> None:
     """Set up garbage collection, imports, the standard streams and logging of a command.
 
-    Garbage collection is deferred until startup is over. transformers is imported without packages that are not needed.
-    Log records of this package are sent to stderr. The command line calls this function once, before it imports
-    anything large.
+    Garbage collection is deferred until startup is over. transformers is imported with fewer file reads, and without
+    packages that are not needed. Log records of this package are sent to stderr. The command line calls this function
+    once, before it imports anything large.
     """
     relax_gc_for_startup()
-    skip_unused_packages()
+    enable_fast_transformers_import()
     replace_standard_streams()
     logger = logging.getLogger(LOGGER_NAME)
     if not logger.handlers:

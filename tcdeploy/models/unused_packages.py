@@ -4,7 +4,8 @@ If they are installed, transformers imports scikit-learn for assisted generation
 object detectors, and torchvision for images, with whatever these import. On an H100 machine, scipy and pandas took
 0.8 of 17.8 s of a start with compiled programs. While the modules that import them are loaded, transformers finds them
 not installed, and remembers that for the life of the process. So this is done only in processes of the command line,
-which need none of these uses. Other code may import the packages afterwards. Does not import torch.
+which need none of these uses. Other code may import the packages afterwards. transformers itself is imported with fewer
+reads of files (torch_compat/transformers_import.py). Does not import torch.
 """
 
 from __future__ import annotations
@@ -15,27 +16,31 @@ import sys
 
 PACKAGES = ("sklearn", "scipy", "pandas", "torchvision")
 IMPORTERS = ("transformers.loss.loss_utils", "transformers.generation.candidate_generator")
-_skips = False
+_is_fast_import_enabled = False
 
 
-def skip_unused_packages() -> None:
-    """Let `import_transformers` hide the packages. For processes that run only this package."""
-    global _skips
-    _skips = True
+def enable_fast_transformers_import() -> None:
+    """Make `import_transformers` hide PACKAGES and read fewer files. For processes that run only this package."""
+    global _is_fast_import_enabled
+    _is_fast_import_enabled = True
 
 
 def import_transformers() -> None:
-    """Import the modules of transformers that import PACKAGES, without those that are not imported yet.
+    """Import transformers and IMPORTERS with fewer file reads, while PACKAGES that are not imported yet are hidden.
 
-    Does nothing in other programs, such as users of the library.
+    Does nothing unless `enable_fast_transformers_import` was called, so users of the library are not affected.
     """
-    if not _skips:
+    if not _is_fast_import_enabled:
         return
+    # Not imported above, because this takes 17 ms, and commands without a model import this module too.
+    from tcdeploy.torch_compat.transformers_import import import_with_fewer_reads
+
     hidden = [name for name in PACKAGES if name not in sys.modules]
     for name in hidden:
         # The import system takes None for a missing module.
         sys.modules[name] = None  # type: ignore[assignment]
     try:
+        import_with_fewer_reads()
         for name in IMPORTERS:
             if importlib.util.find_spec(name) is not None:
                 importlib.import_module(name)

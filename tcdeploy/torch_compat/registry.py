@@ -38,6 +38,7 @@ from tcdeploy.torch_compat import (
     precompiled_headers,
     stored_kernels,
     torch_flash,
+    transformers_import,
     triton_cache,
     triton_platform_key,
     triton_source,
@@ -52,7 +53,7 @@ INTERNALS: tuple[Internal, ...] = tuple(
         compile_counters, compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries,
         custom_graph_pass, dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, float32_tensors,
         graph_cache_keys, inductor_settings, inductor_workers, installation_hashes, mark_dynamic, pdl,
-        precompiled_headers, stored_kernels, torch_flash, triton_cache, triton_platform_key,
+        precompiled_headers, stored_kernels, torch_flash, transformers_import, triton_cache, triton_platform_key,
         triton_source, uvicorn_protocol,
     )
 )  # fmt: skip

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from tcdeploy.models import unused_packages
 from tcdeploy.models.unused_packages import PACKAGES
+from tcdeploy.torch_compat import transformers_import
 from tests.conftest import cli_environment
 
 SCRIPT = """
 import importlib, json, sys
-from tcdeploy.models.unused_packages import skip_unused_packages
+from tcdeploy.models.unused_packages import enable_fast_transformers_import
 if {skips}:
-    skip_unused_packages()
+    enable_fast_transformers_import()
 for name in sys.argv[2:]:
     importlib.import_module(name)
 imported = [name for name in json.loads(sys.argv[1]) if name in sys.modules]
@@ -64,3 +66,15 @@ def test_a_program_that_uses_the_library_is_not_affected(environment: dict[str, 
 
 def test_a_package_that_is_in_use_stays_imported(environment: dict[str, str]) -> None:
     assert imported_packages(environment, "scipy", "tcdeploy.pipeline") == ["scipy", True]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_only_the_command_line_imports_transformers_with_fewer_reads(
+    skips: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = []
+    monkeypatch.setattr(transformers_import, "import_with_fewer_reads", lambda: calls.append("import"))
+    monkeypatch.setattr(unused_packages, "IMPORTERS", ())
+    monkeypatch.setattr(unused_packages, "_is_fast_import_enabled", skips)
+    unused_packages.import_transformers()
+    assert calls == ["import"] * skips

@@ -86,6 +86,7 @@ MOVED = {
     "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
     "stored kernels": ("stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
+    "transformers imports": ("transformers_import", "LISTING_FUNCTION", "moved"),
     "Triton's cache": ("triton_cache", "CACHE_MANAGER", "triton.runtime.moved:FileCacheManager"),
 }
 AT_IMPORT = {  # read when tcdeploy is imported, so they need a new process
