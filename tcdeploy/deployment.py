@@ -60,7 +60,7 @@ class Deployment:
     import_seconds: dict[str, float]  # by package, longest first: imports of this process so far, in all stages
     cache_dir: str  # the folder in use: `plan.cache_dir`, or a private copy if that folder is read-only
     workspace_bytes: int | None = None  # measured on the device; `plan.workspace_bytes` was predicted
-    weights_read: ReadTotal | None = None  # while a start from packages did something else; None after another start
+    weights_read: ReadTotal | None = None  # of our reader threads; None: transformers read the files, or none were read
     loaded_tokenizer: Any = None  # None: not loaded by `prepare`
     swaps: ProgramSwaps | None = None  # None: every bucket was warmed before the start ended
 

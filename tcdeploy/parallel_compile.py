@@ -228,13 +228,15 @@ def count_cores() -> int:
         return cores
 
 
-def count_spare_bytes(plan: Plan, environment: Environment) -> int:
-    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace. Call it before these exist.
+def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0) -> int:
+    """Free bytes of the GPU, or the host's memory, less weights, KV cache and workspace.
+
+    Call it before the model is loaded. `early_bytes`: of its weights, which are on the GPU already.
 
     A lower bound: `workspace_bytes` includes the CUDA context, which the free bytes lack already. The difference is
     left for the parity check.
     """
-    free = torch.cuda.mem_get_info()[0] if plan.device == "cuda" else environment.host_memory_bytes
+    free = torch.cuda.mem_get_info()[0] + early_bytes if plan.device == "cuda" else environment.host_memory_bytes
     return int(free) - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes
 
 
@@ -247,10 +249,11 @@ def start_workers(
     architecture: Architecture,
     prompts: CheckPrompts,
     staging: StagingFolder,
+    early_bytes: int = 0,
 ) -> CompileWorkers:
     """Start workers for all buckets of the plan but the largest. Starts none if that would not be faster or possible.
 
-    `model`: with fake tensors, because the weights are not loaded yet.
+    `model`: with fake tensors, because the weights are not loaded yet. `early_bytes`: as in `count_spare_bytes`.
     """
     cores = count_cores()
     if reason := reason_for_one_process(recipe, plan, cores):
@@ -263,7 +266,7 @@ def start_workers(
             "all buckets are compiled in one process, because the model's config cannot be shortened: %s", error
         )
         return CompileWorkers(staging)
-    spare_bytes = count_spare_bytes(plan, environment)
+    spare_bytes = count_spare_bytes(plan, environment, early_bytes)
     shares = share_buckets(recipe, plan, short_copy, cores, spare_bytes, environment.host_memory_bytes)
     if isinstance(shares, OneProcess):
         log.info("all buckets are compiled in one process: %s", shares.reason)

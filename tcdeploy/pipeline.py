@@ -76,6 +76,7 @@ from tcdeploy.engine.stored_reference import (
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.errors import ModelError, TcdeployError
 from tcdeploy.models.checkpoint_reader import stored_tensors
+from tcdeploy.models.early_weights import EarlyWeights
 from tcdeploy.models.executed_sources import digest_sources, record_executed_files
 from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
@@ -141,6 +142,7 @@ def prepare(
     trusted_keys: Path | None = None,
     needs_tokenizer: bool = False,
     eager: bool = False,
+    early_weights: EarlyWeights | None = None,
 ) -> Deployment:
     """Turn a recipe into a warmed deployment. `measure` also times each bucket, uncompiled and compiled.
 
@@ -149,6 +151,9 @@ def prepare(
 
     `needs_tokenizer`: load the tokenizer before the weights, so that a model without one fails before it is compiled.
     Warming needs none.
+
+    `early_weights`: the weights of the recipe's model, which threads are reading (models/early_weights.py). The caller
+    closes it.
 
     `trusted_keys`: folder of the public keys whose signatures on bundles are trusted; None: the default folder
     (cache/signing.py).
@@ -163,7 +168,11 @@ def prepare(
     """
     count_start()
     with ExitStack() as cleanup:
-        return _prepare(recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager, cleanup)
+        deployment = _prepare(
+            recipe, progress or NullProgress(), measure, trusted_keys, needs_tokenizer, eager, early_weights, cleanup
+        )
+    weights_read = None if early_weights is None else early_weights.weights_read
+    return dataclasses.replace(deployment, weights_read=weights_read)
 
 
 def _prepare(
@@ -173,6 +182,7 @@ def _prepare(
     trusted_keys: Path | None,
     needs_tokenizer: bool,
     eager: bool,
+    early_weights: EarlyWeights | None,
     cleanup: ExitStack,
 ) -> Deployment:
     """`cleanup` ends the compile workers and the recording of kernels."""
@@ -192,12 +202,15 @@ def _prepare(
         if planned.cached_toolchain:
             toolchain.install_compiler_stub(planned.cached_toolchain)
         uses_workers = earlier is None and not eager and not staging.is_private_copy
-        workers = cleanup.enter_context(_start_workers(planned, staging) if uses_workers else CompileWorkers(staging))
+        workers = CompileWorkers(staging)
+        if uses_workers:
+            early_bytes = early_weights.num_bytes if early_weights is not None else 0
+            workers = cleanup.enter_context(_start_workers(planned, staging, early_bytes))
         writes_record = key is not None and _may_add_files(staging)
         kernels = record_kernels() if writes_record else None
         cleanup.callback(stop_recording_kernels)
         with record_executed_files(executed_files) if writes_record else nullcontext():
-            runner = _load(planned)
+            runner = _load(planned, early_weights)
     if eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
         switch_to_eager_steps(runner)
     kernel_buckets: Collection[Bucket] = ()  # their Triton kernels are compiled in threads; () in a warm start
@@ -311,12 +324,14 @@ def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
     return staging
 
 
-def _start_workers(planned: PlannedDeployment, staging: StagingFolder) -> CompileWorkers:
+def _start_workers(planned: PlannedDeployment, staging: StagingFolder, early_bytes: int) -> CompileWorkers:
+    """`early_bytes`: of weights that are on the GPU already."""
     plan, architecture = planned.plan, planned.architecture
     prompts = CheckPrompts(plan, architecture, planned.config, FIRST_SEED)
     return start_workers(
-        planned.recipe, plan, planned.environment, planned.fake_model, planned.config, architecture, prompts, staging
-    )
+        planned.recipe, plan, planned.environment, planned.fake_model, planned.config, architecture, prompts, staging,
+        early_bytes,
+    )  # fmt: skip
 
 
 def _start_eagerly(
@@ -548,11 +563,11 @@ def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[Gra
     return list(dict.fromkeys(breaks))
 
 
-def _load(planned: PlannedDeployment) -> ModelRunner:
+def _load(planned: PlannedDeployment, early_weights: EarlyWeights | None = None) -> ModelRunner:
     """Load the weights and bind them to a KV cache. Nothing is compiled yet."""
     plan, architecture = planned.plan, planned.architecture
     register_attention()
-    model = load_model(plan, planned.config, ATTN_IMPLEMENTATION)
+    model = load_model(plan, planned.config, ATTN_IMPLEMENTATION, early_weights)
     pack_linears(model, architecture.packed_linears)
     step_holder = StepHolder()
     bind_attention(model, architecture, allocate_kv_cache(plan, architecture), step_holder)

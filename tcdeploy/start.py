@@ -3,11 +3,13 @@
 With `--programs aot`, and if an earlier start has left a record, a deployment starts from its packages alone, without
 the model's code and torch's compiler (packaged_start.py). Every other start goes through pipeline.py. Both import torch
 first. Meanwhile threads create the CUDA context (cuda_context.py) and read the weights into the page cache
-(models/read_ahead.py). Does not import torch.
+(models/read_ahead.py). In a start with pipeline.py on a GPU, threads then copy the weights to the GPU while pipeline.py
+is imported (models/early_weights.py). Does not import torch.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,12 @@ from tcdeploy.models.location import local_folder
 from tcdeploy.models.read_ahead import start_read_ahead
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
+from tcdeploy.stages import ImportStage
 from tcdeploy.start_record import weight_files
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
+    from tcdeploy.models.early_weights import EarlyWeights
 
 
 def prepare(
@@ -40,7 +44,8 @@ def prepare(
         check_eager_start(recipe)
     if recipe.device != "cpu":
         start_context()
-    if recipe.load_format == "auto" and (folder := local_folder(recipe.model, recipe.revision)):
+    folder = local_folder(recipe.model, recipe.revision) if recipe.load_format == "auto" else None
+    if folder is not None:
         start_read_ahead(weight_files(folder))
     if recipe.programs == "aot" and not measure:
         from tcdeploy.packaged_start import start_from_packages
@@ -48,9 +53,24 @@ def prepare(
         deployment = start_from_packages(recipe, progress, trusted_keys, needs_tokenizer)
         if deployment is not None:
             return deployment
-    from tcdeploy import pipeline
+    with _early_weights(recipe, folder) as early_weights:
+        from tcdeploy import pipeline
 
-    return pipeline.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer, eager)
+        return pipeline.prepare(recipe, progress, measure, trusted_keys, needs_tokenizer, eager, early_weights)
+
+
+def _early_weights(recipe: Recipe, folder: Path | None) -> AbstractContextManager[EarlyWeights | None]:
+    """Import torch and start to read the weights to the GPU. A null context if they are not read early.
+
+    The import is timed here, because pipeline.py would otherwise import torch.
+    """
+    if folder is None or recipe.device == "cpu":
+        return nullcontext()
+    import_stage = ImportStage()
+    from tcdeploy.models.early_weights import start_reading
+
+    import_stage.end()
+    return start_reading(recipe, folder, weight_files(folder)) or nullcontext()
 
 
 def check_eager_start(recipe: Recipe) -> None:

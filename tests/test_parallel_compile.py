@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import torch
 
 from tcdeploy import parallel_compile
 from tcdeploy.parallel_compile import (
@@ -20,6 +21,7 @@ from tcdeploy.parallel_compile import (
     OneProcess,
     ShortCopy,
     count_cores,
+    count_spare_bytes,
     share_buckets,
     start_workers,
 )
@@ -224,6 +226,16 @@ def test_cores_and_memory_limit_the_number_of_workers() -> None:
 def test_some_options_exclude_workers(options: dict[str, Any], reason: str) -> None:
     result = shares(**options)
     assert isinstance(result, OneProcess) and result.reason.startswith(reason)
+
+
+def test_weights_that_are_read_early_do_not_count_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = make_plan(make_recipe(**RECIPE), H100, LLAMA_8B)
+    spare = []
+    for early_bytes in (0, plan.weight_bytes):
+        free_bytes = 79 * GIB - early_bytes
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda free_bytes=free_bytes: (free_bytes, 80 * GIB))
+        spare.append(count_spare_bytes(plan, H100, early_bytes))
+    assert spare == [79 * GIB - plan.weight_bytes - plan.kv_bytes - plan.workspace_bytes] * 2
 
 
 def test_a_small_model_is_compiled_in_one_process() -> None:

@@ -304,7 +304,7 @@ def _print_stages(deployment: Deployment) -> None:
         total = deployment.weights_read
         print(
             f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
-            "while the programs were loaded"
+            "in parallel with these stages"
         )
     print(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
 

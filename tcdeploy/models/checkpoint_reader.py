@@ -2,8 +2,9 @@
 
 A file is an 8-byte length, a JSON header with the dtype, shape and byte range of each tensor, and the tensors. On a CPU
 a thread reads into the target's memory. For a GPU it reads into a page-locked buffer and copies that to the device,
-while other threads read. Steps are loaded and captured at the same time, so the threads make few calls that need the
-GIL. Only a tensor that is converted is held in host memory as a whole. Imports neither transformers nor safetensors.
+while other threads read. Meanwhile the main thread imports packages or captures steps, so the threads make few calls
+that need the GIL. Only a tensor that is converted is held in host memory as a whole. Imports neither transformers nor
+safetensors.
 """
 
 from __future__ import annotations
@@ -111,11 +112,11 @@ def read_tensor(stored: StoredTensor, max_elements: int | None = None) -> Tensor
 
 
 @contextlib.contextmanager
-def copying_tensors(copies: Iterable[Copy]) -> Iterator[ReadTotal]:
-    """Read all tensors into their targets while the block runs. They and the total are complete after the block.
+def copying_tensors(copies: Iterable[Copy], stop: threading.Event | None = None) -> Iterator[ReadTotal]:
+    """Read all tensors into their targets while the block runs. Targets and total are valid after a normal exit.
 
-    If the block raises an exception, the rest is not read. All targets are on one device. Raises ModelError if a file
-    is too short, DriverError and OSError.
+    If the block raises, or `stop` is set, the remaining chunks are skipped, and targets and total are invalid. A failed
+    read sets `stop`. All targets are on one device. Raises ModelError if a file is too short, DriverError and OSError.
     """
     tasks: queue.SimpleQueue[_Task] = queue.SimpleQueue()
     targets: list[Tensor] = []
@@ -128,7 +129,7 @@ def copying_tensors(copies: Iterable[Copy]) -> Iterator[ReadTotal]:
     if not targets:
         yield total
         return
-    device, stop = targets[0].device, threading.Event()
+    device, stop = targets[0].device, stop or threading.Event()
     # The threads copy on streams of their own: earlier work on the targets' memory has to end before, and all copies
     # before the targets are used or freed.
     _synchronize(device)

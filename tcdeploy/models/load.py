@@ -8,8 +8,10 @@ are translated here into TcdeployErrors with the next command. Modelling code fr
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib.util
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.utils import logging as transformers_logging
 
 from tcdeploy.errors import ModelError, NetworkError, SpaceError, TcdeployError, UnsupportedModelError
-from tcdeploy.models.auto_classes import auto_class, remote_class
+from tcdeploy.models.auto_classes import auto_class, model_class, remote_class
 from tcdeploy.models.checkpoint import (
     ExpectedTensors,
     check_files,
@@ -38,8 +40,9 @@ from tcdeploy.models.checkpoint import (
 )
 from tcdeploy.models.config_file import read_config_file
 from tcdeploy.models.dummy_weights import draw_dummy_weights
+from tcdeploy.models.early_weights import EarlyWeights, PreloadedSlice
 from tcdeploy.models.load_errors import exception_chain, first_line, recognise
-from tcdeploy.models.location import BUILTIN_MODELS
+from tcdeploy.models.location import BUILTIN_MODELS, local_folder
 from tcdeploy.models.quantisation import cast_experts, dequantisation, is_dequantised
 from tcdeploy.models.static_rope import freeze_rope
 from tcdeploy.planning.interpreter import check_docstrings_exist
@@ -52,6 +55,7 @@ HUB_URLS = ("https://huggingface.co/", "http://huggingface.co/", "https://hf.co/
 # Planning builds every layer on fake tensors, in 20 ms each. Llama 3.1 405B has 126 layers.
 MAX_LAYERS = 512
 LAYER_COUNT_NAMES = {"num_hidden_layers", "n_layer", "n_layers", "num_layers"}
+log = logging.getLogger("tcdeploy.models")
 
 
 def resolve_model_path(model: str) -> str:
@@ -151,10 +155,13 @@ def config_to_dict(config: PreTrainedConfig) -> dict[str, Any]:
     return values
 
 
-def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -> PreTrainedModel:
+def load_model(
+    plan: Plan, config: PreTrainedConfig, attn_implementation: str, early_weights: EarlyWeights | None = None
+) -> PreTrainedModel:
     """The model in eval mode, on the plan's device and in its weight_dtype.
 
-    Raises ModelError, NetworkError or SpaceError.
+    `early_weights`: tensors of the plan's checkpoint; used by the first call only. Raises ModelError, NetworkError or
+    SpaceError.
     """
     transformers_logging.disable_progress_bar()
     dtype = getattr(torch, plan.weight_dtype)
@@ -162,7 +169,11 @@ def load_model(plan: Plan, config: PreTrainedConfig, attn_implementation: str) -
         if plan.load_format == "dummy":
             model = _dummy_model(plan, config, dtype, attn_implementation)
         else:
-            model = _pretrained_model(plan, config, dtype, attn_implementation)
+            model = None
+            if early_weights is not None:
+                model = _model_from_early_weights(plan, config, dtype, attn_implementation, early_weights)
+            if model is None:
+                model = _pretrained_model(plan, config, dtype, attn_implementation)
     model.requires_grad_(False)
     freeze_rope(model)
     return model.eval()
@@ -185,13 +196,47 @@ def _dummy_model(plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_
     return model
 
 
+def _model_from_early_weights(
+    plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str, early_weights: EarlyWeights
+) -> PreTrainedModel | None:
+    """The model with tensors that have been read already; None if that is not possible.
+
+    After any error the model is loaded from its files, so that the error is the same as without early reading.
+    """
+    model = None
+    if tensors := early_weights.take(local_folder(plan.model, plan.revision), plan.device, dtype):
+        try:
+            model = _pretrained_model(plan, config, dtype, attn_implementation, tensors)
+        except Exception as error:  # logged as text: a handler may keep the record, and the error refers to the tensors
+            log.debug("the model is loaded from its files, not from tensors that were read early: %s", str(error))
+            early_weights.weights_read = None
+    del tensors
+    if model is None:
+        gc.collect()
+    torch.cuda.empty_cache()  # release cached blocks of tensors that were converted or not used
+    return model
+
+
 def _pretrained_model(
-    plan: Plan, config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str
+    plan: Plan,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    tensors: dict[str, PreloadedSlice] | None = None,
 ) -> PreTrainedModel:
-    """If accelerate is installed, shards are read directly to the device; otherwise through host memory."""
-    placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
-    model, report = auto_class(config, plan.trust_remote_code).from_pretrained(
-        resolve_model_path(plan.model),
+    """The model, from `tensors` on the device or, if None, from the checkpoint's files.
+
+    Files are read directly to the device if accelerate is installed; otherwise through host memory.
+    """
+    loader_class, path, placement = auto_class(config, plan.trust_remote_code), None, {}
+    if tensors is not None:
+        loader_class = _concrete_class(config)
+    else:
+        path = resolve_model_path(plan.model)
+        placement = {"device_map": {"": plan.device}} if importlib.util.find_spec("accelerate") else {}
+    model, report = loader_class.from_pretrained(
+        path,
+        state_dict=tensors,
         config=config,
         revision=plan.revision,
         dtype=dtype,
@@ -207,6 +252,17 @@ def _pretrained_model(
         cast_experts(model, dtype)
     check_loading_report(plan.model, model, report)
     return model.to(plan.device)
+
+
+def _concrete_class(config: PreTrainedConfig) -> Any:
+    """The model class that `auto_class` resolves to. An auto class needs a path, which a state dict does not have.
+
+    Raises UnsupportedModelError if transformers has no such class, or if it takes another config (the text model's).
+    """
+    known_class = model_class(config, trust_remote_code=False)
+    if known_class is None or known_class.config_class is not type(config):
+        raise UnsupportedModelError(f"{config.model_type} cannot be loaded from a state dict", "load it from its files")
+    return known_class
 
 
 @contextlib.contextmanager

@@ -31,7 +31,7 @@ class ModelFigures:
     recompiles: int  # compilations since the model was loaded
     stage_seconds: Mapping[str, float]  # start-up time by stage
     import_seconds: Mapping[str, float]  # of the start-up time, that of imports, by package
-    weights_gb_per_second: float | None  # of reading the weight files; None if transformers has loaded them
+    weights_gb_per_second: float | None  # of our reader threads; None if they have read nothing
     generation_defaults: Mapping[str, Any]  # sampling parameters and stop tokens of requests that leave them out
     records: tuple[BucketRecord, ...]  # cache outcome, parity and variant of each bucket that runs its programs
     tier: StartTier  # "eager" until every bucket runs its programs
