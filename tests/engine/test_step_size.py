@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tcdeploy.engine.step_costs import StepCosts, StepPredictor
@@ -288,6 +288,7 @@ def choices(draw: st.DrawFn) -> Choice:
     return Choice(predictor, backlog, target_ms, draw(st.integers(1, 8) | st.integers(1, 300)))
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # another process may use the cores
 @given(choice=choices())
 def test_a_step_holds_a_prompt_token_meets_the_target_or_is_the_smallest_and_is_not_larger_than_needed(
     choice: Choice,
