@@ -162,7 +162,7 @@ def warm(
     wait_for_worker: called before each bucket; returns the Compilation of another process, or None.
     """
     plan = start.plan
-    on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker)
+    on_finished = partial(record_finished_bucket, start.staging, plan.key, tracker, start.earlier is None)
     with tracker.track():
         records = warm_buckets(
             runner, checker, start.previous, plan.cache_dir, measure, progress, on_finished, prepared, wait_for_worker

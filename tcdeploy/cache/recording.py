@@ -22,10 +22,14 @@ from tcdeploy.cache.toolchain import save_toolchain
 
 
 def record_finished_bucket(
-    staging: StagingFolder, plan_key: str, tracker: FileAccessTracker, record: BucketRecord
+    staging: StagingFolder, plan_key: str, tracker: FileAccessTracker, is_cold: bool, record: BucketRecord
 ) -> None:
-    """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish."""
-    if record.outcome == "miss":
+    """Add a compiled bucket's files to the journal. A later start takes them over if this one does not finish.
+
+    `is_cold`: the plan was not in the cache. Then a bucket whose programs another plan has compiled may use Triton
+    kernels that this start has compiled before it.
+    """
+    if is_cold or record.outcome == "miss":
         add_used_files_to_journal(staging, plan_key, tracker)
 
 

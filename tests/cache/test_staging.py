@@ -12,16 +12,18 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tcdeploy.cache import journal, staging
-from tcdeploy.cache.contents import FileRecord, hash_files, is_cache_file
+from tcdeploy.cache.contents import FileAccessTracker, FileRecord, hash_files, is_cache_file
 from tcdeploy.cache.folder import make_private_folder
 from tcdeploy.cache.inventory import collect_garbage
 from tcdeploy.cache.journal import JOURNAL, LOCK, FinishedBucket, abandoned_folders, read_journal
 from tcdeploy.cache.leases import acquire_lease, is_leased
+from tcdeploy.cache.recording import record_finished_bucket
 from tcdeploy.cache.staging import (
     StagingFolder,
     copy_finished_buckets,
@@ -79,6 +81,25 @@ def test_an_exit_keeps_the_finished_buckets_of_a_start_that_failed(root: Path) -
     assert take_over_finished_buckets(following, "plan") == (1, 1)
     assert paths_in(following.path) == {FIRST}
     assert not Path(failed.path).exists()
+
+
+@pytest.mark.parametrize(
+    ("is_cold", "outcome", "is_kept"), [(True, "hit", True), (False, "miss", True), (False, "hit", False)]
+)
+def test_files_are_kept_after_a_bucket_that_may_have_new_ones(
+    is_cold: bool, outcome: str, is_kept: bool, root: Path
+) -> None:
+    """A hit in a cold start: its programs belong to another plan, and its Triton kernels are new."""
+    failed = start(root)
+    tracker = FileAccessTracker(failed.path)
+    with tracker.track():
+        write(failed.path, FIRST)
+    record: Any = SimpleNamespace(outcome=outcome)
+    record_finished_bucket(failed, "plan", tracker, is_cold, record)
+    end(failed)
+    following = start(root)
+    take_over_finished_buckets(following, "plan")
+    assert paths_in(following.path) == ({FIRST} if is_kept else set())
 
 
 def test_a_running_start_gets_the_finished_buckets_of_another(root: Path) -> None:
