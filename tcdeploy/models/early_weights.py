@@ -1,12 +1,12 @@
 """Reads a checkpoint to the GPU while transformers and the compiler are imported and the plan is decided.
 
-`from_pretrained` copies the weights from pageable memory at 7 GB/s (H100), after seconds in which the disk and the GPU
+`from_pretrained` copies the weights from pageable memory at 8 GB/s (H100), after seconds in which the disk and the GPU
 are idle. Here a thread allocates all tensors of the checkpoint as soon as torch is imported, and reads them with
 checkpoint_reader.py. `load_model` then passes them to `from_pretrained` as a state dict. transformers renames, converts
 and ties them as usual, and uses those that are not converted without a copy.
 
-Nothing is read early if the load may need other files or dtypes, or if memory is short. A failure here is logged at
-debug level, and transformers then loads the model from its files, so users see that load's errors.
+Nothing is read early if the load may need other files or dtypes, or if memory is short. After a failure here a warning
+is logged, and transformers loads the model from its files, so users see that load's errors.
 
 Rejected: one allocation for all tensors. `pack_linears` replaces most of them, and their memory could not be freed.
 Rejected: a `device_map`. transformers would reserve the model's size a second time, and it requires accelerate.
@@ -122,14 +122,14 @@ class EarlyWeights:
         try:
             stored = stored_tensors(paths)
             if reason := _why_not_read(paths, stored, device, dtypes):
-                log.debug("the weights are not read early: %s", reason)
+                log.info("the weights are not read early: %s", reason)
                 return
             tensors = {name: torch.empty(item.shape, dtype=item.dtype, device=device) for name, item in stored.items()}
             with copying_tensors((Copy(stored[name], tensor) for name, tensor in tensors.items()), self._stop) as total:
                 pass
             self._tensors, self._total = tensors, total  # incomplete if `_stop` is set: `__exit__` then discards them
         except Exception as error:  # OSError, ModelError, CUDA errors, out of memory: the load from files reports it
-            log.debug("the weights could not be read early: %s", str(error))
+            log.warning("transformers reads the weights, because they could not be read early: %s", str(error))
             # A cycle of frames and futures refers to the tensors. The start freezes its objects soon, and the garbage
             # collector would never free them.
             traceback.clear_frames(error.__traceback__)

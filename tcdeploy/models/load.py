@@ -208,7 +208,7 @@ def _model_from_early_weights(
         try:
             model = _pretrained_model(plan, config, dtype, attn_implementation, tensors)
         except Exception as error:  # logged as text: a handler may keep the record, and the error refers to the tensors
-            log.debug("the model is loaded from its files, not from tensors that were read early: %s", str(error))
+            log.info("the model is loaded from its files, not from tensors that were read early: %s", str(error))
             early_weights.weights_read = None
     del tensors
     if model is None:

@@ -164,7 +164,7 @@ def test_a_truncated_file_raises_the_same_error(folder: Path, caplog: pytest.Log
     expected = error_of(lambda: load_model(plan, config, "eager"))
     with caplog.at_level(logging.DEBUG), read_early(folder) as early:
         assert error_of(lambda: load_model(plan, config, "eager", early)) == expected
-    assert [record.levelno for record in caplog.records if "could not be read early" in record.message] == [10]
+    assert [record.levelno for record in caplog.records if "could not be read early" in record.message] == [30]
 
 
 def test_out_of_memory_during_the_load_falls_back_to_the_files(
