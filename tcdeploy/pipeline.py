@@ -109,6 +109,7 @@ from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import torch_settings
 from tcdeploy.torch_compat.inductor_workers import patch_compile_workers
 from tcdeploy.torch_compat.installation_hashes import start_hashing
+from tcdeploy.torch_compat.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
 from tcdeploy.torch_compat.stored_kernels import KernelRecorder
@@ -315,6 +316,7 @@ def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
     """Make torch use a staging folder in the plan's cache folder, and lease the plan `plan_key`."""
     plan = planned.plan
     staging = cache_folder.activate(plan.cache_dir, plan_key, len(plan.buckets), planned.recipe.trust_cache_dir)
+    set_kernel_variable()
     pickle_memory_formats_by_name()
     if plan.device == "cuda":
         patch_platform_key()

@@ -33,6 +33,7 @@ from tcdeploy.torch_compat import (
     inductor_settings,
     inductor_workers,
     installation_hashes,
+    kernel_environment,
     mark_dynamic,
     pdl,
     precompiled_headers,
@@ -52,8 +53,8 @@ INTERNALS: tuple[Internal, ...] = tuple(
         aot_package, aot_pdl, attention_registry, autotune_cache, benchmarker, body_forward, compile_callback,
         compile_counters, compile_errors, compile_stack, compile_threads, compiled_call, compiler_queries,
         custom_graph_pass, dispatch_mode, dynamo_explain, eager_input_vals, fake_tensors, float32_tensors,
-        graph_cache_keys, inductor_settings, inductor_workers, installation_hashes, mark_dynamic, pdl,
-        precompiled_headers, stored_kernels, torch_flash, transformers_import, triton_cache, triton_platform_key,
+        graph_cache_keys, inductor_settings, inductor_workers, installation_hashes, kernel_environment, mark_dynamic,
+        pdl, precompiled_headers, stored_kernels, torch_flash, transformers_import, triton_cache, triton_platform_key,
         triton_source, uvicorn_protocol,
     )
 )  # fmt: skip

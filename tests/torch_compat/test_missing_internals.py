@@ -83,6 +83,7 @@ MOVED = {
     "cache settings": ("inductor_settings", "CONFIG", "torch._inductor.moved"),
     "compile workers": ("inductor_workers", "WORKER_FUNCTION", "torch._inductor.moved:_worker_compile_triton"),
     "installation hashes": ("installation_hashes", "TORCH_KEY", "torch._inductor.moved:torch_key"),
+    "kernel environment": ("kernel_environment", "POINTER", "torch:_C._dynamo.guards.moved"),
     "precompiled headers": ("precompiled_headers", "CODECACHE", "torch._inductor.moved"),
     "stored kernels": ("stored_kernels", "COMPILED_KERNEL", "triton.compiler:Moved"),
     "torch-flash attention": ("torch_flash", "OP", "torch:ops.aten.moved"),
