@@ -21,16 +21,13 @@ import_transformers()  # before other modules import it
 import dataclasses
 import gc
 import logging
-from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, bind_attention, register_attention
 from tcdeploy.attention.kv_cache import allocate_kv_cache
@@ -45,12 +42,9 @@ from tcdeploy.cache.provenance import SigningPolicy
 from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
-from tcdeploy.compiler.aot import AotForward, PackageExchange, package_folder
+from tcdeploy.compiler.aot import PackageExchange
 from tcdeploy.compiler.explain import GraphBreak, explain_regions
-from tcdeploy.compiler.export import TracedLayer
-from tcdeploy.compiler.jit import JitLoader
-from tcdeploy.compiler.programs import ProgramTable, compile_in_place
-from tcdeploy.compiler.regions import Region, find_head_modules, find_layers, regions_to_compile
+from tcdeploy.compiler.regions import find_layers, regions_to_compile
 from tcdeploy.deployment import Deployment, Start, Warmed, count_start, make_deployment, record_start, warm
 from tcdeploy.eager_start import (
     ProgramSwaps,
@@ -61,49 +55,30 @@ from tcdeploy.eager_start import (
 )
 from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.engine import Engine
-from tcdeploy.engine.generation_defaults import GenerationDefaults, resolve_defaults
-from tcdeploy.engine.kernel_precompile import precompile_kernels
+from tcdeploy.engine.generation_defaults import read_model_defaults
+from tcdeploy.engine.kernel_precompile import compiling_kernels_of
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
+from tcdeploy.engine.program_setup import install_programs
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
-from tcdeploy.engine.stored_reference import (
-    read_reference,
-    reference_digest,
-    reference_path,
-    stores_references,
-    write_reference,
-)
+from tcdeploy.engine.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets, warmup_order
-from tcdeploy.errors import ModelError, TcdeployError
-from tcdeploy.models.checkpoint_reader import stored_tensors
 from tcdeploy.models.early_weights import EarlyWeights
-from tcdeploy.models.executed_sources import digest_sources, record_executed_files
-from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config
 from tcdeploy.models.load import check_checkpoint, config_to_dict, load_config, load_model
 from tcdeploy.models.location import local_folder
 from tcdeploy.models.packed_linears import pack_linears
 from tcdeploy.models.probe import probe_model
-from tcdeploy.models.sources import source_file
-from tcdeploy.models.tokenizer import TokenizerDescription, describe_tokenizer, load_tokenizer, tokenizer_stop_ids
-from tcdeploy.models.weight_sources import WeightNotInCheckpointError, describe_weights
+from tcdeploy.models.tokenizer import load_tokenizer
 from tcdeploy.parallel_compile import CompileWorkers, start_workers
 from tcdeploy.passes.post_grad import op_source_digests
-from tcdeploy.planning.architecture import Architecture
-from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planned_deployment import PlannedDeployment
 from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.environment import Environment, detect_environment
+from tcdeploy.planning.environment import detect_environment
 from tcdeploy.planning.plan import Bucket, Plan, make_plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import NullProgress, Progress
-from tcdeploy.start_record import (
-    WITH_TOKENIZER,
-    WITHOUT_TOKENIZER,
-    StartRecord,
-    compiler_variables,
-    start_key,
-    weight_files,
-    write_record,
-)
+from tcdeploy.start_record import start_key
+from tcdeploy.start_recorder import StartRecorder
 from tcdeploy.torch_compat.autotune_cache import relocate_autotune_cache
 from tcdeploy.torch_compat.graph_cache_keys import pickle_memory_formats_by_name
 from tcdeploy.torch_compat.inductor_settings import torch_settings
@@ -112,28 +87,10 @@ from tcdeploy.torch_compat.installation_hashes import start_hashing
 from tcdeploy.torch_compat.kernel_environment import set_kernel_variable
 from tcdeploy.torch_compat.precompiled_headers import use_precompiled_headers
 from tcdeploy.torch_compat.registry import missing_internals
-from tcdeploy.torch_compat.stored_kernels import KernelRecorder
-from tcdeploy.torch_compat.triton_kernel import record_kernels, stop_recording_kernels
 from tcdeploy.torch_compat.triton_platform_key import patch_platform_key
 
 _import_stage.end()
 log = logging.getLogger("tcdeploy.pipeline")
-
-
-@dataclass(frozen=True)
-class PlannedDeployment:
-    """What is known before a weight is loaded."""
-
-    recipe: Recipe
-    config: PreTrainedConfig
-    environment: Environment
-    architecture: Architecture
-    fake_model: nn.Module  # without weights (models/probe.py)
-    plan: Plan
-    generation_defaults: GenerationDefaults
-    model_decisions: tuple[Decision, ...]  # made while the model's files were read
-    cached_toolchain: toolchain.Toolchain | None = None  # recorded C++ compiler to replay; None: use this machine's
-    tokenizer: Any = None  # None: not loaded by `decide`
 
 
 def prepare(
@@ -189,28 +146,19 @@ def _prepare(
     """`cleanup` ends the compile workers and the recording of kernels."""
     stages = StageTimer(progress)
     key = start_key(recipe, local_folder(recipe.model, recipe.revision))
-    executed_files: set[str] = set()  # those that define the model, if a start record is written
     planned = decide(recipe, progress, stages, needs_tokenizer)
-    plan, architecture = planned.plan, planned.architecture
+    plan, prompts = planned.plan, _check_prompts(planned)
     with stages.stage("load"):
         start_hashing()
         staging = _activate(planned, plan.key)
         policy = SigningPolicy(trusted_keys or default_trusted_keys_folder(), recipe.require_signed)
         earlier = restore_plan(staging, plan.key, recipe.on_bad_cache == "rebuild", policy)
-        if earlier is None:
-            staging.link_headers()
-        use_precompiled_headers(earlier is None and not eager, staging.headers_folder)  # the worker compiles, if any
-        if planned.cached_toolchain:
-            toolchain.install_compiler_stub(planned.cached_toolchain)
-        uses_workers = earlier is None and not eager and not staging.is_private_copy
+        _set_up_compiler(planned, staging, earlier, eager)
         workers = CompileWorkers(staging)
-        if uses_workers:
-            early_bytes = early_weights.num_bytes if early_weights is not None else 0
-            workers = cleanup.enter_context(_start_workers(planned, staging, early_bytes))
-        writes_record = key is not None and _may_add_files(staging)
-        kernels = record_kernels() if writes_record else None
-        cleanup.callback(stop_recording_kernels)
-        with record_executed_files(executed_files) if writes_record else nullcontext():
+        if earlier is None and not eager and not staging.is_private_copy:
+            workers = cleanup.enter_context(_start_workers(planned, staging, early_weights))
+        recorder = cleanup.enter_context(StartRecorder(key if _may_add_files(staging) else None))
+        with recorder.recording_sources():
             runner = _load(planned, early_weights)
     if eager:  # before kernels are precompiled: eager buckets need none for CUDA graphs
         switch_to_eager_steps(runner)
@@ -218,17 +166,17 @@ def _prepare(
     if earlier is None:
         kernel_buckets = eager_check_buckets(plan) if eager else warmup_order(plan)[:1] if workers else plan.buckets
     tracker = FileAccessTracker(staging.path)
-    with stages.stage("reference"), _compiling_kernels(planned, runner, kernel_buckets, tracker):
+    with stages.stage("reference"), compiling_kernels_of(runner, kernel_buckets, prompts, tracker):
         path = _reference_path(planned, runner, staging, earlier)
         # A difference from a stored reference needs the model to be loaded again, which a server cannot do.
         stored = read_reference(Path(staging.path, path), plan.device) if path and not eager else None
-        with record_executed_files(executed_files) if writes_record else nullcontext():
-            checker = ParityChecker(runner, architecture, planned.config, stored)
+        with recorder.recording_sources():
+            checker = ParityChecker(runner, planned.architecture, planned.config, stored)
     start = Start(
         recipe=recipe,
         plan=plan,
         environment=planned.environment,
-        architecture=architecture,
+        architecture=planned.architecture,
         generation_defaults=planned.generation_defaults,
         origin=origin_of(planned),
         staging=staging,
@@ -238,41 +186,102 @@ def _prepare(
     )
     if eager:
         return _start_eagerly(start, planned, runner, checker, tracker, path, stages)
+    model = _CheckedModel(runner, checker, stored is not None)
+    del runner, checker  # so that `model` holds the only references
+    warmed = _warm(start, planned, model, tracker, workers, measure, progress, stages)
+    more_paths = _add_reference(model, plan, staging, path, warmed.records, stages)
+    if recorder.is_active:
+        with stages.stage("record"):
+            more_paths += recorder.write(planned, model.runner, model.checker, warmed.records, staging)
+    deployment = record_start(start, model.runner, warmed, more_paths, stages)
+    if workers:
+        remove_published_folders(staging)
+    return deployment
+
+
+@dataclass
+class _CheckedModel:
+    """The loaded model, and the reference that its programs are compared with."""
+
+    runner: ModelRunner
+    checker: ParityChecker
+    uses_stored_reference: bool
+
+
+def _set_up_compiler(planned: PlannedDeployment, staging: StagingFolder, earlier: Manifest | None, eager: bool) -> None:
+    """Make the compiler's headers available to a start that compiles, and replay a recorded compiler."""
+    if earlier is None:
+        staging.link_headers()
+    use_precompiled_headers(earlier is None and not eager, staging.headers_folder)  # the worker compiles, if any
+    if planned.cached_toolchain:
+        toolchain.install_compiler_stub(planned.cached_toolchain)
+
+
+def _warm(
+    start: Start,
+    planned: PlannedDeployment,
+    model: _CheckedModel,
+    tracker: FileAccessTracker,
+    workers: CompileWorkers,
+    measure: bool,
+    progress: Progress,
+    stages: StageTimer,
+) -> Warmed:
+    """Warm all buckets, and end the workers.
+
+    If a bucket differs from a stored reference, the model is loaded again, and `model` changed.
+    """
+    staging = start.staging
     while True:
         try:
             with stages.stage("compile"):
-                exchange = _package_exchange(staging, plan.key) if workers else PackageExchange()
-                _install_programs(runner, planned, staging.path, exchange=exchange)
-                warmed = warm(start, runner, checker, tracker, measure, progress, wait_for_worker=workers.wait_for)
+                exchange = _package_exchange(staging, start.plan.key) if workers else PackageExchange()
+                install_programs(model.runner, start.architecture, start.origin, staging.path, exchange=exchange)
+                warmed = warm(
+                    start, model.runner, model.checker, tracker, measure, progress, wait_for_worker=workers.wait_for
+                )
             break
         except StoredReferenceDiffers as difference:
             # As text: a handler may keep the record, and the exception refers to the model.
             log.warning("the model is loaded again, and its reference computed: %s", str(difference))
-        stored = None
-        del runner, checker  # free the model before it is loaded again
-        gc.collect()
-        torch.cuda.empty_cache()
-        with stages.stage("load"):
-            runner = _load(planned)
-        with stages.stage("reference"):
-            checker = ParityChecker(runner, architecture, planned.config)
+        _load_again(planned, model, stages)
     if workers:
         workers.stop()
         warmed = warmed._replace(records=[_without_graph_memory(record) for record in warmed.records])
-    more_paths: list[str] = []
-    if path and stored is not None:
-        more_paths.append(path)
-    elif path and _may_add_files(staging):
-        with stages.stage("record"):
-            is_written = write_reference(Path(staging.path, path), checker.reference, plan, warmed.records)
-        more_paths += [path] if is_written else []
-    if key is not None and kernels is not None:
-        with stages.stage("record"):
-            more_paths += _write_record(key, planned, runner, checker, warmed, staging, executed_files, kernels)
-    deployment = record_start(start, runner, warmed, more_paths, stages)
-    if workers:
-        remove_published_folders(staging)
-    return deployment
+    return warmed
+
+
+def _load_again(planned: PlannedDeployment, model: _CheckedModel, stages: StageTimer) -> None:
+    """Replace the model by a new one, and its reference by a computed one."""
+    del model.runner, model.checker  # free the memory before the model is loaded again
+    gc.collect()
+    torch.cuda.empty_cache()
+    with stages.stage("load"):
+        model.runner = _load(planned)
+    with stages.stage("reference"):
+        model.checker = ParityChecker(model.runner, planned.architecture, planned.config)
+    model.uses_stored_reference = False
+
+
+def _add_reference(
+    model: _CheckedModel,
+    plan: Plan,
+    staging: StagingFolder,
+    path: str | None,
+    records: list[BucketRecord],
+    stages: StageTimer,
+) -> list[str]:
+    """The reference's path in the cache folder, in a list, after storing it there. [] if it is not stored.
+
+    `path`: as `_reference_path` returns it.
+    """
+    if path and model.uses_stored_reference:
+        return [path]
+    if not path or not _may_add_files(staging):
+        return []
+    with stages.stage("record"):
+        is_written = write_reference(Path(staging.path, path), model.checker.reference, plan, records)
+    return [path] if is_written else []
 
 
 def _without_graph_memory(record: BucketRecord) -> BucketRecord:
@@ -299,9 +308,10 @@ def compile_buckets(
     runner = _load(planned)
     buckets = [bucket for bucket in planned.plan.buckets if bucket.name in names]
     tracker = FileAccessTracker(staging.path)
-    with _compiling_kernels(planned, runner, buckets, tracker):
+    with compiling_kernels_of(runner, buckets, _check_prompts(planned), tracker):
         checker = ParityChecker(runner, planned.architecture, planned.config)
-    _install_programs(runner, planned, staging.path, plan_key, _package_exchange(staging, plan_key))
+    exchange = _package_exchange(staging, plan_key)
+    install_programs(runner, planned.architecture, origin_of(planned), staging.path, plan_key, exchange)
 
     def on_finished(record: BucketRecord) -> None:
         add_used_files_to_journal(staging, plan_key, tracker)
@@ -326,14 +336,18 @@ def _activate(planned: PlannedDeployment, plan_key: str) -> StagingFolder:
     return staging
 
 
-def _start_workers(planned: PlannedDeployment, staging: StagingFolder, early_bytes: int) -> CompileWorkers:
-    """`early_bytes`: of weights that are on the GPU already."""
-    plan, architecture = planned.plan, planned.architecture
-    prompts = CheckPrompts(plan, architecture, planned.config, FIRST_SEED)
+def _start_workers(
+    planned: PlannedDeployment, staging: StagingFolder, early_weights: EarlyWeights | None
+) -> CompileWorkers:
+    early_bytes = early_weights.num_bytes if early_weights is not None else 0
     return start_workers(
-        planned.recipe, plan, planned.environment, planned.fake_model, planned.config, architecture, prompts, staging,
-        early_bytes,
+        planned.recipe, planned.plan, planned.environment, planned.fake_model, planned.config, planned.architecture,
+        _check_prompts(planned), staging, early_bytes,
     )  # fmt: skip
+
+
+def _check_prompts(planned: PlannedDeployment) -> CheckPrompts:
+    return CheckPrompts(planned.plan, planned.architecture, planned.config, FIRST_SEED)
 
 
 def _start_eagerly(
@@ -346,10 +360,9 @@ def _start_eagerly(
     stages: StageTimer,
 ) -> Deployment:
     """A deployment with eager steps, and a compile worker unless the programs are cached. `reference`: its path."""
-    plan, staging = start.plan, start.staging
-    prompts = CheckPrompts(plan, planned.architecture, planned.config, FIRST_SEED)
+    plan, staging, prompts = start.plan, start.staging, _check_prompts(planned)
     with stages.stage("check"):
-        _install_programs(runner, planned, staging.path)
+        install_programs(runner, start.architecture, start.origin, staging.path)
         check_eager_steps(runner, checker)
 
     def write_files(records: list[BucketRecord]) -> list[str]:
@@ -364,90 +377,6 @@ def _start_eagerly(
     return make_deployment(start, Engine(runner), startup, records=(), swaps=swaps)
 
 
-def _write_record(
-    key: str,
-    planned: PlannedDeployment,
-    runner: ModelRunner,
-    checker: ParityChecker,
-    warmed: Warmed,
-    staging: StagingFolder,
-    executed_files: set[str],
-    kernels: KernelRecorder,
-) -> list[str]:
-    """Write a start record and its files (start_record.py). Returns their paths in the cache folder.
-
-    `key`: of the files as they were when the start began. Without a record, logs why and returns [].
-    """
-    recipe, plan, architecture = planned.recipe, planned.plan, planned.architecture
-    folder = local_folder(recipe.model, recipe.revision)
-    forward = cast(AotForward, runner.forward)
-    if folder is None or start_key(recipe, folder) != key:
-        log.warning("later starts load this model with transformers: its files have changed during this start")
-        return []
-    if forward.foreign_ops:
-        names = ", ".join(sorted(forward.foreign_ops))
-        log.warning("later starts load this model with transformers, because its packages call %s", names)
-        return []
-    try:
-        checkpoint = stored_tensors(weight_files(folder))
-        weights = describe_weights(runner.model, checkpoint, architecture.packed_linears)
-        model_files = {file for module in runner.model.modules() if (file := source_file(type(module)))}
-        sources = digest_sources(executed_files | model_files)
-    except (WeightNotInCheckpointError, ModelError, OSError) as reason:
-        log.warning("later starts load this model with transformers, and not from its packages alone: %s", reason)
-        return []
-    reference = f"{REFERENCES_DIR}/{reference_digest(checker.reference)}.safetensors"
-    if not write_reference(Path(staging.path, reference), checker.reference, plan, warmed.records):
-        return []
-    defaults, decisions = {}, {}
-    defaults[WITHOUT_TOKENIZER], decisions[WITHOUT_TOKENIZER] = _generation_defaults(
-        recipe, planned.config, architecture, None
-    )
-    described = TokenizerDescription(None, "", "")
-    if (tokenizer := _load_recorded_tokenizer(planned)) is not None:
-        defaults[WITH_TOKENIZER], decisions[WITH_TOKENIZER] = _generation_defaults(
-            recipe, planned.config, architecture, tokenizer
-        )
-        described = describe_tokenizer(tokenizer, architecture.model_type, folder)
-    if described.problem:
-        log.warning("later starts load the tokenizer with transformers: %s", described.problem)
-    record = StartRecord(
-        plan_key=plan.key,
-        package_folder=forward.folder.relative_to(staging.path).as_posix(),
-        reference=reference,
-        buffers="",
-        kernels="",
-        transformers=planned.environment.transformers,
-        compiler=planned.environment.compiler,
-        triton=planned.environment.triton,
-        install_paths=planned.environment.install_paths,
-        sources=sources,
-        variables=compiler_variables(),
-        missing_internals=planned.environment.missing_internals,
-        architecture=architecture,
-        config=config_to_dict(planned.config),
-        defaults=defaults,
-        decisions=decisions,
-        supports_logits_to_keep=forward.supports_logits_to_keep,
-        weights=dict(weights.sources),
-        tokenizer=described.record,
-        tokenizer_problem=described.problem,
-    )
-    try:
-        return write_record(Path(staging.path), key, record, weights.stored, described.backend_json, kernels.to_json())
-    except OSError as error:
-        log.warning("later starts load this model with transformers: their record cannot be written: %s", error)
-        return []
-
-
-def _load_recorded_tokenizer(planned: PlannedDeployment) -> Any:
-    """The tokenizer for the record, which `warm` has not loaded; None if the model has none."""
-    try:
-        return planned.tokenizer or load_tokenizer(planned.recipe)
-    except TcdeployError:
-        return None
-
-
 def _reference_path(
     planned: PlannedDeployment, runner: ModelRunner, staging: StagingFolder, earlier: Manifest | None
 ) -> str | None:
@@ -455,8 +384,7 @@ def _reference_path(
     lists_one = earlier is not None and any(file.path.startswith(f"{REFERENCES_DIR}/") for file in earlier.files)
     if not stores_references(planned.plan) or not (lists_one or _may_add_files(staging)):
         return None
-    prompts = CheckPrompts(planned.plan, planned.architecture, planned.config, FIRST_SEED)
-    return reference_path(runner, prompts)
+    return reference_path(runner, _check_prompts(planned))
 
 
 def _may_add_files(staging: StagingFolder) -> bool:
@@ -506,7 +434,7 @@ def decide(
         architecture, expected_tensors, fake_model = probe_model(config, recipe.trust_remote_code)
         stored_dtype = check_checkpoint(recipe, config, expected_tensors)
         tokenizer = load_tokenizer(recipe) if needs_tokenizer else None
-        defaults, decisions = _generation_defaults(recipe, config, architecture, tokenizer)
+        defaults, decisions = read_model_defaults(recipe, config, architecture, tokenizer)
         if stored_dtype and not architecture.dtype:
             architecture = dataclasses.replace(architecture, dtype=stored_dtype)
             reason = "dtype of the first floating-point tensor; config.json states none"
@@ -519,19 +447,6 @@ def decide(
             planned = _with_cached_toolchain(planned)
     progress.planned(planned.plan)
     return planned
-
-
-def _generation_defaults(
-    recipe: Recipe, config: PreTrainedConfig, architecture: Architecture, tokenizer: Any
-) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
-    """`tokenizer`: None if the command generates no text."""
-    return resolve_defaults(
-        recipe.generation_config,
-        read_generation_config(recipe.model, recipe.revision),
-        config_stop_token_ids(config),
-        architecture.vocab_size,
-        None if tokenizer is None else tokenizer_stop_ids(tokenizer),
-    )
 
 
 def _with_cached_toolchain(planned: PlannedDeployment) -> PlannedDeployment:
@@ -576,67 +491,6 @@ def _load(planned: PlannedDeployment, early_weights: EarlyWeights | None = None)
     return ModelRunner(model, plan, step_holder, make_split_counters(plan, architecture), architecture.vocab_size)
 
 
-@contextmanager
-def _compiling_kernels(
-    planned: PlannedDeployment, runner: ModelRunner, buckets: Collection[Bucket], tracker: FileAccessTracker
-) -> Iterator[None]:
-    """Compile these buckets' Triton kernels in threads while the block runs, and wait for them at its end.
-
-    Does nothing on a CPU, or if decode attention uses no Triton. Enter it before programs are installed.
-    """
-    plan = planned.plan
-    if not buckets or plan.device != "cuda" or not BACKENDS[plan.decode_attention].uses_triton:
-        yield
-        return
-    from tcdeploy.torch_compat.parallel_kernels import compiling_kernels  # imports Triton
-
-    prompts = CheckPrompts(plan, planned.architecture, planned.config, FIRST_SEED)
-    with tracker.track(), compiling_kernels(lambda: precompile_kernels(runner, buckets, prompts)):
-        yield
-
-
 def _package_exchange(staging: StagingFolder, plan_key: str) -> PackageExchange:
     """Exchanges packages through the journals of the staging folders."""
     return PackageExchange(partial(copy_finished_buckets, staging), partial(staging.add_file_to_journal, plan_key))
-
-
-def _install_programs(
-    runner: ModelRunner,
-    planned: PlannedDeployment,
-    cache_dir: str,
-    original_key: str | None = None,
-    exchange: PackageExchange = PackageExchange(),  # noqa: B008 - immutable
-) -> None:
-    """Make the runner's steps run compiled programs, which are loaded or compiled when they are first called.
-
-    `original_key`: of the plan for whose model this one is a copy; None: it is no copy.
-    `exchange`: how packages are shared with other processes.
-    """
-    plan, model = planned.plan, runner.model
-    if plan.programs == "aot":
-        origin, key = origin_of(planned), original_key or plan.key
-        folder = package_folder(cache_dir, key, origin.sources, origin.torch_settings, model)
-        layers = _traced_layers(model, planned.architecture)
-        is_copy = original_key is not None
-        runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, is_copy, exchange)
-        return
-    regions = _regions(model, planned)
-    compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
-
-
-def _traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[TracedLayer]:
-    return [
-        TracedLayer(layer.module, layer.path, model.get_submodule(spec.path).tcdeploy)
-        for layer, spec in zip(find_layers(model, architecture), architecture.attention_layers, strict=True)
-    ]
-
-
-def _regions(model: PreTrainedModel, planned: PlannedDeployment) -> list[Region]:
-    """The regions to compile.
-
-    Head modules are added if the whole step is one CUDA graph, except with `--region model`, which contains them.
-    """
-    plan, layers = planned.plan, find_layers(model, planned.architecture)
-    compiles_head = plan.graphs == "step" and plan.region != "model"
-    head_modules = find_head_modules(model, layers) if compiles_head else []
-    return [*regions_to_compile(model, layers, plan.region), *head_modules]

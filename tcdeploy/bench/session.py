@@ -17,7 +17,7 @@ from tcdeploy.bench.floor import Rates, measure_rates
 from tcdeploy.bench.report import TCDEPLOY, Report, Row, describe_environment, describe_plan, rows_or_failure
 from tcdeploy.deployment import Deployment
 from tcdeploy.gc_policy import freeze_gc_after_startup
-from tcdeploy.pipeline import PlannedDeployment
+from tcdeploy.planned_deployment import PlannedDeployment
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.progress import Progress

@@ -22,7 +22,7 @@ from tcdeploy.cache.manifest import Manifest, manifest_path, read_manifest
 from tcdeploy.cache.provenance import SigningPolicy, check_manifests
 from tcdeploy.cache.signing import TrustedKey
 from tcdeploy.errors import MismatchError, TrustError
-from tcdeploy.pipeline import PlannedDeployment
+from tcdeploy.planned_deployment import PlannedDeployment
 from tcdeploy.planning.environment import Difference
 from tcdeploy.planning.plan import Plan
 from tcdeploy.planning.recipe import Recipe

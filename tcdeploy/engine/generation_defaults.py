@@ -25,10 +25,13 @@ from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.sequence import PARAM_CHECKS
 from tcdeploy.errors import ModelError
+from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.decision import Decision
-from tcdeploy.planning.recipe import GenerationConfigSource
+from tcdeploy.planning.recipe import GenerationConfigSource, Recipe
 
 if TYPE_CHECKING:  # imports torch
+    from transformers import PreTrainedConfig
+
     from tcdeploy.models.generation_config import GenerationConfigFile
 
 MAX_STOP_TOKEN_IDS = 128  # per model; those of a request come in addition
@@ -77,6 +80,25 @@ class GenerationDefaults:
     def describe(self) -> str:
         """`temperature 0.6, top_k 20`, or "none"."""
         return ", ".join(f"{name} {value}" for name, value in self.sampling_params().items()) or "none"
+
+
+def read_model_defaults(
+    recipe: Recipe, config: PreTrainedConfig, architecture: Architecture, tokenizer: Any
+) -> tuple[GenerationDefaults, tuple[Decision, ...]]:
+    """The defaults of the recipe's model, from its files. `tokenizer`: None if the command generates no text.
+
+    Returns and raises as `resolve_defaults`.
+    """
+    from tcdeploy.models.generation_config import config_stop_token_ids, read_generation_config  # imports transformers
+    from tcdeploy.models.tokenizer import tokenizer_stop_ids
+
+    return resolve_defaults(
+        recipe.generation_config,
+        read_generation_config(recipe.model, recipe.revision),
+        config_stop_token_ids(config),
+        architecture.vocab_size,
+        None if tokenizer is None else tokenizer_stop_ids(tokenizer),
+    )
 
 
 def resolve_defaults(

@@ -7,16 +7,37 @@ compiled at their first launch.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
+from tcdeploy.cache.contents import FileAccessTracker
 from tcdeploy.engine.check_prompts import CheckPrompts
 from tcdeploy.engine.parity_check import run_check_steps
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.engine.warmup_inputs import make_small_batch
+from tcdeploy.planning.backends import BACKENDS
 from tcdeploy.planning.plan import Bucket
 
 log = logging.getLogger("tcdeploy.engine")
+
+
+@contextlib.contextmanager
+def compiling_kernels_of(
+    runner: ModelRunner, buckets: Collection[Bucket], prompts: CheckPrompts, tracker: FileAccessTracker
+) -> Iterator[None]:
+    """Compile these buckets' Triton kernels in threads while the block runs, and wait for them at its end.
+
+    Does nothing on a CPU, or if decode attention uses no Triton. Enter it before programs are installed.
+    """
+    plan = runner.plan
+    if not buckets or plan.device != "cuda" or not BACKENDS[plan.decode_attention].uses_triton:
+        yield
+        return
+    from tcdeploy.torch_compat.parallel_kernels import compiling_kernels  # imports Triton
+
+    with tracker.track(), compiling_kernels(lambda: precompile_kernels(runner, buckets, prompts)):
+        yield
 
 
 def precompile_kernels(runner: ModelRunner, buckets: Iterable[Bucket], prompts: CheckPrompts) -> None:

@@ -14,6 +14,7 @@ from tcdeploy.compiler import aot, export
 from tcdeploy.compiler.graph_parts import cut_at_layers, layer_operator
 from tcdeploy.compiler.model_forward import StepInputs, step_tensors
 from tcdeploy.compiler.step_program import Call, InputSpec, LoadedStep, StepProgram, parse_step_program
+from tcdeploy.engine.program_setup import traced_layers
 from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.errors import MismatchError
 from tcdeploy.passes.grouped_mm import op_name
@@ -69,7 +70,7 @@ def load_model(folder: str, cache_dir: str, **flags: Any) -> tuple[Any, list[exp
     base = {"model": folder, "buckets": (BUCKET,), "batch_sizes": (2, 3), "context": 256, "cache_dir": cache_dir}
     planned = pipeline.decide(build_recipe({**base, "load_format": "dummy", **flags}, environ={}))
     runner = pipeline._load(planned)
-    return runner, pipeline._traced_layers(runner.model, planned.architecture)
+    return runner, traced_layers(runner.model, planned.architecture)
 
 
 def run_steps(runner: Any) -> None:

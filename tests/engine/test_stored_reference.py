@@ -260,7 +260,7 @@ def test_a_fault_is_caught_with_a_stored_reference(
 def test_a_fault_in_the_loaded_model_only_does_not_reach_its_own_reference(starts: Starts) -> None:
     """A module with a wrong epsilon would agree with a reference that is computed from the same module."""
     starts.start()
-    install, models = pipeline._install_programs, []
+    install, models = pipeline.install_programs, []
 
     def break_first_model(runner: Any, *args: Any, **options: Any) -> None:
         models.append(runner.model)
@@ -269,7 +269,7 @@ def test_a_fault_in_the_loaded_model_only_does_not_reach_its_own_reference(start
                 layer.input_layernorm.variance_epsilon = 1.0
         install(runner, *args, **options)
 
-    with mock.patch.object(pipeline, "_install_programs", break_first_model):
+    with mock.patch.object(pipeline, "install_programs", break_first_model):
         starts.start()
     assert len(models) == 2 and models[0] is not models[1]
     assert models[1].model.layers[0].input_layernorm.variance_epsilon < 1e-3

@@ -21,6 +21,7 @@ from tcdeploy.attention.interface import ATTN_IMPLEMENTATION, paged_attention
 from tcdeploy.attention.metadata import AttentionMetadata, DecodeMetadata
 from tcdeploy.attention.ops import HOST_SCALARS
 from tcdeploy.compiler.regions import find_layers
+from tcdeploy.engine import program_setup
 from tcdeploy.engine.parity_check import ParityChecker
 from tcdeploy.engine.runner import ModelRunner
 from tcdeploy.planning.architecture import Architecture
@@ -448,7 +449,7 @@ def planted(
     `uses_stored_reference`: compare with a reference in the cache folder, if there is one.
     """
     known = [] if first_reference is None else first_reference
-    compile_in_place = pipeline.compile_in_place
+    compile_in_place = program_setup.compile_in_place
     targets: list[Target] = []
 
     class PlantingChecker(ParityChecker):
@@ -472,7 +473,7 @@ def planted(
 
     with (
         mock.patch.object(pipeline, "ParityChecker", PlantingChecker),
-        mock.patch.object(pipeline, "compile_in_place", plant_and_compile),
+        mock.patch.object(program_setup, "compile_in_place", plant_and_compile),
     ):
         try:
             yield
