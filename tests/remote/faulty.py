@@ -51,7 +51,7 @@ class NoContentLength(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Not a fault: holds requests until the barrier is full, then forwards them one by one."""
+    """Not a fault: holds requests until the barrier is full."""
 
     barrier: threading.Barrier
 
@@ -61,6 +61,8 @@ FaultSelector = Callable[[Request], Fault | None]
 
 
 class Proxy(ThreadingHTTPServer):
+    """Forwards requests one at a time, because moto fails if it stores a part while it aborts the part's upload."""
+
     daemon_threads = True
 
     def __init__(self, backend: int) -> None:
@@ -111,8 +113,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(fault.status, list(fault.headers), fault.body, len(fault.body))
         elif isinstance(fault, Wait):
             fault.barrier.wait(20)
-            with self.server.one_at_a_time:
-                self.forward(body, None)
+            self.forward(body, None)
         else:
             self.forward(body, fault)
 
@@ -121,7 +122,7 @@ class Handler(BaseHTTPRequestHandler):
     def forward(self, body: bytes, fault: Fault | None) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self.server.backend, timeout=20)
         headers = {key: value for key, value in self.headers.items() if key.lower() not in HOP_HEADERS}
-        with contextlib.closing(connection):
+        with self.server.one_at_a_time, contextlib.closing(connection):
             connection.request(self.command, self.path, body, {**headers, "Content-Length": str(len(body))})
             response = connection.getresponse()
             length = response.getheader("Content-Length")
