@@ -30,6 +30,7 @@ from tcdeploy.server import status
 from tcdeploy.server.active_request import ActiveRequest, full_json
 from tcdeploy.server.admission import BodyReservation
 from tcdeploy.server.hot_path import direct_route, read_body
+from tcdeploy.server.near_routes import routing_error
 from tcdeploy.server.openapi import openapi_document
 from tcdeploy.server.protocol import (
     ApiError,
@@ -77,11 +78,15 @@ def make_app(state: ServerState) -> ASGIApp:
     async def openapi(_: Request) -> Response:
         return JSONResponse(document)
 
-    async def handle_error(_: Request, error: Exception) -> Response:
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
+
+    async def handle_error(request: Request, error: Exception) -> Response:
+        if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router
+            error = routing_error(routes, request.method, request.url.path)
         return _error_response(error)
 
     app = Starlette(
-        routes=[*routes, Route("/openapi.json", openapi)],
+        routes=routes,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error),
     )
     direct_routes = {}
@@ -282,12 +287,16 @@ class _AuthMiddleware:
         if scope["method"] == "POST":
             app = self._direct_routes.get(scope["path"], app)
         if self._api_key and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(request, self._api_key):
-            app = _error_response(ApiError(401, "the API key is missing or wrong", code="invalid_api_key"))
+            app = _error_response(
+                ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                         code="invalid_api_key", headers={"www-authenticate": "Bearer"})
+            )  # fmt: skip
         await app(scope, receive, send_with_request_id)
 
 
 def _has_key(request: Request, key: str) -> bool:
-    return hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode())
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), key.encode())
 
 
 def _logged_error_response(error: Exception) -> Response:
@@ -301,9 +310,8 @@ def _error_response(error: Exception) -> Response:
     """The response to any exception, with OpenAI's error body."""
     if isinstance(error, ClientDisconnect):
         return Response(status_code=499)
-    if isinstance(error, HTTPException):  # 404 and 405 of the router
+    if isinstance(error, HTTPException):
         error = ApiError(error.status_code, str(error.detail))
     if not isinstance(error, ApiError):
         error = ApiError(500, f"{type(error).__name__}: {error}")
-    headers = {} if error.retry_after is None else {"retry-after": str(error.retry_after)}
-    return JSONResponse(error.body, error.status, headers)
+    return JSONResponse(error.body, error.status, error.headers)

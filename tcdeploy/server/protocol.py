@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -38,11 +38,12 @@ MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
     "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
     "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
 }  # fmt: skip
+UNSUPPORTED_PART = "unsupported_part"  # type of the validation error for a part other than text
 MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
 
 class ApiError(Exception):
-    """An error response: the HTTP status and OpenAI's error body."""
+    """An error response: the HTTP status, headers and OpenAI's error body. `retry_after` is in seconds."""
 
     def __init__(
         self,
@@ -51,9 +52,11 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after: int | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = dict(headers or {}) | ({} if retry_after is None else {"retry-after": str(retry_after)})
 
     @property
     def body(self) -> dict[str, Any]:
@@ -255,19 +258,20 @@ class NamedToolChoice(BaseModel):
 
 
 def _check_parts(content: Any) -> Any:
-    """Raise ValueError for a part other than text, with its kind.
+    """Raise an error for a part other than text, with its kind, and its index in the error's context.
 
     pydantic's own first error would be that the content is not a string.
     """
-    for part in content[:MAX_PARTS] if isinstance(content, list) else ():
+    for index, part in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
         if isinstance(kind, str) and kind != "text":
             name = MEDIA.get(kind)
             raise PydanticCustomError(
-                "unsupported_part",
+                UNSUPPORTED_PART,
                 f"{name} are not supported by this server"
                 if name
                 else "content parts of this type are not supported by this server; the only type is text",
+                {"part": index},
             )
     return content
 

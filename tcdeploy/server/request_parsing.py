@@ -18,7 +18,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
-from tcdeploy.server.protocol import MAX_MESSAGES, ApiError, Messages, bad_request
+from tcdeploy.server.protocol import MAX_MESSAGES, UNSUPPORTED_PART, ApiError, Messages, bad_request
 
 SMALL_BODY_BYTES = 16 << 10
 SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which takes about 1 ms
@@ -118,13 +118,15 @@ def _validation_error(error: ValidationError, list_offset: tuple[str, int] | Non
 
     `list_offset`: if only some items of a list were validated, the name of its field and the index of the first item.
     """
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    first = error.errors(include_url=False, include_input=False)[0]
     location: tuple[int | str, ...] = first["loc"]
     if list_offset is not None:
         index, *rest = location or (0,)
         location = (list_offset[0], list_offset[1] + int(index), *rest)
     path = ".".join(itertools.islice((str(part)[:MAX_PATH_CHARS] for part in location), 20))
     param = str(location[0])[:MAX_PATH_CHARS] if location else None
+    if first["type"] == UNSUPPORTED_PART:  # the location is that of the content: messages, index, "content"
+        param = f"messages[{location[1]}].content[{first['ctx']['part']}]"
     return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param)
 
 

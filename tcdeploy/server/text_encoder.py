@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from tcdeploy.server.protocol import ApiError, bad_request
+from tcdeploy.server.protocol import ApiError
 
 ENCODE_THREADS = 2
 MAX_SHORT_COST = 8192  # about 3 ms on the event loop
@@ -30,6 +30,14 @@ COMPOSED_CHARS = 4  # most characters that NFC and NFKC compose into one
 # Steps of a tokenizer that neither drop nor merge characters, apart from Unicode composition.
 LENGTH_PRESERVING_STEPS = ("ByteLevel", "Digits", "Metaspace", "NFC", "NFD", "NFKC", "NFKD", "Prepend", "Lowercase")
 ResultT = TypeVar("ResultT")
+
+
+class TooManyTokensError(ApiError):
+    """A text has more tokens than the limit. `is_minimum`: it was not tokenized to its end, and may have more."""
+
+    def __init__(self, problem: str, max_tokens: int, field: str, num_tokens: int, *, is_minimum: bool) -> None:
+        super().__init__(400, f"{problem}; the limit is {max_tokens}", field, "context_length_exceeded")
+        self.num_tokens, self.is_minimum = num_tokens, is_minimum
 
 
 class TextEncoder:
@@ -43,17 +51,16 @@ class TextEncoder:
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer")
 
     async def encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Raises ApiError 400 that names `field` if there are more than `max_tokens`."""
+        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`."""
         self.check_length(text, max_tokens, field)
         return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens)
 
     def check_length(self, text: str, max_tokens: int, field: str) -> None:
-        """Raises ApiError 400 if every tokenization of `text` has more than `max_tokens` tokens."""
+        """Raises TooManyTokensError if every tokenization of `text` has more than `max_tokens` tokens."""
         if self.max_chars_per_token is not None and len(text) > max_tokens * self.max_chars_per_token:
-            raise _too_long(
-                f"the text has {len(text)} characters, at least {-(-len(text) // self.max_chars_per_token)} tokens",
-                max_tokens, field,
-            )  # fmt: skip
+            num_tokens = -(-len(text) // self.max_chars_per_token)
+            problem = f"the text has {len(text)} characters, at least {num_tokens} tokens"
+            raise TooManyTokensError(problem, max_tokens, field, num_tokens, is_minimum=True)
 
     async def run(self, cost: int, function: Callable[..., ResultT], *arguments: Any) -> ResultT:
         """Call `function` at once if `cost` (characters or tokens) is small, else in the thread pool."""
@@ -71,7 +78,8 @@ class TextEncoder:
             self._check_count_in_pieces(text, max_tokens, field)
         encoding = self._encode_fast(text, add_special_tokens)
         if len(encoding) > max_tokens:
-            raise _too_long(f"the text has {len(encoding)} tokens", max_tokens, field)
+            problem = f"the text has {len(encoding)} tokens"
+            raise TooManyTokensError(problem, max_tokens, field, len(encoding), is_minimum=False)
         return list(encoding.ids)
 
     def _check_count_in_pieces(self, text: str, max_tokens: int, field: str) -> None:
@@ -79,7 +87,8 @@ class TextEncoder:
         for piece in _pieces(text):
             count += len(self._encode_fast(piece, False))
             if count > 2 * max_tokens:
-                raise _too_long(f"the text has more than {max_tokens} tokens", max_tokens, field)
+                problem = f"the text has more than {max_tokens} tokens"
+                raise TooManyTokensError(problem, max_tokens, field, max_tokens + 1, is_minimum=True)
 
     def _encode_fast(self, text: str, add_special_tokens: bool) -> Any:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
@@ -153,7 +162,3 @@ def _pieces(text: str) -> Iterator[str]:
             end = space if space > 0 else end
         yield text[start:end]
         start = end
-
-
-def _too_long(problem: str, max_tokens: int, field: str) -> ApiError:
-    return bad_request(f"{problem}; the limit is {max_tokens}", field, "context_length_exceeded")

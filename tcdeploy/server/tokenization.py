@@ -22,9 +22,9 @@ from tcdeploy.server.protocol import (
     bad_request,
     dump_tools,
 )
-from tcdeploy.server.text_encoder import TextEncoder
+from tcdeploy.server.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits
+from tcdeploy.server.validation import ModelLimits, context_length_error
 
 SLICE_TOKENS = 8192  # token ids that are checked or written as JSON in one call; other threads can run between calls
 INFO_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
@@ -47,12 +47,19 @@ class PromptTokenizer:
 
     async def prompts(self, request: CompletionRequest | ChatRequest) -> list[Prompt]:
         """One entry per prompt of the request. Raises ApiError 400."""
-        if isinstance(request, ChatRequest):
-            template_kwargs = self._template_kwargs(request)
-            return [
-                await self._render_chat(request.messages, template_kwargs, request.usable_tools, self.limits.context)
-            ]
-        self._check_lengths(request.prompts)
+        try:
+            if isinstance(request, ChatRequest):
+                return [await self._chat_prompt(request)]
+            return await self._completion_prompts(request)
+        except TooManyTokensError as error:
+            raise context_length_error(request, self.limits, error.num_tokens, is_minimum=error.is_minimum) from None
+
+    async def _chat_prompt(self, request: ChatRequest) -> Prompt:
+        template_kwargs = self._template_kwargs(request)
+        return await self._render_chat(request.messages, template_kwargs, request.usable_tools, self.limits.context)
+
+    async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
+        self._check_lengths(request)
         prompts = []
         for content in request.prompts:
             if isinstance(content, str):
@@ -73,16 +80,13 @@ class PromptTokenizer:
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
         return {"add_generation_prompt": request.add_generation_prompt is not False, **template_kwargs}
 
-    def _check_lengths(self, contents: list[str] | list[list[int]]) -> None:
+    def _check_lengths(self, request: CompletionRequest) -> None:
         """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
-        for content in contents:
+        for content in request.prompts:
             if isinstance(content, str):
                 self.encoder.check_length(content, self.limits.context, "prompt")
             elif len(content) >= self.limits.context:
-                raise bad_request(
-                    f"the prompt has {len(content)} tokens; the model's context is {self.limits.context}",
-                    "prompt", "context_length_exceeded",
-                )  # fmt: skip
+                raise context_length_error(request, self.limits, len(content))
 
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):

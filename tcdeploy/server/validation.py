@@ -107,13 +107,8 @@ def to_sampling_params(
     """
     max_new_tokens_limit = limits.context - prompt_length
     if max_new_tokens_limit < 1:
-        raise bad_request(
-            f"the prompt has {prompt_length} tokens; the model's context is {limits.context}",
-            "messages" if isinstance(request, ChatRequest) else "prompt", "context_length_exceeded",
-        )  # fmt: skip
-    length_field = "max_tokens"
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        length_field = "max_completion_tokens"
+        raise context_length_error(request, limits, prompt_length)
+    length_field = _length_field(request)
     max_new_tokens = _max_new_tokens(request, limits.defaults.max_new_tokens, max_new_tokens_limit)
     defaults = limits.defaults
     top_k = _first_given(request.top_k, defaults.top_k, 0)
@@ -150,15 +145,46 @@ def to_sampling_params(
         bias_field = "logit_bias" if request.logit_bias else "stop_token_ids"
         raise _first_invalid_field(field_values) or bad_request(error.message, bias_field) from None
     if max_new_tokens > max_new_tokens_limit:
-        raise bad_request(
-            f"the prompt has {prompt_length} tokens and {length_field} is {max_new_tokens}; the model's context is "
-            f"{limits.context}", length_field, "context_length_exceeded",
-        )  # fmt: skip
+        raise context_length_error(request, limits, prompt_length)
     if (request.min_tokens or 0) > max_new_tokens:
         raise bad_request(
             f"min_tokens is {request.min_tokens}, more than {length_field} ({max_new_tokens})", "min_tokens"
         )
     return params
+
+
+def context_length_error(
+    request: GenerationRequest, limits: ModelLimits, prompt_length: int, *, is_minimum: bool = False
+) -> ApiError:
+    """The error for a prompt and a completion that exceed the context together. `param` is the field to shorten.
+
+    The words are those of OpenAI and vLLM, because clients search the message for them: litellm raises
+    ContextWindowExceededError for its first words, and others read the numbers. `prompt_length` is in tokens;
+    `is_minimum`: the prompt was not tokenized to its end.
+    """
+    prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
+    completion_length = _max_new_tokens(request, limits.defaults.max_new_tokens, 0)  # 0: as many as fit
+    needs_at_least_one = completion_length < 1
+    completion_length = max(completion_length, 1)
+    message = (
+        f"This model's maximum context length is {limits.context} tokens. However, you requested "
+        f"{_count(prompt_length + completion_length, is_minimum or needs_at_least_one)} tokens "
+        f"({_count(prompt_length, is_minimum)} in the {prompt_field}, "
+        f"{_count(completion_length, needs_at_least_one)} in the completion). "
+        f"Please reduce the length of the {prompt_field} or completion."
+    )
+    field = prompt_field if prompt_length >= limits.context else _length_field(request)
+    return bad_request(message, field, "context_length_exceeded")
+
+
+def _count(number: int, is_minimum: bool) -> str:
+    return f"at least {number}" if is_minimum else str(number)
+
+
+def _length_field(request: GenerationRequest) -> str:
+    """The field that limits the length of the completion."""
+    is_renamed = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if is_renamed else "max_tokens"
 
 
 def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int) -> int:

@@ -22,7 +22,7 @@ from tcdeploy.engine.sequence import SamplingParams
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.api import make_app
 from tcdeploy.server.metrics import Metrics
-from tcdeploy.server.protocol import ApiError, CompletionRequest
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service
@@ -99,9 +99,23 @@ def test_an_unexpected_error_is_500_is_logged_and_releases_the_admission(
 def test_every_response_has_a_request_id_and_requires_the_key(request_line: Any, state: ServerState) -> None:
     rejected = send_request(state, *request_line)
     assert (rejected.status_code, rejected.json()["error"]["code"]) == (401, "invalid_api_key")
-    assert len(rejected.headers["x-request-id"]) == 32
+    assert len(rejected.headers["x-request-id"]) == 32 and rejected.headers["www-authenticate"] == "Bearer"
     accepted = send_request(state, *request_line, **{"authorization": "Bearer secret", "x-request-id": "mine"})
     assert accepted.headers["x-request-id"] == "mine"
+
+
+@pytest.mark.parametrize(
+    ("authorization", "is_accepted"),
+    [
+        ("bearer secret", True), ("BEARER  secret", True), ("Bearer Secret", False), ("Basic secret", False),
+        ("Bearer", False), ("secret", False), ("Bearer secret x", False), ("", False),
+    ],
+)  # fmt: skip
+def test_the_scheme_of_the_key_is_accepted_in_any_case(
+    authorization: str, is_accepted: bool, state: ServerState
+) -> None:
+    response = send_request(state, "GET", "/version", None, authorization=authorization)
+    assert response.status_code == (200 if is_accepted else 401)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -236,6 +250,37 @@ def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) 
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(request, 1, ModelLimits(64, 100))
     assert rejection.value.body["error"]["param"] == param
+
+
+@pytest.mark.parametrize(
+    ("request_type", "fields", "prompt_length", "requested", "param"),
+    [
+        (CompletionRequest, {"max_tokens": 60}, 5, "65 tokens (5 in the prompt, 60 in the completion)", "max_tokens"),
+        (CompletionRequest, {}, 64, "80 tokens (64 in the prompt, 16 in the completion)", "prompt"),
+        (ChatRequest, {"max_tokens": 9}, 70, "79 tokens (70 in the messages, 9 in the completion)", "messages"),
+        (
+            ChatRequest, {}, 64, "at least 65 tokens (64 in the messages, at least 1 in the completion)", "messages",
+        ),
+        (
+            ChatRequest, {"max_completion_tokens": 60, "max_tokens": 1}, 5,
+            "65 tokens (5 in the messages, 60 in the completion)", "max_completion_tokens",
+        ),
+    ],
+)  # fmt: skip
+def test_a_request_beyond_the_context_is_refused_in_the_words_that_clients_search_for(
+    request_type: Any, fields: dict[str, Any], prompt_length: int, requested: str, param: str
+) -> None:
+    """litellm raises ContextWindowExceededError if the message contains its first words, in any case."""
+    prompt: dict[str, Any] = {"messages": CHAT[2]["messages"]} if request_type is ChatRequest else {"prompt": [1]}
+    request = request_type.model_validate({**prompt, **fields})
+    with pytest.raises(ApiError) as rejection:
+        to_sampling_params(request, prompt_length, ModelLimits(64, 100))
+    place = "messages" if request_type is ChatRequest else "prompt"
+    assert rejection.value.status == 400 and rejection.value.body["error"] == {
+        "message": f"This model's maximum context length is 64 tokens. However, you requested {requested}. "
+        f"Please reduce the length of the {place} or completion.",
+        "type": "invalid_request_error", "param": param, "code": "context_length_exceeded",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(

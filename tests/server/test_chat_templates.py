@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,25 @@ def test_an_endless_template_is_a_400_and_does_not_block_the_event_loop(
 
     monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
     assert asyncio.run(longest_block_s()) < 0.9, "a render on the event loop blocks it until the time limit"
+
+
+@pytest.mark.parametrize(
+    ("num_words", "counts"),
+    [
+        (2100, r"you requested 2105 tokens \(2100 in the messages, 5 in the completion\)"),
+        (200_000, r"you requested at least \d+ tokens \(at least \d+ in the messages, 5 in the completion\)"),
+    ],
+)  # fmt: skip
+def test_messages_beyond_the_context_are_counted_as_far_as_they_were_tokenized(
+    prompts: PromptTokenizer, num_words: int, counts: str
+) -> None:
+    prompts.tokenizer.chat_template = "{{ messages[0].content }}"
+    messages = [{"role": "user", "content": " a" * num_words}]
+    with pytest.raises(ApiError) as rejection:
+        asyncio.run(prompts.prompts(chat(messages=messages, max_tokens=5)))
+    error = rejection.value
+    assert (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded")
+    assert re.match(f"This model's maximum context length is 2048 tokens. However, {counts}", error.message)
 
 
 def test_a_variable_cannot_replace_an_argument_of_the_template(prompts: PromptTokenizer) -> None:

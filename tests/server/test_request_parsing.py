@@ -100,7 +100,7 @@ def test_a_part_that_is_not_text_is_refused_with_its_kind(
     messages = [USER, {"role": "user", "content": [{"type": "text", "text": f"a{padding}"}, part]}]
     parser = parse_large if padding else lambda kind, fields: parse(kind, json.dumps(fields).encode())
     error = error_of(parser, request_type, {"messages": messages})["error"]
-    assert error["param"] == "messages" and error["type"] == "invalid_request_error"
+    assert error["param"] == "messages[1].content[1]" and error["type"] == "invalid_request_error"
     assert error["message"].startswith(f"messages.1.content: {reason} by this server")
 
 
