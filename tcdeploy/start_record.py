@@ -145,10 +145,10 @@ def _model_files(folder: Path) -> Iterator[tuple[str, str]]:
         if path.suffix in READ_SUFFIXES and path.is_file():
             yield path.relative_to(folder).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest()
     for path in weight_files(folder):
-        yield path.name, f"{path.stat().st_size} {hashlib.sha256(read_header(path)).hexdigest()} {_sample(path)}"
+        yield path.name, f"{path.stat().st_size} {hashlib.sha256(read_header(path)).hexdigest()} {sampled_digest(path)}"
 
 
-def _sample(path: Path) -> str:
+def sampled_digest(path: Path) -> str:
     """A digest of parts of a file, read in milliseconds, so that two fine-tunes usually differ."""
     digest, size = hashlib.sha256(), path.stat().st_size
     with path.open("rb") as file:

@@ -412,11 +412,12 @@ class Engine:
 
 
 def _with_prompt_info(token: NewToken, sequence: Sequence) -> NewToken:
-    """Add the prompt's log-probabilities and the time in the queue to the first token."""
+    """Add the prompt's log-probabilities, its cached tokens and the time in the queue to the first token."""
     has_logprobs = sequence.params.prompt_logprobs is not None
     return token._replace(
         prompt_logprobs=tuple(sequence.prompt_logprobs) if has_logprobs else None,
         queue_seconds=sequence.admitted_at - sequence.submitted_at,
+        cached_tokens=sequence.cached_prompt_tokens,
     )
 
 

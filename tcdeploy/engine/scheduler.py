@@ -301,7 +301,8 @@ class Scheduler:
         sequence.blocks = shared + self.allocator.allocate(missing)
         sequence.num_computed_tokens = (len(sequence.blocks) - missing) * self.allocator.block_size
         sequence.prefix_hit_tokens += sequence.num_computed_tokens
-        sequence.admitted_at = sequence.admitted_at or time.perf_counter()
+        if not sequence.admitted_at:
+            sequence.admitted_at, sequence.cached_prompt_tokens = time.perf_counter(), sequence.num_computed_tokens
         self.waiting.remove(sequence)
         self.prefilling.append(sequence)
         self._admitted[sequence] = None

@@ -188,6 +188,7 @@ class Sequence:
     in_flight: int = 0  # tokens of launched steps that the host has not read
     preemptions: int = 0
     prefix_hit_tokens: int = 0  # tokens taken from the prefix cache, over all admissions
+    cached_prompt_tokens: int = 0  # tokens of the prompt that were in the prefix cache at the first admission
     submitted_at: float = field(default_factory=time.perf_counter)
     admitted_at: float = 0.0  # the first admission; 0 before it
     prompt_logprobs: list[Any] = field(default_factory=list)  # TokenLogprobs, filled chunk by chunk if requested
@@ -253,3 +254,4 @@ class NewToken(NamedTuple):
     # With the first new token; covers the prompt after its first token.
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
     queue_seconds: float | None = None  # with the first new token; from submission to admission
+    cached_tokens: int = 0  # with the first new token; tokens of the prompt that were in the prefix cache

@@ -14,7 +14,12 @@ from tcdeploy.server.choice import Choice, Usage, total_usage
 from tcdeploy.server.metrics import Stopwatch
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest, bad_request
 from tcdeploy.server.request_group import RequestGroup
-from tcdeploy.server.response_builder import ChatResponseBuilder, CompletionResponseBuilder, ResponseBuilder
+from tcdeploy.server.response_builder import (
+    ChatResponseBuilder,
+    CompletionResponseBuilder,
+    ResponseBuilder,
+    ServedModel,
+)
 from tcdeploy.server.service import Service
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.tokenization import Prompt
@@ -80,10 +85,11 @@ class ActiveRequest:
         """
         await self.group.start()
         request, service = self.request, self.service
+        served = ServedModel(service.settings.model, service.system_fingerprint, service.vocabulary)
         if isinstance(request, ChatRequest):
-            self.builder = ChatResponseBuilder(request, service.settings.model, service.vocabulary)
+            self.builder = ChatResponseBuilder(request, served)
         else:
-            self.builder = CompletionResponseBuilder(request, service.settings.model, service.vocabulary)
+            self.builder = CompletionResponseBuilder(request, served)
         self.choices = []
         for index in range(len(self.stopwatches)):
             self.choices.append(self._new_choice(index, self.prompts[index // request.num_choices]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tcdeploy.engine.sequence import NewToken, TokenLogprobs
 from tcdeploy.server.stop_strings import StopStringDetokenizer
@@ -29,6 +29,7 @@ class Choice:
     wants_logprobs: bool
     echo: str | None = None  # prompt text to return before the output
     prompt_token_ids: tuple[int, ...] = ()
+    num_cached_tokens: int = 0  # of the prompt; known with the first token
     num_tokens: int = 0
     finish_reason: str = ""
     num_chars: int = 0
@@ -44,6 +45,7 @@ class Choice:
     def receive(self, token: NewToken, vocabulary: Vocabulary) -> str:
         """The content that a token adds, without tool calls. Sets `finish_reason` at the end of the choice."""
         self.num_tokens += 1
+        self.num_cached_tokens += token.cached_tokens
         delta = ""
         if self.num_tokens == 1 and self.echo is not None:
             delta = self.echo
@@ -99,15 +101,22 @@ class Choice:
 class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int  # tokens of the prompts that were in the prefix cache
 
-    def json(self) -> dict[str, int]:
-        return {**self._asdict(), "total_tokens": self.prompt_tokens + self.completion_tokens}
+    def json(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
 
 
 def total_usage(choices: list[Choice], num_prompts: int) -> Usage:
-    """A prompt counts once, regardless of its number of choices."""
-    choices_per_prompt = len(choices) // num_prompts
+    """A prompt counts once, regardless of its number of choices: cached tokens are those of its first choice."""
+    first_choices = choices[:: len(choices) // num_prompts]
     return Usage(
-        sum(choice.num_prompt_tokens for choice in choices[::choices_per_prompt]),
-        sum(choice.num_tokens for choice in choices),
+        prompt_tokens=sum(choice.num_prompt_tokens for choice in first_choices),
+        completion_tokens=sum(choice.num_tokens for choice in choices),
+        cached_tokens=sum(choice.num_cached_tokens for choice in first_choices),
     )

@@ -4,24 +4,33 @@ from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
+from typing import Any, NamedTuple
 
 from tcdeploy.server.choice import Choice, ScoredToken, Usage
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest
 from tcdeploy.server.vocabulary import Vocabulary
 
 
+class ServedModel(NamedTuple):
+    """What responses say about the model: its name in the API, `system_fingerprint`, and the text of its tokens."""
+
+    name: str
+    fingerprint: str
+    vocabulary: Vocabulary
+
+
 class ResponseBuilder:
     """Builds the JSON of one request: `delta` for a stream chunk, `full_json` for a response that is not streamed."""
 
-    def __init__(self, model: str, vocabulary: Vocabulary, id_prefix: str, object_type: str) -> None:
+    def __init__(self, served: ServedModel, id_prefix: str, object_type: str) -> None:
         self.common_fields = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
             "object": object_type,
             "created": int(time.time()),
-            "model": model,
+            "model": served.name,
+            "system_fingerprint": served.fingerprint,
         }
-        self.vocabulary = vocabulary
+        self.vocabulary = served.vocabulary
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -38,8 +47,8 @@ class ResponseBuilder:
 
 
 class CompletionResponseBuilder(ResponseBuilder):
-    def __init__(self, request: CompletionRequest, model: str, vocabulary: Vocabulary) -> None:
-        super().__init__(model, vocabulary, "cmpl", "text_completion")
+    def __init__(self, request: CompletionRequest, served: ServedModel) -> None:
+        super().__init__(served, "cmpl", "text_completion")
         self.num_top_logprobs = request.logprobs
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:
@@ -73,10 +82,8 @@ class CompletionResponseBuilder(ResponseBuilder):
 
 
 class ChatResponseBuilder(ResponseBuilder):
-    def __init__(self, request: ChatRequest, model: str, vocabulary: Vocabulary) -> None:
-        super().__init__(
-            model, vocabulary, "chatcmpl", "chat.completion.chunk" if request.stream else "chat.completion"
-        )
+    def __init__(self, request: ChatRequest, served: ServedModel) -> None:
+        super().__init__(served, "chatcmpl", "chat.completion.chunk" if request.stream else "chat.completion")
 
     def first_delta(self, choice: Choice) -> dict[str, Any] | None:
         return self._chunk_choice(choice, {"role": "assistant", "content": ""}, None)

@@ -18,6 +18,7 @@ from tcdeploy.server.missed_shapes import MissedShapes
 from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.structured_output import StructuredOutputBackend
+from tcdeploy.server.system_fingerprint import system_fingerprint
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
@@ -48,6 +49,7 @@ class Service:
     tools: ToolSupport
     missed_shapes: MissedShapes
     compiles_at_load: int
+    system_fingerprint: str
     created: int = field(default_factory=lambda: int(time.time()))
     unknown_fields: set[str] = field(default_factory=set)  # names that have been logged
 
@@ -133,4 +135,5 @@ def build_service(
         tools=tools,
         missed_shapes=MissedShapes(deployment.plan),
         compiles_at_load=read_counts().compiles,
+        system_fingerprint=system_fingerprint(deployment.plan),
     )

@@ -401,6 +401,19 @@ def test_a_cached_prefix_is_not_computed_again() -> None:
     assert again.blocks[2] != first.blocks[2]
 
 
+def test_cached_tokens_of_the_prompt_are_those_of_the_first_admission() -> None:
+    """After a preemption a sequence finds its own tokens in the cache, which no client has sent before."""
+    scheduler = make_scheduler()
+    [sequence] = running(scheduler, 11)
+    scheduler.requeue_admitted()
+    scheduler.schedule()
+    assert (sequence.prefix_hit_tokens, sequence.cached_prompt_tokens) == (8, 0)
+    again = request(11)
+    scheduler.submit(again)
+    scheduler.schedule()
+    assert (again.prefix_hit_tokens, again.cached_prompt_tokens) == (8, 8)
+
+
 def test_blocks_are_matched_only_by_steps_after_the_one_that_writes_them() -> None:
     """All chunks of a step are one launch, so they cannot read each other's keys."""
     scheduler = make_scheduler(prefill_tokens=100)

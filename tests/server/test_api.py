@@ -74,7 +74,7 @@ def state(request: pytest.FixtureRequest) -> ServerState:
     service = FailingService(
         settings=settings, deployment=None, worker=worker, admission=admission, metrics=metrics,
         tokenizer=SimpleNamespace(prompts=fail, tokenizer=None), vocabulary=None, limits=ModelLimits(64, 100),
-        structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0,
+        structured_output=None, tools=None, missed_shapes=None, compiles_at_load=0, system_fingerprint="fp_0",
     )  # type: ignore[arg-type]  # fmt: skip
     return ServerState(settings, worker, admission, metrics, service=service)
 

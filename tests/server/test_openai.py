@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from typing import Any
@@ -16,6 +17,28 @@ from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
 QUESTION = [{"role": "user", "content": "What is a list?"}]
+
+
+def without_details(usage: Any) -> dict[str, Any]:
+    """Usage without the cached tokens, which differ if a prompt is sent again."""
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 0
+    return {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
+
+
+def test_usage_has_the_tokens_of_the_prompt_that_were_cached(server: ServerProcess) -> None:
+    """Blocks have 16 tokens, and the last token of a prompt is always computed."""
+    prompts = [[number % 90 + 5 for number in range(70, 70 + 33)], [number % 90 + 5 for number in range(60, 60 + 17)]]
+    fields: dict[str, Any] = {"model": MODEL, "prompt": prompts, "max_tokens": 1}
+
+    def cached_tokens(usage: Any) -> int:
+        assert (usage.prompt_tokens, usage.completion_tokens) == (50, 4)
+        return int(usage.prompt_tokens_details.cached_tokens)
+
+    assert cached_tokens(server.client.completions.create(**fields, n=2).usage) == 0, "of the first choice"
+    assert cached_tokens(server.client.completions.create(**fields, n=2).usage) == 48
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    *_, last = server.client.completions.create(**fields, n=2, stream=True, stream_options=options)
+    assert cached_tokens(last.usage) == 48
 
 
 def test_the_model_is_listed_with_its_context_length(server: ServerProcess) -> None:
@@ -53,8 +76,11 @@ def test_a_streamed_chat_equals_the_whole_response(server: ServerProcess) -> Non
         whole.choices[0].message.content
     )
     assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices][-1] == whole.choices[0].finish_reason
-    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert chunks[-1].choices == [] and chunks[-1].usage is not None
+    assert without_details(chunks[-1].usage.model_dump()) == without_details(whole.usage.model_dump())
     assert len({chunk.id for chunk in chunks}) == 1
+    assert {chunk.system_fingerprint for chunk in chunks} == {whole.system_fingerprint}
+    assert re.fullmatch("fp_[0-9a-f]{10}", whole.system_fingerprint or "")
     usage = whole.usage
     assert usage is not None and usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
 
@@ -96,7 +122,7 @@ def test_streamed_text_equals_the_whole_text_byte_for_byte(server: ServerProcess
     assert [texts[index].encode() for index in sorted(texts)] == [
         choice["message"]["content"].encode() for choice in whole["choices"]
     ]
-    assert usage == whole["usage"] and usage["completion_tokens"] > 5
+    assert without_details(usage) == without_details(whole["usage"]) and usage["completion_tokens"] > 5
     if "seed" in fields:
         assert "\ufffd" in "".join(texts.values()), "no partial character was sampled"
     if "response_format" in fields:

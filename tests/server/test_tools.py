@@ -19,7 +19,7 @@ from tcdeploy.models.load import resolve_model_path
 from tcdeploy.server import tools as tools_module
 from tcdeploy.server.protocol import ApiError, ChatRequest
 from tcdeploy.server.request_parsing import parse
-from tcdeploy.server.response_builder import ChatResponseBuilder, Choice
+from tcdeploy.server.response_builder import ChatResponseBuilder, Choice, ServedModel
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.tools import Markup, ToolSupport, find_markup
@@ -138,7 +138,7 @@ def parse_output(
         False,
         tool_parser=tools.tool_parser(request, PROMPT),
     )
-    builder = ChatResponseBuilder(request, "tiny", vocabulary)
+    builder = ChatResponseBuilder(request, ServedModel("tiny", "fp_0", vocabulary))
     ids = tokenizer(text, add_special_tokens=False).input_ids
     content, message = "", {"content": "", "reasoning_content": "", "tool_calls": []}
     for number, token_id in enumerate(ids):

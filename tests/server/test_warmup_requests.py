@@ -142,4 +142,5 @@ def service_with(template: str | None, needs_tables: bool = False) -> Service:
         tokenizer=SimpleNamespace(tokenizer=SimpleNamespace(chat_template=template)), vocabulary=None, limits=None,
         structured_output=SimpleNamespace(needs_tables=needs_tables), tools=None, missed_shapes=None,
         compiles_at_load=0,
+        system_fingerprint="fp_0",
     )  # type: ignore[arg-type]  # fmt: skip
