@@ -1,6 +1,6 @@
 """Checks the values and combinations of request fields, and converts them to the engine's SamplingParams.
 
-A field that changes the output and is not supported is rejected with its name. Does not import torch.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -19,21 +19,13 @@ from tcdeploy.server.protocol import (
     GenerationRequest,
     bad_request,
 )
+from tcdeploy.server.unsupported_fields import check_unsupported_fields
 
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128  # OpenAI's limit
 MIN_TOKENIZE_TOKENS = 1 << 15  # that /tokenize and /detokenize accept with any context
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field -> values that have no effect, and are accepted
-    "suffix": (None, ""), "best_of": (None, 1), "tools": (None, []), "echo": (None, False), "bad_words": (None, []),
-    "chat_template": (None,), "continue_final_message": (None, False), "truncate_prompt_tokens": (None,),
-    "allowed_token_ids": (None,), "prompt_logprobs": (None,), "include_stop_str_in_output": (None, False),
-    "tool_choice": (None, "none"), "functions": (None, []), "function_call": (None, "none"), "audio": (None,),
-    "modalities": (None, ["text"]), "prediction": (None,), "web_search_options": (None,), "guided_json": (None,),
-    "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,), "structured_outputs": (None,),
-    "use_beam_search": (None, False), "prompt_embeds": (None,), "store": (None, False),
-}  # fmt: skip
 
 
 class ModelLimits(NamedTuple):
@@ -54,10 +46,7 @@ class ModelLimits(NamedTuple):
 
 def check(request: GenerationRequest) -> None:
     """Raises ApiError 400 for unsupported fields, and for values that are invalid for every model."""
-    extra = request.model_extra or {}
-    for name, value in extra.items():
-        if name in UNSUPPORTED and value not in UNSUPPORTED[name]:
-            raise bad_request(f"{name} is not supported", name, "unsupported_parameter")
+    check_unsupported_fields(request)
     if not 1 <= request.num_choices <= MAX_CHOICES:
         raise bad_request(f"n is {request.num_choices}; it must be from 1 to {MAX_CHOICES}", "n")
     if len(request.stop_strings) > MAX_STOP_STRINGS:
