@@ -31,6 +31,7 @@ START_SECONDS = 120.0  # for its imports, while the machine is busy with loading
 SCRIPT = Path(__file__).with_name("chat_template_process.py")
 # Variables that the process inherits: those that Python and the template's `strftime_now` need, but no keys.
 INHERITED_VARIABLES = ("HOME", "LANG", "LC_ALL", "LD_LIBRARY_PATH", "PATH", "PYTHONHOME", "TMPDIR", "TZ")
+END_MARK = "END_OF_THE_MESSAGE_TO_CONTINUE "  # the space shows whether the template strips messages
 # Arguments of transformers' `apply_chat_template` and `render_jinja_template`, and of Jinja's `Template.render`. A test
 # compares them with the signatures.
 RESERVED_NAMES = frozenset({
@@ -40,26 +41,58 @@ RESERVED_NAMES = frozenset({
 })  # fmt: skip
 
 
-def render_chat(tokenizer: Any, conversation: list[dict[str, Any]], /, **template_kwargs: Any) -> str:
+def render_chat(
+    tokenizer: Any,
+    conversation: list[dict[str, Any]],
+    /,
+    *,
+    continue_final_message: bool = False,
+    **template_kwargs: Any,
+) -> str:
     """The prompt of a conversation, as `tokenizer.apply_chat_template(..., tokenize=False)` returns it.
 
+    With `continue_final_message`, the prompt ends with the text of the final message, so that the model continues it.
     Blocks until the text is rendered, so the event loop must call it in `render_pool`. Raises ModelError if the
-    template fails or exceeds a limit.
+    template fails, exceeds a limit, or leaves out the end of a message that is to be continued.
     """
     if _renders_in_python(tokenizer):
+        if continue_final_message:  # an argument that not every family has
+            template_kwargs["continue_final_message"] = True
         try:
             return str(tokenizer.apply_chat_template(conversation, tokenize=False, **template_kwargs))
         except Exception as error:  # code of the model family may raise anything
             raise ModelError(f"the chat template failed: {error}") from error
+    if continue_final_message:
+        conversation = _mark_end(conversation)
     try:
         request = _make_request(tokenizer, conversation, template_kwargs)
     except (TypeError, ValueError, RecursionError) as error:  # no template; arguments not JSON, or nested too deep
         raise ModelError(f"the chat template cannot be used: {error}") from error
     reply = _process.exchange(request)
     if "text" in reply:
-        return str(reply["text"])
+        return _cut_at_mark(reply["text"]) if continue_final_message else str(reply["text"])
     location = "" if reply["line"] is None else f" in line {reply['line']}"
     raise ModelError(f"the chat template failed{location}: {reply['error']}", "check the messages and the template")
+
+
+def _mark_end(conversation: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A copy whose final message ends with END_MARK."""
+    *others, final = conversation
+    if not isinstance(final.get("content"), str):
+        raise ModelError("the final message has no text to continue", "send continue_final_message: false")
+    return [*others, {**final, "content": final["content"] + END_MARK}]
+
+
+def _cut_at_mark(text: str) -> str:
+    """The text before END_MARK. If the template strips messages, the end of the final message is stripped too."""
+    end = text.rfind(END_MARK.strip())
+    if end < 0:
+        raise ModelError(
+            "the chat template leaves out the end of the final message, so the message cannot be continued",
+            "send continue_final_message: false",
+        )
+    is_stripped = not text.startswith(END_MARK, end)
+    return text[:end].rstrip() if is_stripped else text[:end]
 
 
 def reserved_names(tokenizer: Any) -> Set[str]:

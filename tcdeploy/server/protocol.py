@@ -297,17 +297,25 @@ class Message(BaseModel):
         return message
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Tools: TypeAlias = Annotated[list[Tool], Field(fail_fast=True)]
 Messages: TypeAlias = Annotated[list[Message], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 
 
-class ChatRequest(GenerationRequest):
+class TemplateRequest(BaseModel):
+    """Fields that the chat template depends on."""
+
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: StrictBool | None = None  # default: true, unless the final message is continued
+    continue_final_message: StrictBool | None = None
+    reasoning_effort: ReasoningEffort | None = None
+
+
+class ChatRequest(GenerationRequest, TemplateRequest):
     messages: Messages
     max_completion_tokens: StrictInt | None = None
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: StrictBool | None = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # false: only the first call is returned
@@ -342,15 +350,13 @@ class ChatRequest(GenerationRequest):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateRequest):
     model_config = ConfigDict(extra="allow")
 
     prompt: StrictStr | None = None
     messages: Messages | None = None
     tools: Tools | None = None
     add_special_tokens: StrictBool = True
-    add_generation_prompt: StrictBool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
 
 class DetokenizeRequest(BaseModel):

@@ -18,6 +18,7 @@ from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
     Message,
+    TemplateRequest,
     TokenizeRequest,
     bad_request,
     dump_tools,
@@ -73,12 +74,24 @@ class PromptTokenizer:
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds of them
         return prompts
 
-    def _template_kwargs(self, request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-        """Variables for the template. Names that the renderer uses are rejected: they could replace the messages."""
+    def _template_kwargs(self, request: TemplateRequest) -> dict[str, Any]:
+        """Arguments of `render_chat`: variables for the template, and whether the final message is continued.
+
+        Variables with names that the renderer uses are rejected: they could replace the messages. As in vLLM,
+        `reasoning_effort` is a variable, and replaces one of that name.
+        """
         template_kwargs = request.chat_template_kwargs or {}
         if conflicts := sorted(reserved_names(self.tokenizer) & template_kwargs.keys()):
             raise bad_request(f"chat_template_kwargs cannot set {conflicts[0]}", "chat_template_kwargs")
-        return {"add_generation_prompt": request.add_generation_prompt is not False, **template_kwargs}
+        if request.reasoning_effort is not None:
+            template_kwargs = {**template_kwargs, "reasoning_effort": request.reasoning_effort}
+        continues = request.continue_final_message is True
+        if continues and request.add_generation_prompt:
+            raise bad_request(
+                "continue_final_message and add_generation_prompt cannot both be true", "continue_final_message"
+            )
+        adds_prompt = request.add_generation_prompt is not False and not continues
+        return {**template_kwargs, "add_generation_prompt": adds_prompt, "continue_final_message": continues}
 
     def _check_lengths(self, request: CompletionRequest) -> None:
         """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
@@ -91,8 +104,9 @@ class PromptTokenizer:
     async def tokenize(self, request: TokenizeRequest) -> list[int]:
         if (request.prompt is None) == (request.messages is None):
             raise bad_request("exactly one of prompt and messages is required", "prompt")
-        if request.messages is None and request.chat_template_kwargs:
-            raise bad_request("chat_template_kwargs requires messages", "chat_template_kwargs")
+        for name in TemplateRequest.model_fields if request.messages is None else ():
+            if getattr(request, name):
+                raise bad_request(f"{name} requires messages", name)
         if request.messages is not None:
             template_kwargs, tools = self._template_kwargs(request), dump_tools(request.tools)
             prompt = await self._render_chat(request.messages, template_kwargs, tools, self.limits.tokenize_tokens)

@@ -56,6 +56,34 @@ def test_the_text_is_that_of_transformers(tokenizer: Any, template: Any, variabl
     )
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{{ add_generation_prompt }}",
+        "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}</>\n{% endfor %}",
+    ],
+    ids=["kept", "stripped"],
+)
+@pytest.mark.parametrize("final", ["Once upon", "Once upon \n", " \n", "", "one</>one"])
+def test_a_continued_message_ends_the_text_as_in_transformers(tokenizer: Any, template: str, final: str) -> None:
+    tokenizer.chat_template = template
+    conversation = [{"role": "user", "content": final}, {"role": "assistant", "content": final}]
+    text = render_chat(tokenizer, conversation, continue_final_message=True)
+    assert text == tokenizer.apply_chat_template(conversation, tokenize=False, continue_final_message=True)
+    assert (
+        text.endswith("<assistant>" + (final.rstrip() if "trim" in template else final).lstrip()) or not final.strip()
+    )
+    assert conversation[1]["content"] == final, "the caller's messages are not changed"
+
+
+def test_a_message_that_the_template_leaves_out_cannot_be_continued(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages[0].content }}{{ messages[-1].content[:5] }}"
+    with pytest.raises(ModelError, match="leaves out the end of the final message"):
+        render_chat(tokenizer, [*MESSAGES, {"role": "assistant", "content": "Once upon"}], continue_final_message=True)
+    with pytest.raises(ModelError, match="has no text to continue"):
+        render_chat(tokenizer, MESSAGES, continue_final_message=True)
+
+
 HERMES = """{%- if tools %}
     {{- '<|im_start|>system\\n' }}
     {%- for tool in tools %}{{ tool | tojson }}{{ "\\n" }}{% endfor %}

@@ -117,6 +117,42 @@ def test_tokenize_counts_the_tokens_of_a_chat_request_with_the_same_variables(pr
         asyncio.run(prompts.tokenize(request))
 
 
+TURNS = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ '|' if add_generation_prompt }}{{ reasoning_effort }}"
+DIALOGUE = [*MESSAGES, {"role": "assistant", "content": "Well"}]
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({}, "<Hi><Well>|"), ({"add_generation_prompt": False}, "<Hi><Well>"),
+        ({"continue_final_message": False, "add_generation_prompt": True}, "<Hi><Well>|"),
+        ({"continue_final_message": True}, "<Hi><Well"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, "<Hi><Well"),
+        ({"reasoning_effort": "low"}, "<Hi><Well>|low"),
+        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}}, "<Hi><Well>|tiny"),
+        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}, "reasoning_effort": "high"}, "<Hi><Well>|high"),
+    ],
+)  # fmt: skip
+def test_the_end_of_the_prompt_and_the_effort_follow_the_request(
+    prompts: PromptTokenizer, fields: dict[str, Any], text: str
+) -> None:
+    prompts.tokenizer.chat_template = TURNS
+    [prompt] = asyncio.run(prompts.prompts(chat(messages=DIALOGUE, **fields)))
+    assert prompt.text == text
+    tokenize = parse(TokenizeRequest, json.dumps({"messages": DIALOGUE, **fields}).encode())
+    assert asyncio.run(prompts.tokenize(tokenize)) == prompt.token_ids
+
+
+def test_a_message_is_not_continued_behind_a_generation_prompt(prompts: PromptTokenizer) -> None:
+    with pytest.raises(ApiError, match="cannot both be true") as rejection:
+        asyncio.run(prompts.prompts(chat(continue_final_message=True, add_generation_prompt=True)))
+    assert (rejection.value.status, rejection.value.param) == (400, "continue_final_message")
+    for name, value in {"continue_final_message": True, "reasoning_effort": "low"}.items():
+        request = parse(TokenizeRequest, json.dumps({"prompt": "Hi", name: value}).encode())
+        with pytest.raises(ApiError, match=f"{name} requires messages"):
+            asyncio.run(prompts.tokenize(request))
+
+
 def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) -> None:
     nested: Any = []
     for _ in range(5000):
