@@ -148,6 +148,8 @@ class GenerationRequest(BaseModel):
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
+    truncate_prompt_tokens: StrictInt | None = None
+    add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
     response_format: ResponseFormat | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -356,7 +358,7 @@ class TokenizeRequest(TemplateRequest):
     prompt: StrictStr | None = None
     messages: Messages | None = None
     tools: Tools | None = None
-    add_special_tokens: StrictBool = True
+    add_special_tokens: StrictBool | None = None  # default: true for a prompt, false for messages
 
 
 class DetokenizeRequest(BaseModel):

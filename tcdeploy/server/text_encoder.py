@@ -50,10 +50,16 @@ class TextEncoder:
         self.max_chars_per_token = max_chars_per_token(tokenizer)
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True) -> list[int]:
-        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`."""
+    async def encode(
+        self, text: str, max_tokens: int, field: str, add_special_tokens: bool = True, num_kept: int | None = None
+    ) -> list[int]:
+        """The token ids of `text`. Raises TooManyTokensError, which names `field`, for more than `max_tokens`.
+
+        `num_kept`: how many of the last tokens are kept. As in transformers, special tokens that are added to the text
+        are kept too, and count.
+        """
         self.check_length(text, max_tokens, field)
-        return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens)
+        return await self.run(text_cost(text), self._encode, text, max_tokens, field, add_special_tokens, num_kept)
 
     def check_length(self, text: str, max_tokens: int, field: str) -> None:
         """Raises TooManyTokensError if every tokenization of `text` has more than `max_tokens` tokens."""
@@ -73,14 +79,17 @@ class TextEncoder:
             if cost > TRIM_COST:
                 loop.run_in_executor(self._pool, trim_memory)
 
-    def _encode(self, text: str, max_tokens: int, field: str, add_special_tokens: bool) -> list[int]:
+    def _encode(
+        self, text: str, max_tokens: int, field: str, add_special_tokens: bool, num_kept: int | None = None
+    ) -> list[int]:
         if len(text) > max(PIECE_CHARS, MANY_CHARS_PER_TOKEN * max_tokens):
             self._check_count_in_pieces(text, max_tokens, field)
         encoding = self._encode_fast(text, add_special_tokens)
         if len(encoding) > max_tokens:
             problem = f"the text has {len(encoding)} tokens"
             raise TooManyTokensError(problem, max_tokens, field, len(encoding), is_minimum=False)
-        return list(encoding.ids)
+        ids: list[int] = encoding.ids
+        return ids if num_kept is None or len(ids) <= num_kept else _last_tokens(encoding, num_kept)
 
     def _check_count_in_pieces(self, text: str, max_tokens: int, field: str) -> None:
         count = 0
@@ -92,6 +101,17 @@ class TextEncoder:
 
     def _encode_fast(self, text: str, add_special_tokens: bool) -> Any:
         return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+
+
+def _last_tokens(encoding: Any, num_kept: int) -> list[int]:
+    """The last tokens of an encoded text, between the special tokens that were added to it: `num_kept` in all."""
+    ids, is_added = encoding.ids, encoding.special_tokens_mask
+    start = is_added.index(0) if 0 in is_added else len(ids)
+    stop = len(ids) - (is_added[::-1].index(0) if 0 in is_added else 0)
+    num_text_tokens = num_kept - start - (len(ids) - stop)
+    if num_text_tokens < 1:
+        return list(ids[-num_kept:])
+    return [*ids[:start], *ids[max(start, stop - num_text_tokens) : stop], *ids[stop:]]
 
 
 def text_cost(text: str) -> int:

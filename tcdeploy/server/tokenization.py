@@ -25,7 +25,7 @@ from tcdeploy.server.protocol import (
 )
 from tcdeploy.server.text_encoder import TextEncoder, TooManyTokensError
 from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits, context_length_error
+from tcdeploy.server.validation import ModelLimits, context_length_error, num_kept_tokens
 
 SLICE_TOKENS = 8192  # token ids that are checked or written as JSON in one call; other threads can run between calls
 INFO_FIELDS = ("bos_token", "eos_token", "pad_token", "unk_token", "chat_template")
@@ -53,24 +53,41 @@ class PromptTokenizer:
                 return [await self._chat_prompt(request)]
             return await self._completion_prompts(request)
         except TooManyTokensError as error:
+            if request.truncate_prompt_tokens is not None:
+                raise  # the text is too long to be tokenized before it is truncated
             raise context_length_error(request, self.limits, error.num_tokens, is_minimum=error.is_minimum) from None
 
     async def _chat_prompt(self, request: ChatRequest) -> Prompt:
-        template_kwargs = self._template_kwargs(request)
-        return await self._render_chat(request.messages, template_kwargs, request.usable_tools, self.limits.context)
+        text = await self._render_chat(request.messages, self._template_kwargs(request), request.usable_tools)
+        return await self._encode(request, text, "messages")
+
+    async def _encode(self, request: CompletionRequest | ChatRequest, text: str, field: str) -> Prompt:
+        """The prompt of a text, truncated if the request says so."""
+        num_kept = num_kept_tokens(request, self.limits)
+        max_tokens = self.limits.context if num_kept is None else self.limits.tokenize_tokens
+        adds_special_tokens = request.add_special_tokens
+        if adds_special_tokens is None:
+            adds_special_tokens = isinstance(request, CompletionRequest)
+        token_ids = await self.encoder.encode(text, max_tokens, field, adds_special_tokens, num_kept)
+        return Prompt(token_ids, text)
 
     async def _completion_prompts(self, request: CompletionRequest) -> list[Prompt]:
         self._check_lengths(request)
         prompts = []
         for content in request.prompts:
             if isinstance(content, str):
-                token_ids = await self.encoder.encode(content, self.limits.context, "prompt")
-                prompts.append(Prompt(token_ids, content))
+                prompt = await self._encode(request, content, "prompt")
             else:
                 await self._check_token_ids(content)
-                prompts.append(Prompt(content, await self.detokenize(content, "prompt") if request.echo else None))
-            if not prompts[-1].token_ids:
+                num_kept = num_kept_tokens(request, self.limits) or len(content)
+                prompt = Prompt(content[-num_kept:], None)
+            if not prompt.token_ids:
                 raise bad_request("the prompt has 0 tokens; it must have at least 1", "prompt")
+            if request.echo and (prompt.text is None or request.truncate_prompt_tokens is not None):
+                has_text = prompt.text is not None  # without the special tokens that were added to it
+                text = await self._decode(prompt.token_ids, skip_special_tokens=has_text)
+                prompt = Prompt(prompt.token_ids, text)
+            prompts.append(prompt)
             await asyncio.sleep(0)  # short prompts are tokenized on the event loop, and there may be hundreds of them
         return prompts
 
@@ -95,6 +112,8 @@ class PromptTokenizer:
 
     def _check_lengths(self, request: CompletionRequest) -> None:
         """Raises ApiError 400 if a prompt is too long for the context, before any of them is tokenized."""
+        if request.truncate_prompt_tokens is not None:
+            return
         for content in request.prompts:
             if isinstance(content, str):
                 self.encoder.check_length(content, self.limits.context, "prompt")
@@ -108,24 +127,27 @@ class PromptTokenizer:
             if getattr(request, name):
                 raise bad_request(f"{name} requires messages", name)
         if request.messages is not None:
-            template_kwargs, tools = self._template_kwargs(request), dump_tools(request.tools)
-            prompt = await self._render_chat(request.messages, template_kwargs, tools, self.limits.tokenize_tokens)
-            return prompt.token_ids
-        add_special_tokens = request.add_special_tokens
-        return await self.encoder.encode(
-            request.prompt or "", self.limits.tokenize_tokens, "prompt", add_special_tokens
-        )
+            tools = dump_tools(request.tools)
+            text, field = await self._render_chat(request.messages, self._template_kwargs(request), tools), "messages"
+        else:
+            text, field = request.prompt or "", "prompt"
+        adds_special_tokens = request.add_special_tokens
+        if adds_special_tokens is None:
+            adds_special_tokens = request.messages is None
+        return await self.encoder.encode(text, self.limits.tokenize_tokens, field, adds_special_tokens)
 
-    async def detokenize(self, token_ids: list[int], field: str = "tokens") -> str:
-        """The text of token ids, special tokens included. Raises ApiError 400 that names `field`."""
+    async def detokenize(self, token_ids: list[int]) -> str:
+        """The text of token ids, special tokens included. Raises ApiError 400."""
         if len(token_ids) > self.limits.tokenize_tokens:
             raise bad_request(
-                f"{field} has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}", field
+                f"tokens has {len(token_ids)} token ids; the limit is {self.limits.tokenize_tokens}", "tokens"
             )
-        await self._check_token_ids(token_ids, field)
+        await self._check_token_ids(token_ids, "tokens")
+        return await self._decode(token_ids, skip_special_tokens=False)
 
+    async def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         def decode() -> str:
-            return str(self.tokenizer.decode(token_ids, skip_special_tokens=False))
+            return str(self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens))
 
         return await self.encoder.run(len(token_ids), decode)
 
@@ -158,8 +180,8 @@ class PromptTokenizer:
             raise bad_request(f"{field} contains token ids outside 0..{largest}", field)
 
     async def _render_chat(
-        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]], max_tokens: int
-    ) -> Prompt:
+        self, messages: list[Message], template_kwargs: dict[str, Any], tools: list[dict[str, Any]]
+    ) -> str:
         if not messages:
             raise bad_request("messages is empty", "messages")
         if not self.tokenizer.chat_template:
@@ -172,10 +194,9 @@ class PromptTokenizer:
             return render_chat(self.tokenizer, [message.for_template() for message in messages], **template_kwargs)
 
         try:
-            text = await asyncio.get_running_loop().run_in_executor(render_pool, render)
+            return await asyncio.get_running_loop().run_in_executor(render_pool, render)
         except ModelError as error:
             raise bad_request(error.message, "messages") from None
-        return Prompt(await self.encoder.encode(text, max_tokens, "messages", add_special_tokens=False), text)
 
 
 def _slices(token_ids: list[int]) -> Iterator[list[int]]:

@@ -22,7 +22,7 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     # vLLM
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "bad_words": ([],),
     "allowed_token_ids": (), "logits_processors": ([],), "include_stop_str_in_output": (False,),
-    "spaces_between_special_tokens": (True,), "truncate_prompt_tokens": (), "truncation_side": ("left",),
+    "spaces_between_special_tokens": (True,), "truncation_side": ("left",),
     "prompt_logprobs": (), "logprob_token_ids": (), "prompt_embeds": (), "chat_template": (),
     "continue_final_message": (False,), "documents": ([],), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "guided_whitespace_pattern": (), "structured_outputs": (),

@@ -57,6 +57,10 @@ def check(request: GenerationRequest) -> None:
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
         raise bad_request(message, "stop_token_ids")
+    num_kept = request.truncate_prompt_tokens
+    if num_kept is not None and num_kept < 1 and num_kept != -1:
+        message = f"truncate_prompt_tokens is {num_kept}; it must be 1 or more, or -1"
+        raise bad_request(message, "truncate_prompt_tokens")
     if isinstance(request, ChatRequest):
         _check_tools(request)
         if request.top_logprobs and not request.logprobs:
@@ -164,6 +168,24 @@ def context_length_error(
     )
     field = prompt_field if prompt_length >= limits.context else _length_field(request)
     return bad_request(message, field, "context_length_exceeded")
+
+
+def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:
+    """The most tokens of a prompt that `truncate_prompt_tokens` keeps; None: all. Raises ApiError 400.
+
+    -1 keeps as many as leave room for the new tokens: the request's number, else the model's default, else one.
+    """
+    kept = request.truncate_prompt_tokens
+    if kept is None:
+        return None
+    if kept > limits.context:
+        raise bad_request(
+            f"truncate_prompt_tokens is {kept}, more than the model's context ({limits.context})",
+            "truncate_prompt_tokens",
+        )
+    default = limits.defaults.max_new_tokens
+    num_new_tokens = max(1, _max_new_tokens(request, default, default or 1))
+    return kept if kept > 0 else max(1, limits.context - num_new_tokens)
 
 
 def _count(number: int, is_minimum: bool) -> str:

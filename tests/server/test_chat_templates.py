@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from tcdeploy.models import chat_template
-from tcdeploy.server.protocol import ApiError, ChatRequest, TokenizeRequest
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, TokenizeRequest
 from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.validation import ModelLimits
+from tcdeploy.server.validation import ModelLimits, check
 from tests.server.test_tools import LLAMA, load, make_model
 
 MESSAGES = [{"role": "user", "content": "Hi"}]
@@ -33,6 +33,10 @@ def prompts(tmp_path: Path) -> PromptTokenizer:
 
 def chat(**fields: Any) -> ChatRequest:
     return parse(ChatRequest, json.dumps({"messages": MESSAGES, **fields}).encode())
+
+
+def completion(**fields: Any) -> CompletionRequest:
+    return parse(CompletionRequest, json.dumps(fields).encode())
 
 
 def test_a_failing_template_is_a_400_with_its_message(prompts: PromptTokenizer) -> None:
@@ -151,6 +155,60 @@ def test_a_message_is_not_continued_behind_a_generation_prompt(prompts: PromptTo
         request = parse(TokenizeRequest, json.dumps({"prompt": "Hi", name: value}).encode())
         with pytest.raises(ApiError, match=f"{name} requires messages"):
             asyncio.run(prompts.tokenize(request))
+
+
+NUMBERS = " ".join(map(str, range(2000)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_tokens"),
+    [
+        ({"truncate_prompt_tokens": 7}, 7), ({"truncate_prompt_tokens": 2048}, 2048),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 48}, 2000), ({"truncate_prompt_tokens": -1}, 2047),
+    ],
+)  # fmt: skip
+def test_the_last_tokens_of_a_truncated_prompt_are_kept(
+    prompts: PromptTokenizer, fields: dict[str, Any], num_tokens: int
+) -> None:
+    prompts.tokenizer.chat_template = "{{ messages[0].content }}"
+    whole = prompts.tokenizer(NUMBERS, add_special_tokens=False, verbose=False).input_ids
+    [chat_prompt] = asyncio.run(prompts.prompts(chat(messages=[{"role": "user", "content": NUMBERS}], **fields)))
+    assert len(whole) > 2048 and chat_prompt.token_ids == whole[-num_tokens:]
+    if "max_tokens" not in fields and fields["truncate_prompt_tokens"] == -1:
+        num_tokens = 2032  # the default for completions is 16
+    ids = completion(prompt=whole, **fields)
+    assert [prompt.token_ids for prompt in asyncio.run(prompts.prompts(ids))] == [whole[-num_tokens:]]
+    text = completion(prompt=NUMBERS, echo=True, **fields)
+    [prompt] = asyncio.run(prompts.prompts(text))
+    assert prompt.token_ids == [prompts.tokenizer.bos_token_id, *whole[1 - num_tokens :]]
+    assert prompt.text == prompts.tokenizer.decode(whole[1 - num_tokens :])
+
+
+def test_the_context_limits_what_is_kept_and_the_tokenizer_what_is_truncated(prompts: PromptTokenizer) -> None:
+    for num_kept, message in ((2049, "more than the model's context"), (0, "must be 1 or more"), (-2, "must be 1 or")):
+        request = completion(prompt=[5, 6], truncate_prompt_tokens=num_kept)
+        with pytest.raises(ApiError, match=message) as rejection:
+            check(request)
+            asyncio.run(prompts.prompts(request))
+        assert (rejection.value.status, rejection.value.param) == (400, "truncate_prompt_tokens")
+    with pytest.raises(ApiError, match="the limit is 32768") as rejection:
+        asyncio.run(prompts.prompts(completion(prompt=NUMBERS * 100, truncate_prompt_tokens=5)))
+    assert (rejection.value.status, rejection.value.param) == (400, "prompt")
+
+
+def test_special_tokens_are_added_to_completions_and_not_to_chats_unless_the_request_says_so(
+    prompts: PromptTokenizer,
+) -> None:
+    prompts.tokenizer.chat_template, bos = "{{ messages[0].content }}", prompts.tokenizer.bos_token_id
+    for request, is_added in (
+        (completion(prompt="Hi"), True), (completion(prompt="Hi", add_special_tokens=False), False),
+        (chat(), False), (chat(add_special_tokens=True), True),
+    ):  # fmt: skip
+        [prompt] = asyncio.run(prompts.prompts(request))
+        assert (prompt.token_ids[0] == bos) == is_added
+        fields = {**request.model_dump(include={"prompt", "messages", "add_special_tokens"}, exclude_unset=True)}
+        tokenize = parse(TokenizeRequest, json.dumps(fields).encode())
+        assert asyncio.run(prompts.tokenize(tokenize)) == prompt.token_ids
 
 
 def test_variables_nested_too_deep_for_json_are_a_400(prompts: PromptTokenizer) -> None:

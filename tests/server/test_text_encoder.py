@@ -52,6 +52,24 @@ def test_token_ids_are_those_of_transformers(tokenizer: Any, text: str) -> None:
     assert (error.value.status, error.value.param, error.value.code) == (400, "prompt", "context_length_exceeded")
 
 
+@pytest.mark.parametrize("adds_special_tokens", [True, False])
+@pytest.mark.parametrize("num_kept", [1, 2, 3, 50, 10_000])
+def test_the_last_tokens_are_those_that_transformers_keeps(
+    tokenizer: Any, num_kept: int, adds_special_tokens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The special token that is added to the text is kept, but not one that the text contains."""
+    text = tokenizer.bos_token + "lorem ipsum " * 60
+    monkeypatch.setattr(tokenizer, "truncation_side", "left")
+    options = {"add_special_tokens": adds_special_tokens, "truncation": True, "max_length": num_kept}
+    expected = tokenizer(text, **options).input_ids
+    whole = tokenizer(text, add_special_tokens=adds_special_tokens).input_ids
+    assert whole[:2] == [1, 1] or not adds_special_tokens
+    ids = asyncio.run(TextEncoder(tokenizer).encode(text, 1000, "prompt", adds_special_tokens, num_kept))
+    if num_kept == 1:
+        expected = whole[-1:]  # where transformers keeps the special token only
+    assert ids == expected and len(ids) == min(num_kept, len(whole))
+
+
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
