@@ -88,6 +88,8 @@ class ActiveRequest:
         served = ServedModel(service.settings.model, service.system_fingerprint, service.vocabulary)
         if isinstance(request, ChatRequest):
             self.builder = ChatResponseBuilder(request, served)
+            if request.return_token_ids:
+                self.builder.first_fields["prompt_token_ids"] = self.prompts[0].token_ids
         else:
             self.builder = CompletionResponseBuilder(request, served)
         self.choices = []
@@ -104,6 +106,7 @@ class ActiveRequest:
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:
         request, tokenizer = self.request, self.service.tokenizer.tokenizer
         echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
+        returns_token_ids = request.return_token_ids is True
         tool_parser = None
         if isinstance(request, ChatRequest) and request.usable_tools:
             tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
@@ -116,7 +119,9 @@ class ActiveRequest:
             num_prompt_tokens=len(prompt.token_ids),
             wants_logprobs=request.num_logprobs is not None,
             echo=echo,
-            prompt_token_ids=tuple(prompt.token_ids) if echo is not None else (),
+            drops_output=request.only_scores_prompt,
+            returns_token_ids=returns_token_ids,
+            prompt_token_ids=tuple(prompt.token_ids) if echo is not None or returns_token_ids else (),
         )
 
     async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, str], None]:

@@ -28,29 +28,40 @@ class Choice:
     num_prompt_tokens: int
     wants_logprobs: bool
     echo: str | None = None  # prompt text to return before the output
-    prompt_token_ids: tuple[int, ...] = ()
+    drops_output: bool = False  # only the prompt is returned; the engine samples one token nevertheless
+    returns_token_ids: bool = False
+    prompt_token_ids: tuple[int, ...] = ()  # empty unless the response contains them, or their log-probabilities
     num_cached_tokens: int = 0  # of the prompt; known with the first token
     num_tokens: int = 0
     finish_reason: str = ""
     num_chars: int = 0
     tool_parser: ToolCallParser | None = None  # set if the model may call tools
+    has_started: bool = False  # whether the first token has arrived
+    has_sent_prompt: bool = False  # whether the ids of the prompt were taken
+    unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[ScoredToken] = field(default_factory=list)
     unsent_calls: list[ParsedToolCall] = field(default_factory=list)
     unsent_reasoning: str = ""
 
     @property
     def has_unsent_output(self) -> bool:
-        return bool(self.finish_reason or self.unsent_logprobs or self.unsent_calls or self.unsent_reasoning)
+        return bool(
+            self.finish_reason
+            or self.unsent_token_ids
+            or self.unsent_logprobs
+            or self.unsent_calls
+            or self.unsent_reasoning
+        )
 
     def receive(self, token: NewToken, vocabulary: Vocabulary) -> str:
         """The content that a token adds, without tool calls. Sets `finish_reason` at the end of the choice."""
+        delta = "" if self.has_started else self._start(token, vocabulary)
+        if self.drops_output:
+            self.finish_reason = "length"
+            return delta
         self.num_tokens += 1
-        self.num_cached_tokens += token.cached_tokens
-        delta = ""
-        if self.num_tokens == 1 and self.echo is not None:
-            delta = self.echo
-            if self.wants_logprobs:
-                self._add_prompt_logprobs(token.prompt_logprobs or (), vocabulary)
+        if self.returns_token_ids:
+            self.unsent_token_ids.append(token.token_id)
         if self.wants_logprobs and token.logprobs is not None:
             self.unsent_logprobs.append(ScoredToken(token.token_id, token.logprobs, self.num_chars + len(delta)))
         delta += self.detokenizer.push(token.token_id)
@@ -63,6 +74,13 @@ class Choice:
             delta = self._parse_tool_calls(delta, self.tool_parser)
         self.num_chars += len(delta)
         return delta
+
+    def _start(self, token: NewToken, vocabulary: Vocabulary) -> str:
+        """The text of the prompt, if it is returned. The first token brings what the engine knows about the prompt."""
+        self.has_started, self.num_cached_tokens = True, token.cached_tokens
+        if self.echo is not None and self.wants_logprobs:
+            self._add_prompt_logprobs(token.prompt_logprobs or (), vocabulary)
+        return self.echo or ""
 
     def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
         content = self._store_parsed(tool_parser.push(delta))
@@ -86,6 +104,20 @@ class Choice:
     def take_reasoning(self) -> dict[str, str]:
         reasoning, self.unsent_reasoning = self.unsent_reasoning, ""
         return {"reasoning_content": reasoning} if reasoning else {}
+
+    def take_token_ids(self) -> dict[str, list[int]]:
+        """vLLM's field `token_ids` if the request asks for it."""
+        if not self.returns_token_ids:
+            return {}
+        token_ids, self.unsent_token_ids = self.unsent_token_ids, []
+        return {"token_ids": token_ids}
+
+    def take_prompt_token_ids(self) -> dict[str, list[int]]:
+        """vLLM's field `prompt_token_ids` of completions, once."""
+        if not self.returns_token_ids or self.has_sent_prompt:
+            return {}
+        self.has_sent_prompt = True
+        return {"prompt_token_ids": list(self.prompt_token_ids)}
 
     def take_logprobs(self) -> list[ScoredToken]:
         scored, self.unsent_logprobs = self.unsent_logprobs, []

@@ -150,6 +150,7 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: StrictBool | None = None
     truncate_prompt_tokens: StrictInt | None = None
     add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
+    return_token_ids: StrictBool | None = None
     response_format: ResponseFormat | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
@@ -184,6 +185,11 @@ class GenerationRequest(BaseModel):
     def max_new_tokens(self) -> int | None:
         return self.max_tokens
 
+    @property
+    def only_scores_prompt(self) -> bool:
+        """Whether the response has the prompt and its log-probabilities, and no new tokens."""
+        return False
+
 
 class CompletionRequest(GenerationRequest):
     # left_to_right: smart mode would validate a long prompt against every member of the union.
@@ -194,6 +200,10 @@ class CompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def only_scores_prompt(self) -> bool:
+        return self.max_tokens == 0 and self.echo is True
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:

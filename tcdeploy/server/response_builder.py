@@ -31,6 +31,7 @@ class ResponseBuilder:
             "system_fingerprint": served.fingerprint,
         }
         self.vocabulary = served.vocabulary
+        self.first_fields: dict[str, Any] = {}  # further fields of the response, or of a stream's first chunk
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
@@ -43,7 +44,9 @@ class ResponseBuilder:
         return None
 
     def envelope(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        return {**self.common_fields, "choices": choices, **({"usage": usage.json()} if usage else {})}
+        first_fields, self.first_fields = self.first_fields, {}
+        usage_fields = {"usage": usage.json()} if usage else {}
+        return {**self.common_fields, "choices": choices, **first_fields, **usage_fields}
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -57,6 +60,8 @@ class CompletionResponseBuilder(ResponseBuilder):
             "text": text,
             "logprobs": self._logprobs(choice) if choice.wants_logprobs else None,
             "finish_reason": choice.finish_reason or None,
+            **choice.take_prompt_token_ids(),
+            **choice.take_token_ids(),
         }
 
     full_json = delta
@@ -102,11 +107,17 @@ class ChatResponseBuilder(ResponseBuilder):
             "message": {**message, **choice.take_reasoning(), **({"tool_calls": calls} if calls else {})},
             "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish_reason,
+            **choice.take_token_ids(),
         }
 
     def _chunk_choice(self, choice: Choice, delta: dict[str, Any], logprobs: dict[str, Any] | None) -> dict[str, Any]:
-        reason = choice.finish_reason or None
-        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": choice.finish_reason or None,
+            **choice.take_token_ids(),
+        }
 
     def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
         if not choice.wants_logprobs:

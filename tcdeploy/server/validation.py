@@ -106,7 +106,8 @@ def to_sampling_params(
     defaults = limits.defaults
     top_k = _first_given(request.top_k, defaults.top_k, 0)
     field_values = {
-        "max_new_tokens": (max_new_tokens, length_field),
+        # The engine samples a token after every prompt. That of a request that only scores its prompt is dropped.
+        "max_new_tokens": (1 if request.only_scores_prompt else max_new_tokens, length_field),
         "temperature": (_first_given(request.temperature, defaults.temperature, 1.0), "temperature"),
         "top_k": (0 if top_k == -1 else top_k, "top_k"),
         "top_p": (_first_given(request.top_p, defaults.top_p, 1.0), "top_p"),

@@ -181,6 +181,57 @@ def test_logprobs_of_a_chat_and_of_an_echoed_prompt(server: ServerProcess) -> No
         assert echoed.text[start:].startswith(token)
 
 
+def chunks_of(server: ServerProcess, path: str, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """The events of a stream."""
+    text = httpx.post(f"{server.address}{path}", json={**body, "stream": True}, timeout=60).text
+    return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: {")]
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_a_completion_of_no_tokens_scores_its_echoed_prompt(server: ServerProcess, logprobs: int | None) -> None:
+    body = {"prompt": ["A list is a", "This"], "max_tokens": 0, "echo": True, "logprobs": logprobs, "seed": 1}
+    whole = httpx.post(f"{server.address}/v1/completions", json=body).raise_for_status().json()
+    with_tokens = httpx.post(f"{server.address}/v1/completions", json={**body, "max_tokens": 1}).json()
+    assert whole["usage"]["completion_tokens"] == 0
+    assert whole["usage"]["total_tokens"] == whole["usage"]["prompt_tokens"] == with_tokens["usage"]["prompt_tokens"]
+    chunks = chunks_of(server, "/v1/completions", body)
+    for choice, longer in zip(whole["choices"], with_tokens["choices"], strict=True):
+        assert (choice["text"], choice["finish_reason"]) == (body["prompt"][choice["index"]], "length")
+        if logprobs:
+            for name, values in choice["logprobs"].items():
+                assert len(values) > 1 and values == longer["logprobs"][name][:-1], name
+        else:
+            assert choice["logprobs"] is None
+        [chunk] = [event["choices"][0] for event in chunks if event["choices"][0]["index"] == choice["index"]]
+        assert chunk == choice
+    refused = httpx.post(f"{server.address}/v1/completions", json={**body, "echo": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_token_ids_are_those_of_the_prompt_and_the_text(server: ServerProcess, path: str) -> None:
+    is_chat = "chat" in path
+    prompt: dict[str, Any] = {"messages": QUESTION} if is_chat else {"prompt": "This module provides"}
+    body = {**prompt, "max_tokens": 12, "temperature": 0, "return_token_ids": True, "n": 2, "stop": ["never"]}
+    expected = httpx.post(f"{server.address}/tokenize", json=prompt).json()["tokens"]
+    whole = httpx.post(f"{server.address}{path}", json=body).raise_for_status().json()
+    chunks = chunks_of(server, path, body)
+    for choice in whole["choices"]:
+        text = choice["message"]["content"] if is_chat else choice["text"]
+        ids = choice["token_ids"]
+        assert len(ids) == whole["usage"]["completion_tokens"] // 2
+        decoded = httpx.post(f"{server.address}/detokenize", json={"tokens": ids}).json()["prompt"]
+        assert decoded.startswith(text) and text
+        parts = [part for event in chunks for part in event["choices"] if part["index"] == choice["index"]]
+        assert [token_id for part in parts for token_id in part["token_ids"]] == ids
+        holder = whole if is_chat else choice
+        assert holder["prompt_token_ids"] == expected
+        streamed = [part["prompt_token_ids"] for part in (chunks if is_chat else parts) if "prompt_token_ids" in part]
+        assert streamed == [expected] and "prompt_token_ids" in (chunks if is_chat else parts)[0]
+    plain = httpx.post(f"{server.address}{path}", json={**body, "return_token_ids": False}).text
+    assert "token_ids" not in plain
+
+
 def test_closing_a_stream_early_frees_its_kv_blocks(server: ServerProcess) -> None:
     stream = server.client.chat.completions.create(
         model=MODEL, messages=QUESTION, stream=True, max_tokens=900, temperature=0, extra_body={"ignore_eos": True}
