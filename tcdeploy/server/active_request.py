@@ -107,6 +107,7 @@ class ActiveRequest:
         request, tokenizer = self.request, self.service.tokenizer.tokenizer
         echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
         returns_token_ids = request.return_token_ids is True
+        needs_prompt_token_ids = returns_token_ids or echo is not None or request.prompt_logprobs is not None
         tool_parser = None
         if isinstance(request, ChatRequest) and request.usable_tools:
             tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
@@ -117,11 +118,12 @@ class ActiveRequest:
             detokenizer=StopStringDetokenizer(tokenizer, request.stop_strings, skip_special_tokens),
             tool_parser=tool_parser,
             num_prompt_tokens=len(prompt.token_ids),
-            wants_logprobs=request.num_logprobs is not None,
+            num_top_logprobs=request.num_logprobs,
+            num_prompt_logprobs=request.prompt_logprobs,
             echo=echo,
             drops_output=request.only_scores_prompt,
             returns_token_ids=returns_token_ids,
-            prompt_token_ids=tuple(prompt.token_ids) if echo is not None or returns_token_ids else (),
+            prompt_token_ids=tuple(prompt.token_ids) if needs_prompt_token_ids else (),
         )
 
     async def deltas(self, timeout_s: float | None = None) -> AsyncGenerator[dict[int, str], None]:

@@ -26,7 +26,7 @@ class Choice:
     index: int  # prompt index * n + choice index
     detokenizer: StopStringDetokenizer
     num_prompt_tokens: int
-    wants_logprobs: bool
+    num_top_logprobs: int | None  # alternatives per token in `logprobs`; None: no log-probabilities
     echo: str | None = None  # prompt text to return before the output
     drops_output: bool = False  # only the prompt is returned; the engine samples one token nevertheless
     returns_token_ids: bool = False
@@ -36,12 +36,18 @@ class Choice:
     finish_reason: str = ""
     num_chars: int = 0
     tool_parser: ToolCallParser | None = None  # set if the model may call tools
+    num_prompt_logprobs: int | None = None  # alternatives per token in vLLM's field `prompt_logprobs`
+    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=list)  # that field
     has_started: bool = False  # whether the first token has arrived
     has_sent_prompt: bool = False  # whether the ids of the prompt were taken
     unsent_token_ids: list[int] = field(default_factory=list)
     unsent_logprobs: list[ScoredToken] = field(default_factory=list)
     unsent_calls: list[ParsedToolCall] = field(default_factory=list)
     unsent_reasoning: str = ""
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.num_top_logprobs is not None
 
     @property
     def has_unsent_output(self) -> bool:
@@ -78,8 +84,13 @@ class Choice:
     def _start(self, token: NewToken, vocabulary: Vocabulary) -> str:
         """The text of the prompt, if it is returned. The first token brings what the engine knows about the prompt."""
         self.has_started, self.num_cached_tokens = True, token.cached_tokens
-        if self.echo is not None and self.wants_logprobs:
-            self._add_prompt_logprobs(token.prompt_logprobs or (), vocabulary)
+        if token.prompt_logprobs is not None:
+            scored = list(zip(self.prompt_token_ids, (None, *token.prompt_logprobs), strict=True))
+            if self.echo is not None and self.num_top_logprobs is not None:
+                self._echo_logprobs(scored, self.num_top_logprobs, vocabulary)
+            if self.num_prompt_logprobs is not None:
+                number = self.num_prompt_logprobs
+                self.prompt_logprobs = [_prompt_logprob_json(*entry, number, vocabulary) for entry in scored]
         return self.echo or ""
 
     def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
@@ -105,6 +116,11 @@ class Choice:
         reasoning, self.unsent_reasoning = self.unsent_reasoning, ""
         return {"reasoning_content": reasoning} if reasoning else {}
 
+    @property
+    def prompt_logprobs_field(self) -> dict[str, Any]:
+        """vLLM's field `prompt_logprobs` if the request asks for it."""
+        return {} if self.num_prompt_logprobs is None else {"prompt_logprobs": self.prompt_logprobs}
+
     def take_token_ids(self) -> dict[str, list[int]]:
         """vLLM's field `token_ids` if the request asks for it."""
         if not self.returns_token_ids:
@@ -123,11 +139,31 @@ class Choice:
         scored, self.unsent_logprobs = self.unsent_logprobs, []
         return scored
 
-    def _add_prompt_logprobs(self, prompt_logprobs: tuple[TokenLogprobs, ...], vocabulary: Vocabulary) -> None:
+    def _echo_logprobs(
+        self, scored: list[tuple[int, TokenLogprobs | None]], num_top: int, vocabulary: Vocabulary
+    ) -> None:
         offset = 0
-        for token_id, logprobs in zip(self.prompt_token_ids, (None, *prompt_logprobs), strict=True):
-            self.unsent_logprobs.append(ScoredToken(token_id, logprobs, offset))
+        for token_id, logprobs in scored:
+            shortened = logprobs and logprobs._replace(top=logprobs.top[:num_top])
+            self.unsent_logprobs.append(ScoredToken(token_id, shortened, offset))
             offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
+
+
+def _prompt_logprob_json(
+    token_id: int, logprobs: TokenLogprobs | None, num_top: int, vocabulary: Vocabulary
+) -> dict[str, Any] | None:
+    """vLLM's entry for one token of a prompt: the token and the most likely ones by id. None for the first token.
+
+    The rank of a token that is not among the most likely ones is not known.
+    """
+    if logprobs is None:
+        return None
+    entries: dict[int, tuple[int | None, float]] = {token_id: (None, logprobs.chosen)}
+    entries |= {other: (rank, value) for rank, (other, value) in enumerate(logprobs.top[:num_top], 1)}
+    return {
+        str(other): {"logprob": value, "rank": rank, "decoded_token": vocabulary.text(other)}
+        for other, (rank, value) in entries.items()
+    }
 
 
 class Usage(NamedTuple):

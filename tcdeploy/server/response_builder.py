@@ -62,6 +62,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "finish_reason": choice.finish_reason or None,
             **choice.take_prompt_token_ids(),
             **choice.take_token_ids(),
+            **choice.prompt_logprobs_field,
         }
 
     full_json = delta
@@ -100,6 +101,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return self._chunk_choice(choice, delta, self._logprobs(choice))
 
     def full_json(self, choice: Choice, text: str) -> dict[str, Any]:
+        self.first_fields |= {} if choice.index else choice.prompt_logprobs_field
         calls = [call.json() for call in choice.take_calls()]
         message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         return {

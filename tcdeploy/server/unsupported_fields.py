@@ -23,7 +23,7 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "bad_words": ([],),
     "allowed_token_ids": (), "logits_processors": ([],), "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,), "truncation_side": ("left",),
-    "prompt_logprobs": (), "logprob_token_ids": (), "prompt_embeds": (), "chat_template": (),
+    "logprob_token_ids": (), "prompt_embeds": (), "chat_template": (),
     "continue_final_message": (False,), "documents": ([],), "guided_json": (), "guided_regex": (),
     "guided_choice": (), "guided_grammar": (), "guided_whitespace_pattern": (), "structured_outputs": (),
     "structural_tag": (), "repetition_detection": (), "thinking_token_budget": (), "include_reasoning": (True,),

@@ -70,6 +70,8 @@ def check(request: GenerationRequest) -> None:
             raise bad_request(
                 f"{name} cannot be combined with {request.constraint_field}: the output ends where its JSON ends", name
             )
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options requires stream to be true", "stream_options")
 
@@ -120,19 +122,18 @@ def to_sampling_params(
         "min_new_tokens": (_min_new_tokens(request, defaults.min_new_tokens, max_new_tokens), "min_tokens"),
         "seed": (request.seed, "seed"),
         "logprobs": (request.num_logprobs, "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"),
+        "prompt_logprobs": (_num_prompt_logprobs(request), "prompt_logprobs"),
     }  # fmt: skip
     values = {name: value for name, (value, _) in field_values.items()}
     model_stop_ids = () if request.ignore_eos else defaults.stop_token_ids
     request_stop_ids = tuple(request.stop_token_ids or ())
     if any(not 0 <= token_id < limits.vocab_size for token_id in request_stop_ids):
         raise bad_request(f"stop_token_ids contains ids outside 0..{limits.vocab_size - 1}", "stop_token_ids")
-    echo_logprobs = isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None
     try:
         params = SamplingParams(
             **values,  # type: ignore[arg-type]
             stop_token_ids=tuple(dict.fromkeys((*model_stop_ids, *request_stop_ids))),
             logit_bias=_parse_logit_bias(request, limits.vocab_size),
-            prompt_logprobs=request.num_logprobs if echo_logprobs else None,
             constraint=constraint,
         )
     except UsageError as error:  # with min_tokens, stop token ids count towards the limit of logit biases
@@ -169,6 +170,14 @@ def context_length_error(
     )
     field = prompt_field if prompt_length >= limits.context else _length_field(request)
     return bad_request(message, field, "context_length_exceeded")
+
+
+def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
+    """Alternatives per token of the prompt: of `prompt_logprobs`, and of `logprobs` if the prompt is echoed."""
+    numbers = [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        numbers.append(request.logprobs)
+    return max((number for number in numbers if number is not None), default=None)
 
 
 def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | None:

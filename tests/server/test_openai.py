@@ -232,6 +232,39 @@ def test_token_ids_are_those_of_the_prompt_and_the_text(server: ServerProcess, p
     assert "token_ids" not in plain
 
 
+def test_prompt_logprobs_are_those_of_the_echoed_prompt(server: ServerProcess) -> None:
+    body = {"prompt": "A list is a", "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 1}
+    url = f"{server.address}/v1/completions"
+    [choice] = httpx.post(url, json={**body, "prompt_logprobs": 3}).raise_for_status().json()["choices"]
+    [plain] = httpx.post(url, json=body).json()["choices"]
+    assert choice["logprobs"] == plain["logprobs"] and "prompt_logprobs" not in plain
+    ids = httpx.post(f"{server.address}/tokenize", json={"prompt": body["prompt"]}).json()["tokens"]
+    first, *entries = choice["prompt_logprobs"]
+    assert first is None and len(entries) == len(ids) - 1
+    for token_id, entry, logprob in zip(ids[1:], entries, plain["logprobs"]["token_logprobs"][1:], strict=False):
+        own = entry[str(token_id)]
+        assert own["logprob"] == pytest.approx(logprob, abs=1e-5)
+        ranks = sorted(item["rank"] for item in entry.values() if item["rank"])
+        assert ranks == [1, 2, 3] and len(entry) == (3 if own["rank"] else 4)
+        by_rank = sorted((item["rank"] or 4, -item["logprob"]) for item in entry.values())
+        assert [value for _, value in by_rank] == sorted(value for _, value in by_rank)
+        assert own["decoded_token"] in body["prompt"]
+    prompt = {"prompt": ids, "prompt_logprobs": 0, "max_tokens": 1}
+    [of_ids] = httpx.post(url, json=prompt).raise_for_status().json()["choices"]
+    assert [len(entry) for entry in of_ids["prompt_logprobs"][1:]] == [1] * (len(ids) - 1)
+
+
+def test_prompt_logprobs_of_a_chat_belong_to_the_response(server: ServerProcess) -> None:
+    body = {"messages": QUESTION, "max_tokens": 2, "prompt_logprobs": 1, "n": 2}
+    url = f"{server.address}/v1/chat/completions"
+    whole = httpx.post(url, json=body).raise_for_status().json()
+    assert len(whole["prompt_logprobs"]) == whole["usage"]["prompt_tokens"] and whole["prompt_logprobs"][0] is None
+    assert all("prompt_logprobs" not in choice for choice in whole["choices"])
+    for fields in ({"stream": True}, {"prompt_logprobs": -1}, {"prompt_logprobs": 21}):
+        refused = httpx.post(url, json={**body, **fields})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+
+
 def test_closing_a_stream_early_frees_its_kv_blocks(server: ServerProcess) -> None:
     stream = server.client.chat.completions.create(
         model=MODEL, messages=QUESTION, stream=True, max_tokens=900, temperature=0, extra_body={"ignore_eos": True}

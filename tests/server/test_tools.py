@@ -135,7 +135,7 @@ def parse_output(
         0,
         StopStringDetokenizer(tokenizer, stop_strings, False),
         5,
-        False,
+        None,
         tool_parser=tools.tool_parser(request, PROMPT),
     )
     builder = ChatResponseBuilder(request, ServedModel("tiny", "fp_0", vocabulary))
