@@ -12,7 +12,7 @@ from tcdeploy.cli.standard_streams import replace_standard_streams
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
 
-LOGGER_NAME = "tcdeploy"
+LOGGER_NAME, ACCESS_LOGGER_NAME = "tcdeploy", "tcdeploy.access"
 
 
 class _StderrFormatter(logging.Formatter):
@@ -20,6 +20,19 @@ class _StderrFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return f"{record.levelname.lower()}: {super().format(record)}"
+
+
+def set_log_level(level: str) -> None:
+    """Set the lowest level of messages that this package sends to stderr: a name of logging, in lower case."""
+    logging.getLogger(LOGGER_NAME).setLevel(level.upper())
+
+
+def enable_access_log() -> None:
+    """Send the lines of the access log to stderr as they are, at any log level."""
+    logger, handler = logging.getLogger(ACCESS_LOGGER_NAME), logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def configure_process() -> None:

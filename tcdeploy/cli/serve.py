@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.process import enable_access_log, set_log_level
 from tcdeploy.cli.remote_cache import (
     AllowRollback,
     AllowUnsigned,
@@ -24,10 +25,13 @@ from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.server.settings import ServerSettings, StartTier
+from tcdeploy.server.settings import METRICS_PREFIX_PATTERN, RequestLogFormat, ServerSettings, StartTier
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
 @recipe_command
@@ -70,6 +74,19 @@ def serve(
             "and replace them by programs while serving",
         ),
     ] = ServerSettings.start,
+    log_requests: Annotated[
+        str,
+        typer.Option(
+            metavar="off|text|json",
+            help="Write a line to stderr for each HTTP request: client, status, milliseconds, tokens, request id",
+        ),
+    ] = ServerSettings.log_requests,
+    log_level: Annotated[
+        str, typer.Option(metavar="debug|info|warning|error", help="Lowest level of messages on stderr")
+    ] = "warning",
+    metrics_prefix: Annotated[
+        str, typer.Option(help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM")
+    ] = ServerSettings.metrics_prefix,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
@@ -97,9 +114,18 @@ def serve(
             "remove --canary-strict, or pass a --canary-interval above 0",
         )
     start_tier = _parse_start(start, canary_strict)
+    log_format: RequestLogFormat = _parse_choice("--log-requests", log_requests, get_args(RequestLogFormat))
+    set_log_level(_parse_choice("--log-level", log_level, LOG_LEVELS))
+    if not METRICS_PREFIX_PATTERN.fullmatch(metrics_prefix):
+        raise UsageError(
+            f"--metrics-prefix {metrics_prefix!r} cannot begin the name of a Prometheus metric",
+            "use letters, digits (not first), _ and :, such as vllm:",
+        )
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     require_extra("serve", "serve a model")
+    if log_format != "off":
+        enable_access_log()
     with display.show_progress() as progress:
         from tcdeploy.server.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server
@@ -108,6 +134,7 @@ def serve(
             host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
             canary_interval=canary_interval, canary_strict=canary_strict, start=start_tier,
+            log_requests=log_format, metrics_prefix=metrics_prefix,
             hot_path=hot_path_from_environment(os.environ),
         )  # fmt: skip
 
@@ -138,15 +165,22 @@ def serve(
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
 
 
+def _parse_choice(option: str, value: str, choices: tuple[ChoiceT, ...]) -> ChoiceT:
+    """Raises UsageError for another value."""
+    choice = next((choice for choice in choices if choice == value), None)
+    if choice is None:
+        raise UsageError(
+            f"{option} is {value!r}; it must be {', '.join(choices[:-1])} or {choices[-1]}", f"{option} {choices[0]}"
+        )
+    return choice
+
+
 def _parse_start(value: str, canary_strict: bool) -> StartTier:
     """Raises UsageError for an unknown tier, and for an eager start that cannot check its health."""
-    tier = next((tier for tier in get_args(StartTier) if tier == value), None)
-    if tier is None:
-        raise UsageError(f"--start is {value!r}; it must be warm or eager", "--start eager")
+    tier: StartTier = _parse_choice("--start", value, get_args(StartTier))
     if tier == "eager" and canary_strict:
         raise UsageError(
             "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
             "remove one of them",
         )
-    start_tier: StartTier = tier
-    return start_tier
+    return tier

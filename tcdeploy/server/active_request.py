@@ -14,6 +14,7 @@ from tcdeploy.server.choice import Choice, Usage, total_usage
 from tcdeploy.server.metrics import Stopwatch
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest, bad_request
 from tcdeploy.server.request_group import RequestGroup
+from tcdeploy.server.request_log import LoggedUsage
 from tcdeploy.server.response_builder import (
     ChatResponseBuilder,
     CompletionResponseBuilder,
@@ -35,12 +36,11 @@ GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema: the grammar exceed
 class ActiveRequest:
     """The engine requests and choices of one API request.
 
-    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` and `choices` exist after
-    `submit`. `close` must be called once.
+    Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` exists after `submit`,
+    which fills `choices`. `close` must be called once.
     """
 
     builder: ResponseBuilder
-    choices: list[Choice]
 
     def __init__(
         self,
@@ -50,6 +50,8 @@ class ActiveRequest:
         params: list[SamplingParams],  # one per choice
     ) -> None:
         self.service, self.request, self.prompts = service, request, prompts
+        self.choices: list[Choice] = []
+        self._has_failed = False
         self.stopwatches = [Stopwatch(service.metrics) for _ in params]
         prompts_and_params = [
             (prompts[index // request.num_choices].token_ids, choice_params)
@@ -92,7 +94,6 @@ class ActiveRequest:
                 self.builder.first_fields["prompt_token_ids"] = self.prompts[0].token_ids
         else:
             self.builder = CompletionResponseBuilder(request, served)
-        self.choices = []
         for index in range(len(self.stopwatches)):
             self.choices.append(self._new_choice(index, self.prompts[index // request.num_choices]))
             if len(self.choices) % CHOICES_PER_SLICE == 0:
@@ -101,7 +102,8 @@ class ActiveRequest:
         for length in prompt_lengths:
             service.missed_shapes.observe_shape("prefill", length)
         service.missed_shapes.observe_shape("decode", service.admission.num_admitted)
-        service.metrics.prompt_tokens.inc(sum(prompt_lengths))
+        max_tokens = (pending.params.max_new_tokens for pending in self.group.pending_requests)
+        service.metrics.observe_request(prompt_lengths, max_tokens, request.num_choices)
 
     def _new_choice(self, index: int, prompt: Prompt) -> Choice:
         request, tokenizer = self.request, self.service.tokenizer.tokenizer
@@ -131,22 +133,28 @@ class ActiveRequest:
 
         A first token is sent to the client before it is counted in the metrics.
         """
-        async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
-            async for tokens in batches:
-                texts: dict[int, str] = {}
-                timings: list[tuple[Stopwatch, bool, float | None]] = []
-                now = time.perf_counter()
-                try:
-                    for pending, token in tokens:
-                        if pending.is_open:
-                            texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
-                            timings.append((self.stopwatches[pending.index], not pending.is_open, token.queue_seconds))
-                    yield texts
-                    if any(queue_seconds is not None for _, _, queue_seconds in timings):
-                        await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
-                finally:
-                    for stopwatch, is_last, queue_seconds in timings:
-                        stopwatch.observe_token(now, is_last, queue_seconds)
+        try:
+            async with contextlib.aclosing(self.group.tokens(timeout_s)) as batches:
+                async for tokens in batches:
+                    texts: dict[int, str] = {}
+                    timings: list[tuple[Stopwatch, bool, float | None]] = []
+                    now = time.perf_counter()
+                    try:
+                        for pending, token in tokens:
+                            if pending.is_open:
+                                texts[pending.index] = texts.get(pending.index, "") + self._append_token(pending, token)
+                                timings.append(
+                                    (self.stopwatches[pending.index], not pending.is_open, token.queue_seconds)
+                                )
+                        yield texts
+                        if any(queue_seconds is not None for _, _, queue_seconds in timings):
+                            await asyncio.sleep(0)  # the loop flushes the socket before it resumes this task
+                    finally:
+                        for stopwatch, is_last, queue_seconds in timings:
+                            stopwatch.observe_token(now, is_last, queue_seconds)
+        except Exception:
+            self._has_failed = True
+            raise
 
     def _append_token(self, pending: PendingRequest, token: NewToken) -> str:
         """The text that a token adds to its choice. Closes `pending` at the end of the choice."""
@@ -155,7 +163,7 @@ class ActiveRequest:
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
         text = choice.receive(token, self.service.vocabulary)
         if choice.finish_reason:
-            metrics.request_success.labels(choice.finish_reason).inc()
+            metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)
             if not token.finish_reason:  # a stop string ended the choice; the engine would generate on
                 self.group.cancel(pending)
@@ -164,8 +172,18 @@ class ActiveRequest:
 
     def close(self) -> None:
         """Cancel what is still open, and release the admitted choices."""
+        for pending in self.group.pending_requests:
+            if pending.is_open:
+                num_tokens = self.choices[pending.index].num_tokens if pending.index < len(self.choices) else 0
+                self.service.metrics.observe_end("error" if self._has_failed else "abort", num_tokens)
         self.group.close()
         self.service.admission.release(len(self.stopwatches))
+
+    def logged_usage(self) -> LoggedUsage:
+        """For the access log."""
+        prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
+        reasons = tuple(choice.finish_reason for choice in self.choices)
+        return LoggedUsage(prompt_tokens, sum(choice.num_tokens for choice in self.choices), reasons)
 
     @property
     def usage(self) -> Usage:

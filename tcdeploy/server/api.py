@@ -40,6 +40,7 @@ from tcdeploy.server.protocol import (
     TokenizeRequest,
     bad_request,
 )
+from tcdeploy.server.request_log import RequestLog, set_usage
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.sse import EventStream
@@ -85,6 +86,7 @@ def make_app(state: ServerState) -> ASGIApp:
             error = routing_error(routes, request.method, request.url.path)
         return _error_response(error)
 
+    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     app = Starlette(
         routes=routes,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error),
@@ -95,7 +97,8 @@ def make_app(state: ServerState) -> ASGIApp:
             "/v1/completions": direct_route(completions, _logged_error_response),
             "/v1/chat/completions": direct_route(chat_completions, _logged_error_response),
         }
-    return _AuthMiddleware(app, state.settings.api_key, direct_routes)
+    authenticated = _AuthMiddleware(app, state.settings.api_key, direct_routes)
+    return RequestLog(authenticated, routes, state.metrics, state.settings.log_requests)
 
 
 def _operations_routes(state: ServerState) -> list[Route]:
@@ -213,6 +216,7 @@ async def _complete(
             constraint = await service.constraint(request, prompts)
             active = await ActiveRequest.create(service, request, prompts, constraint)
             reservation.release()
+            set_usage(raw_request.scope, active.logged_usage)
             await active.submit()
             if request.stream:
                 stream = EventStream(active, service.settings.stall_timeout)

@@ -78,7 +78,8 @@ class _Server:
     ) -> None:
         self.settings, self._listener, self._deploy, self._on_ready = settings, listener, deploy, on_ready
         self.worker = Worker(self._load, self._on_loaded, self._on_engine_death, settings.hot_path)
-        self.admission, self.metrics = Admission(settings.max_queued, settings.max_waiting_bytes), Metrics()
+        self.admission = Admission(settings.max_queued, settings.max_waiting_bytes)
+        self.metrics = Metrics(settings.model, settings.metrics_prefix)
         self.state = ServerState(settings, self.worker, self.admission, self.metrics)
         self._exit_event = asyncio.Event()
         self._is_draining = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -20,6 +21,8 @@ class HotPath:
 
 
 StartTier = Literal["warm", "eager"]
+RequestLogFormat = Literal["off", "text", "json"]
+METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
 @dataclass(frozen=True)
@@ -36,4 +39,6 @@ class ServerSettings:
     canary_strict: bool = False  # whether a difference makes the server unhealthy
     max_body_bytes: int = 8 << 20
     max_waiting_bytes: int = 32 << 20  # of all large bodies that are being received, parsed or tokenized
+    log_requests: RequestLogFormat = "off"  # one line for each HTTP request
+    metrics_prefix: str = "tcdeploy:"  # of the names in /metrics
     hot_path: HotPath = HotPath()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -28,6 +29,11 @@ from tests.server.prepared_fork_server import PreparedForkServer
 FLAGS = (*TINY_FLAGS, "--port", "0")
 
 
+def without_model(text: str) -> str:
+    """Text of /metrics without the label of the model."""
+    return re.sub(r',model_name="[^"]*"|model_name="[^"]*",?', "", text)
+
+
 @dataclass
 class ServerProcess:
     process: subprocess.Popen[str] | ForkedProcess
@@ -41,9 +47,9 @@ class ServerProcess:
     def metric(self, name: str, **labels: str) -> float:
         """One sample of /metrics; 0 if it does not exist."""
         label_text = ",".join(f'{key}="{value}"' for key, value in labels.items())
-        sample = f"tcdeploy:{name}" + (f"{{{label_text}}}" if labels else "")
+        sample = f"tcdeploy:{name}{{{label_text}}} "
         for line in self._metric_lines():
-            if line.startswith(f"{sample} "):
+            if line.startswith(f"tcdeploy:{name}{{") and without_model(line).startswith(sample):
                 return float(line.rsplit(" ", 1)[1])
         return 0.0
 

@@ -31,12 +31,16 @@ FIGURES = ServerFigures(
 )  # fmt: skip
 
 
+def _own_labels(labels: dict[str, str]) -> list[str]:
+    return [value for name, value in labels.items() if name != "model_name"]
+
+
 def samples(figures: ServerFigures) -> dict[tuple[str, ...], float]:
     metrics = Metrics()
     metrics.register_figures(lambda: figures)
     families = text_string_to_metric_families(metrics.text().decode())
     return {
-        (sample.name.removeprefix("tcdeploy:"), *sample.labels.values()): sample.value
+        (sample.name.removeprefix("tcdeploy:"), *_own_labels(sample.labels)): sample.value
         for family in families
         for sample in family.samples
     }

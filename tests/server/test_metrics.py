@@ -1,14 +1,112 @@
-"""Series with known labels exist from the start, because `rate()` misses the first increment of a new series."""
+"""/metrics: series with known labels exist from the start, and dashboards for vLLM find their names and labels.
+
+`rate()` misses the first increment of a new series, so series start at zero.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.conftest import ServerProcess
+from tests.conftest import ROOT, TINY
+from tests.fork_server import ForkServer
+from tests.server.conftest import ServerProcess, serving
+
+# Names in the Grafana dashboards that vLLM publishes.
+VLLM_NAMES = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total", "time_to_first_token_seconds_bucket",
+    "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum",
+    "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_inference_time_seconds_sum",
+    "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
+    "request_params_n_bucket", "request_time_per_output_token_seconds_bucket",
+)  # fmt: skip
+WITHOUT_MODEL = ("http_", "process_", "python_")  # prefixes of names that have no label of the model
+
+
+@pytest.fixture(scope="module")
+def vllm_server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, prepared_fork_server: ForkServer
+) -> Iterator[ServerProcess]:
+    flags = ("--metrics-prefix", "vllm:", "--log-requests", "text")
+    home = tmp_path_factory.mktemp("home")
+    with serving(home, warm_cache, *flags, fork_server=prepared_fork_server) as started:
+        yield started
+
+
+def scrape(server: ServerProcess) -> list[Any]:
+    text = httpx.get(f"{server.address}/metrics").text
+    return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+
+
+def value_of(server: ServerProcess, name: str, **labels: str) -> float:
+    [sample] = [sample for sample in scrape(server) if sample.name == name and labels.items() <= sample.labels.items()]
+    return float(sample.value)
+
+
+def test_names_and_labels_are_those_of_vllm_with_its_prefix(vllm_server: ServerProcess) -> None:
+    samples = scrape(vllm_server)
+    names = {sample.name for sample in samples}
+    assert {f"vllm:{name}" for name in VLLM_NAMES} <= names
+    assert {"process_resident_memory_bytes", "process_cpu_seconds_total", "http_requests_total"} <= names
+    models = [sample.labels.get("model_name") for sample in samples if not sample.name.startswith(WITHOUT_MODEL)]
+    assert set(models) == {TINY}
+
+
+def test_a_finished_request_is_in_all_histograms(vllm_server: ServerProcess) -> None:
+    before = value_of(vllm_server, "vllm:request_prompt_tokens_sum")
+    vllm_server.client.completions.create(model=TINY, prompt=[3, 4, 5], max_tokens=7, temperature=0, n=2)
+    assert value_of(vllm_server, "vllm:request_prompt_tokens_sum") == before + 3
+    assert value_of(vllm_server, "vllm:request_params_n_sum") >= 2
+    seconds = {
+        name: value_of(vllm_server, f"vllm:{name}_sum")
+        for name in (
+            "request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds",
+            "request_inference_time_seconds", "time_to_first_token_seconds", "e2e_request_latency_seconds",
+        )
+    }  # fmt: skip
+    assert all(value > 0 for value in seconds.values()), seconds
+    parts = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
+    assert sum(seconds[part] for part in parts) == pytest.approx(seconds["e2e_request_latency_seconds"])
+
+
+def test_a_client_that_disconnects_is_an_abort_and_its_log_line_has_its_tokens(vllm_server: ServerProcess) -> None:
+    aborted = value_of(vllm_server, "vllm:request_success_total", finished_reason="abort")
+    body = {"prompt": [3, 4, 5], "max_tokens": 200, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{vllm_server.address}/v1/completions", json=body) as response:
+        request_id = response.headers["x-request-id"]
+        next(response.iter_lines())
+    deadline = time.monotonic() + 30
+    while not (line := [line for line in vllm_server.stderr if request_id in line]):
+        assert time.monotonic() < deadline, "the request is not in the log"
+        time.sleep(0.05)
+    assert re.search(
+        r"POST /v1/completions 200 [\d.]+ ms, 3 prompt tokens, \d+ new tokens \(abort\), request ", line[0]
+    )
+    assert value_of(vllm_server, "vllm:request_success_total", finished_reason="abort") == aborted + 1
+
+
+def test_each_metric_of_the_grafana_dashboard_exists(vllm_server: ServerProcess) -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    exported = {sample.name.replace("vllm:", "tcdeploy:"): sample.labels for sample in scrape(vllm_server)}
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    used = {name for expression in expressions for name in re.findall(r"([a-z0-9_:]+)\{", expression)}
+    assert len(used) > 20
+    assert used - exported.keys() == set()
+    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
+    assert len(set(places)) == len(places)
+
+
+def own_labels(labels: dict[str, str]) -> list[str]:
+    return [value for name, value in labels.items() if name != "model_name"]
 
 
 def test_every_series_with_a_known_label_starts_at_zero(serve: Callable[..., Any]) -> None:
@@ -16,7 +114,7 @@ def test_every_series_with_a_known_label_starts_at_zero(serve: Callable[..., Any
         families = text_string_to_metric_families(httpx.get(f"{server.address}/metrics").text)
         counters = [sample for family in families if family.type == "counter" for sample in family.samples]
         return {
-            (sample.name, *sample.labels.values()): sample.value
+            (sample.name, *own_labels(sample.labels)): sample.value
             for sample in counters
             if sample.name.endswith("_total")
         }

@@ -24,7 +24,7 @@ from tcdeploy.server.request_group import RequestGroup
 from tcdeploy.server.settings import HotPath
 from tcdeploy.server.worker import Worker
 from tests.conftest import TINY, RunCLI
-from tests.server.conftest import FLAGS, ServerProcess, start_cli
+from tests.server.conftest import FLAGS, ServerProcess, start_cli, without_model
 from tests.server.test_worker import FakeEngine, collect_tokens
 
 # Flips the highest exponent bit of one weight of a layer, once the file exists.
@@ -277,8 +277,8 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30) -> None:
 
 def sample(server: ServerProcess, *names: str) -> list[float]:
     """Several samples of one scrape."""
-    values = dict(line.rsplit(" ", 1) for line in server._metric_lines() if not line.startswith("#"))
-    return [float(values[f"tcdeploy:{name}"]) for name in names]
+    values = dict(without_model(line).rsplit(" ", 1) for line in server._metric_lines() if not line.startswith("#"))
+    return [float(values[f"tcdeploy:{name}{{}}"]) for name in names]
 
 
 def complete(server: ServerProcess, number: int) -> Any:

@@ -1,0 +1,104 @@
+"""HTTP requests are counted by route, and the access log has one line for each."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from starlette.routing import Route
+
+from tcdeploy.server.metrics import Metrics
+from tcdeploy.server.request_log import LoggedUsage, RequestLog, set_usage
+
+ROUTES = [Route("/health", None, methods=["GET"]), Route("/v1/models/{name:path}", None, methods=["GET"])]  # type: ignore[arg-type]
+
+
+class Logged:
+    """Requests that have passed the middleware: its registry, and the lines of its log."""
+
+    def __init__(self, caplog: pytest.LogCaptureFixture, log_format: Any) -> None:
+        metrics, self._caplog = Metrics(), caplog
+        self.registry = metrics.registry
+        self._log = RequestLog(self._answer, ROUTES, metrics, log_format)
+        self.status, self.usage, self.error = 200, None, None
+        caplog.set_level(logging.INFO, "tcdeploy.access")
+
+    async def _answer(self, scope: Any, receive: Any, send: Any) -> None:
+        if self.usage is not None:
+            usage = self.usage
+            set_usage(scope, lambda: usage)
+        if self.error is not None:
+            raise self.error
+        await send({"type": "http.response.start", "status": self.status, "headers": [(b"x-request-id", b"id-1")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    def request(self, method: str, path: str) -> None:
+        async def receive() -> Any: ...
+        async def send(message: Any) -> None: ...
+
+        scope = {"type": "http", "method": method, "path": path, "client": ("10.0.0.1", 99), "headers": []}
+        asyncio.run(self._log(scope, receive, send))
+
+    def count(self, handler: str, method: str, status: str) -> float | None:
+        labels = {"handler": handler, "method": method, "status": status}
+        return self.registry.get_sample_value("http_requests_total", labels)
+
+    @property
+    def lines(self) -> list[str]:
+        return [record.getMessage() for record in self._caplog.records if record.name == "tcdeploy.access"]
+
+
+def test_requests_are_counted_by_route_and_clients_create_no_series(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, "off")
+    assert logged.count("/health", "GET", "2xx") == 0
+    for method, path in (
+        ("GET", "/health"), ("GET", "/v1/models/a"), ("GET", "/v1/models/b/c"), ("GET", "/x"), ("BREW", "/y"),
+    ):  # fmt: skip
+        logged.request(method, path)
+    logged.status = 503
+    logged.request("GET", "/health")
+    assert logged.count("/health", "GET", "2xx") == logged.count("/health", "GET", "5xx") == 1
+    assert logged.count("/v1/models/{name:path}", "GET", "2xx") == 2
+    assert logged.count("none", "GET", "2xx") == logged.count("none", "other", "2xx") == 1
+    handlers = {
+        sample.labels["handler"]
+        for metric in logged.registry.collect()
+        for sample in metric.samples
+        if "handler" in sample.labels
+    }
+    assert handlers == {"/health", "/v1/models/{name:path}", "none"}
+    assert logged.lines == []
+
+
+def test_a_line_names_the_request_its_time_and_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, "json")
+    logged.usage = LoggedUsage(12, 34, ("stop", ""))
+    logged.request("POST", "/v1/completions")
+    [line] = map(json.loads, logged.lines)
+    assert line.pop("milliseconds") >= 0 and line.pop("time") > 1e9
+    assert line == {
+        "client": "10.0.0.1:99", "method": "POST", "path": "/v1/completions", "status": 200, "request_id": "id-1",
+        "prompt_tokens": 12, "completion_tokens": 34, "finish_reasons": ["stop", ""],
+    }  # fmt: skip
+
+
+def test_a_path_of_a_client_cannot_add_a_line(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, "text")
+    logged.usage = LoggedUsage(12, 34, ("stop", ""))
+    logged.request("GET", "/x\n10.0.0.2:1 GET /forged 200")
+    [line] = logged.lines
+    assert "\n" not in line
+    assert line.startswith("10.0.0.1:99 GET /x\\n10.0.0.2:1 GET /forged 200 200 ")
+    assert line.endswith(" ms, 12 prompt tokens, 34 new tokens (stop,abort), request id-1")
+
+
+def test_a_client_that_disconnects_before_the_response_is_counted(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, "text")
+    logged.error = RuntimeError("disconnected")
+    with pytest.raises(RuntimeError):
+        logged.request("GET", "/health")
+    assert logged.count("/health", "GET", "4xx") == 1
+    assert "/health 499 " in logged.lines[0]
