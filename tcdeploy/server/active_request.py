@@ -162,6 +162,8 @@ class ActiveRequest:
         if token.finish_reason == "error":
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
         text = choice.receive(token, self.service.vocabulary)
+        if choice.num_tokens == 1:
+            metrics.observe_prefix_cache(choice.num_prompt_tokens, token.cached_tokens)
         if choice.finish_reason:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)

@@ -47,6 +47,10 @@ class Metrics:
         self.model_name, self.prefix = model_name, prefix
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of admitted requests")
         self.generation_tokens = self._counter("generation_tokens", "Generated tokens")
+        self._prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache"
+        )
+        self._prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were in the prefix cache")
         self._request_success = Counter(
             f"{prefix}request_success", "Finished choices by reason", [MODEL_LABEL, "finished_reason"],
             registry=self.registry,
@@ -117,6 +121,11 @@ class Metrics:
             self.request_prompt_tokens.observe(length)
         self.request_max_tokens.observe(max(max_tokens))
         self.request_n.observe(num_choices)
+
+    def observe_prefix_cache(self, prompt_tokens: int, cached_tokens: int) -> None:
+        """The first token of a choice has arrived. `cached_tokens`: of its prompt, that were in the prefix cache."""
+        self._prefix_queries.inc(prompt_tokens)
+        self._prefix_hits.inc(cached_tokens)
 
     def observe_end(self, reason: str, num_tokens: int) -> None:
         """A choice has ended. `reason`: one of FINISH_REASONS."""

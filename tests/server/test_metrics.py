@@ -27,7 +27,8 @@ VLLM_NAMES = (
     "inter_token_latency_seconds_bucket", "e2e_request_latency_seconds_bucket", "request_queue_time_seconds_sum",
     "request_prefill_time_seconds_sum", "request_decode_time_seconds_sum", "request_inference_time_seconds_sum",
     "request_prompt_tokens_bucket", "request_generation_tokens_bucket", "request_params_max_tokens_bucket",
-    "request_params_n_bucket", "request_time_per_output_token_seconds_bucket",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "request_params_n_bucket",
+    "request_time_per_output_token_seconds_bucket",
 )  # fmt: skip
 WITHOUT_MODEL = ("http_", "process_", "python_")  # prefixes of names that have no label of the model
 
@@ -76,6 +77,17 @@ def test_a_finished_request_is_in_all_histograms(vllm_server: ServerProcess) -> 
     assert all(value > 0 for value in seconds.values()), seconds
     parts = ("request_queue_time_seconds", "request_prefill_time_seconds", "request_decode_time_seconds")
     assert sum(seconds[part] for part in parts) == pytest.approx(seconds["e2e_request_latency_seconds"])
+
+
+def test_prompt_tokens_in_the_prefix_cache_are_counted(vllm_server: ServerProcess) -> None:
+    names = ("vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total")
+    counts = []
+    for _ in range(2):
+        vllm_server.client.completions.create(model=TINY, prompt=[9] * 40, max_tokens=2)
+        counts.append([value_of(vllm_server, name) for name in names])
+    (queries, hits), (later_queries, later_hits) = counts
+    assert later_queries - queries == 40
+    assert later_hits - hits == 32, "two blocks of 16 tokens"
 
 
 def test_a_client_that_disconnects_is_an_abort_and_its_log_line_has_its_tokens(vllm_server: ServerProcess) -> None:
