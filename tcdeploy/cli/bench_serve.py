@@ -118,8 +118,9 @@ def serve(
 ) -> None:
     """Measure throughput and latencies of any OpenAI-compatible server."""
     require_extra("serve", "send requests to a server")
+    first_key = next(iter((api_key or "").split()), None)  # `serve` accepts several keys in this variable
     settings = ServeSettings(
-        url=url.rstrip("/"), label=label, served_model=served_model, api_key=api_key, requests=requests,
+        url=url.rstrip("/"), label=label, served_model=served_model, api_key=first_key, requests=requests,
         duration=duration, request_rate=parse_rate(request_rate), burstiness=burstiness, concurrency=concurrency,
         input_length=input_length, output_length=output_length, length_spread=length_spread, lengths=lengths,
         shared_prefix=shared_prefix, prefix_groups=prefix_groups, turns=turns, think_time=think_time, trace=trace,

@@ -7,10 +7,12 @@ A command that keeps serving tokens after startup (`generate`, `serve`, `bench`)
 from __future__ import annotations
 
 import logging
+import os
 
 from tcdeploy.cli.standard_streams import replace_standard_streams
 from tcdeploy.gc_policy import relax_gc_for_startup
 from tcdeploy.models.unused_packages import enable_fast_transformers_import
+from tcdeploy.planning.kubernetes import is_service_variable
 
 LOGGER_NAME, ACCESS_LOGGER_NAME = "tcdeploy", "tcdeploy.access"
 
@@ -35,6 +37,13 @@ def enable_access_log() -> None:
     logger.setLevel(logging.INFO)
 
 
+def _ignore_service_links() -> None:
+    """Kubernetes sets TCDEPLOY_PORT=tcp://ADDRESS:PORT in all pods beside a service of the name tcdeploy."""
+    name = "TCDEPLOY_PORT"
+    if is_service_variable(name, os.environ.get(name, "")):
+        del os.environ[name]
+
+
 def configure_process() -> None:
     """Set up garbage collection, imports, the standard streams and logging of a command.
 
@@ -42,6 +51,7 @@ def configure_process() -> None:
     packages that are not needed. Log records of this package are sent to stderr. The command line calls this function
     once, before it imports anything large.
     """
+    _ignore_service_links()
     relax_gc_for_startup()
     enable_fast_transformers_import()
     replace_standard_streams()

@@ -38,33 +38,75 @@ ChoiceT = TypeVar("ChoiceT", bound=str)
 def serve(
     recipe: Recipe,
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces")
+        str, typer.Option(help="Address to listen on; 0.0.0.0 listens on all interfaces", envvar="TCDEPLOY_HOST")
     ] = ServerSettings.host,
-    port: Annotated[int, typer.Option(help="Port to listen on; 0 selects a free one")] = ServerSettings.port,
+    port: Annotated[
+        int, typer.Option(help="Port to listen on; 0 selects a free one", envvar="TCDEPLOY_PORT")
+    ] = ServerSettings.port,
     api_key: Annotated[
+        list[str],
+        typer.Option(
+            help="API key that requests must send; repeat it for several keys; default: none required",
+            envvar="TCDEPLOY_API_KEY",
+        ),
+    ] = [],  # noqa: B006 - typer copies it
+    served_model_name: Annotated[
+        list[str],
+        typer.Option(
+            help="Model name in the API, default: MODEL; repeat it for further names",
+            envvar="TCDEPLOY_SERVED_MODEL_NAME",
+        ),
+    ] = [],  # noqa: B006
+    allowed_origins: Annotated[
+        list[str],
+        typer.Option(
+            "--allowed-origins",
+            help="Origin of web pages that may call the server (CORS), such as https://app.example.com, or * for all; "
+            "repeat it for several",
+            envvar="TCDEPLOY_ALLOWED_ORIGINS",
+        ),
+    ] = [],  # noqa: B006
+    root_path: Annotated[
+        str, typer.Option(help="Path below which a proxy serves this server, such as /llm", envvar="TCDEPLOY_ROOT_PATH")
+    ] = ServerSettings.root_path,
+    ssl_certfile: Annotated[
         str | None,
-        typer.Option(help="API key that requests must send; default: none required", envvar="TCDEPLOY_API_KEY"),
-    ] = None,
-    served_model_name: Annotated[str | None, typer.Option(help="Model name in the API; default: MODEL")] = None,
+        typer.Option(
+            help="PEM file with the certificate chain; the server then speaks HTTPS", envvar="TCDEPLOY_SSL_CERTFILE"
+        ),
+    ] = ServerSettings.ssl_certfile,
+    ssl_keyfile: Annotated[
+        str | None,
+        typer.Option(
+            help="PEM file with the private key; default: it is in --ssl-certfile", envvar="TCDEPLOY_SSL_KEYFILE"
+        ),
+    ] = ServerSettings.ssl_keyfile,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
     max_queued: Annotated[
-        int, typer.Option(help="Completions that may wait for a decode row; more get 503")
+        int, typer.Option(help="Completions that may wait for a decode row; more get 503", envvar="TCDEPLOY_MAX_QUEUED")
     ] = ServerSettings.max_queued,
     stall_timeout: Annotated[
-        float, typer.Option(help="Seconds until a client that reads nothing is dropped")
+        float,
+        typer.Option(help="Seconds until a client that reads nothing is dropped", envvar="TCDEPLOY_STALL_TIMEOUT"),
     ] = ServerSettings.stall_timeout,
     drain_timeout: Annotated[
-        float, typer.Option(help="Seconds for running requests to finish after SIGTERM")
+        float,
+        typer.Option(help="Seconds for running requests to finish after SIGTERM", envvar="TCDEPLOY_DRAIN_TIMEOUT"),
     ] = ServerSettings.drain_timeout,
     canary_interval: Annotated[
         float,
         typer.Option(
-            help="Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them"
+            help="Seconds between canary rounds, which rerun fixed prompts while the server is idle; 0 disables them",
+            envvar="TCDEPLOY_CANARY_INTERVAL",
         ),
     ] = ServerSettings.canary_interval,
     canary_strict: Annotated[
         bool,
-        typer.Option("--canary-strict", help="Make /health and /ready return 503 after a canary result has differed"),
+        typer.Option(
+            "--canary-strict",
+            help="Make /health and /ready return 503 after a canary result has differed",
+            envvar="TCDEPLOY_CANARY_STRICT",
+        ),
     ] = ServerSettings.canary_strict,
     start: Annotated[
         str,
@@ -72,6 +114,7 @@ def serve(
             metavar="warm|eager",
             help="warm: answer once all programs are compiled or loaded; eager: answer with uncompiled steps at once, "
             "and replace them by programs while serving",
+            envvar="TCDEPLOY_START",
         ),
     ] = ServerSettings.start,
     log_requests: Annotated[
@@ -79,13 +122,20 @@ def serve(
         typer.Option(
             metavar="off|text|json",
             help="Write a line to stderr for each HTTP request: client, status, milliseconds, tokens, request id",
+            envvar="TCDEPLOY_LOG_REQUESTS",
         ),
     ] = ServerSettings.log_requests,
     log_level: Annotated[
-        str, typer.Option(metavar="debug|info|warning|error", help="Lowest level of messages on stderr")
+        str,
+        typer.Option(
+            metavar="debug|info|warning|error", help="Lowest level of messages on stderr", envvar="TCDEPLOY_LOG_LEVEL"
+        ),
     ] = "warning",
     metrics_prefix: Annotated[
-        str, typer.Option(help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM")
+        str,
+        typer.Option(
+            help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM", envvar="TCDEPLOY_METRICS_PREFIX"
+        ),
     ] = ServerSettings.metrics_prefix,
     cache_from: CacheFrom = None,
     allow_unsigned: AllowUnsigned = False,
@@ -101,8 +151,13 @@ def serve(
 
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds = parse_budget(budget)
-    if api_key == "":
+    if "" in api_key:
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+    root_path = root_path.rstrip("/")
+    if root_path and not root_path.startswith("/"):
+        raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
+    if ssl_keyfile is not None and ssl_certfile is None:
+        raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
     if not canary_interval >= 0:  # NaN included
         raise UsageError(
             f"--canary-interval is {canary_interval}; it must be 0 or more seconds",
@@ -123,6 +178,7 @@ def serve(
         )
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
+    model_names = served_model_name or [served_name or recipe.model]
     require_extra("serve", "serve a model")
     if log_format != "off":
         enable_access_log()
@@ -131,7 +187,9 @@ def serve(
         from tcdeploy.server.run import run_server
 
         settings = ServerSettings(
-            host=host, port=port, api_key=api_key, model=served_model_name or served_name or recipe.model,
+            host=host, port=port, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
+            allowed_origins=tuple(allowed_origins), root_path=root_path, ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
             max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
             canary_interval=canary_interval, canary_strict=canary_strict, start=start_tier,
             log_requests=log_format, metrics_prefix=metrics_prefix,

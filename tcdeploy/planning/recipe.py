@@ -41,7 +41,15 @@ OnBadCache = Literal["refuse", "rebuild"]
 GenerationConfigSource = Literal["model", "none"]
 
 ENVIRONMENT_PREFIX = "TCDEPLOY_"
-NON_RECIPE_VARIABLES = {"TCDEPLOY_DEBUG", "TCDEPLOY_API_KEY", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF"}
+SERVE_OPTIONS = (  # of the command `serve`, which have variables too
+    "host", "port", "api_key", "served_model_name", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
+    "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict", "start", "log_requests",
+    "log_level", "metrics_prefix",
+)  # fmt: skip
+NON_RECIPE_VARIABLES = {
+    "TCDEPLOY_DEBUG", "TCDEPLOY_TRUSTED_KEYS", "TCDEPLOY_HOT_PATH_OFF",
+    *(f"{ENVIRONMENT_PREFIX}{name.upper()}" for name in SERVE_OPTIONS),
+}  # fmt: skip
 RENAMED_KEYS = {"prefill_burst": "max_consecutive_prefills"}  # old name: new name; accepted for one release
 log = logging.getLogger("tcdeploy.planning")
 

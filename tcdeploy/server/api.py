@@ -19,6 +19,7 @@ from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
@@ -42,6 +43,7 @@ from tcdeploy.server.protocol import (
 )
 from tcdeploy.server.request_log import RequestLog, set_usage
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
+from tcdeploy.server.root_path import RootPath
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.sse import EventStream
 from tcdeploy.server.tokenization import PromptTokenizer
@@ -75,15 +77,17 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     ]
     document = openapi_document("tcdeploy", __version__, routes, REQUEST_MODELS)
+    if state.settings.root_path:
+        document["servers"] = [{"url": state.settings.root_path}]
 
     async def openapi(_: Request) -> Response:
         return JSONResponse(document)
 
-    routes.append(Route("/openapi.json", openapi, methods=["GET"]))
-
     async def handle_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router
-            error = routing_error(routes, request.method, request.url.path)
+            error = routing_error(routes, request.method, request.scope["path"])
+            if request.method == "OPTIONS" and error.status == 405:  # not a preflight request of CORS
+                return Response(status_code=204, headers={"allow": f"{error.headers['allow']}, OPTIONS"})
         return _error_response(error)
 
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
@@ -97,8 +101,16 @@ def make_app(state: ServerState) -> ASGIApp:
             "/v1/completions": direct_route(completions, _logged_error_response),
             "/v1/chat/completions": direct_route(chat_completions, _logged_error_response),
         }
-    authenticated = _AuthMiddleware(app, state.settings.api_key, direct_routes)
-    return RequestLog(authenticated, routes, state.metrics, state.settings.log_requests)
+    settings = state.settings
+    wrapped: ASGIApp = _AuthMiddleware(app, settings.api_keys, direct_routes)
+    if settings.allowed_origins:  # answers preflight requests, which browsers send without the key
+        wrapped = CORSMiddleware(
+            wrapped, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )  # fmt: skip
+    if settings.root_path:
+        wrapped = RootPath(wrapped, settings.root_path)
+    return RequestLog(wrapped, routes, state.metrics, settings.log_requests)
 
 
 def _operations_routes(state: ServerState) -> list[Route]:
@@ -145,13 +157,14 @@ def _operations_routes(state: ServerState) -> list[Route]:
 def _model_routes(state: ServerState) -> list[Route]:
     async def models(_: Request) -> Response:
         """The served model, as a list."""
-        return JSONResponse({"object": "list", "data": [state.require_service().model_card()]})
+        service = state.require_service()
+        return JSONResponse({"object": "list", "data": [service.model_card(name) for name in service.model_names]})
 
     async def model(request: Request) -> Response:
         """The served model, by name."""
         service = state.require_service()
         service.check_model(request.path_params["name"])
-        return JSONResponse(service.model_card())
+        return JSONResponse(service.model_card(request.path_params["name"]))
 
     async def tokenizer_info(_: Request) -> Response:
         """Special tokens and the chat template. lm-eval reads it before it uses /tokenize."""
@@ -272,8 +285,8 @@ class _AuthMiddleware:
     Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
     """
 
-    def __init__(self, app: ASGIApp, api_key: str | None, direct_routes: dict[str, ASGIApp]) -> None:
-        self._app, self._api_key, self._direct_routes = app, api_key, direct_routes
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], direct_routes: dict[str, ASGIApp]) -> None:
+        self._app, self._api_keys, self._direct_routes = app, api_keys, direct_routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -290,7 +303,7 @@ class _AuthMiddleware:
         app = self._app
         if scope["method"] == "POST":
             app = self._direct_routes.get(scope["path"], app)
-        if self._api_key and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(request, self._api_key):
+        if self._api_keys and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(request, self._api_keys):
             app = _error_response(
                 ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
                          code="invalid_api_key", headers={"www-authenticate": "Bearer"})
@@ -298,9 +311,11 @@ class _AuthMiddleware:
         await app(scope, receive, send_with_request_id)
 
 
-def _has_key(request: Request, key: str) -> bool:
+def _has_key(request: Request, keys: tuple[str, ...]) -> bool:
+    """Whether the request has one of the keys. The time does not tell which one."""
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    return scheme.lower() == "bearer" and hmac.compare_digest(credentials.strip().encode(), key.encode())
+    matches = [hmac.compare_digest(credentials.strip().encode(), key.encode()) for key in keys]
+    return scheme.lower() == "bearer" and any(matches)
 
 
 def _logged_error_response(error: Exception) -> Response:

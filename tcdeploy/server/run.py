@@ -13,6 +13,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from functools import partial
@@ -53,6 +54,7 @@ def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_re
 
     Raises UsageError if the address cannot be bound, and the exception of `deploy` if the model cannot be loaded.
     """
+    _check_certificate(settings)
     listener = _listen(settings.host, settings.port)
     if settings.hot_path.short_switch_interval:
         shorten_switch_interval()
@@ -62,6 +64,26 @@ def run_server(settings: ServerSettings, deploy: Callable[[], Deployment], on_re
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop if uvloop else None) as runner:
         return runner.run(run())
+
+
+def _check_certificate(settings: ServerSettings) -> None:
+    """Raises UsageError if the files of TLS cannot be used: uvicorn reads them later, and raises its own errors."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile, password=_refuse_password)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = " and ".join(filter(None, [settings.ssl_certfile, settings.ssl_keyfile]))
+        raise UsageError(
+            f"the certificate cannot be used: {files}: {error}",
+            "--ssl-certfile and --ssl-keyfile are PEM files of a certificate chain and its unencrypted private key",
+        ) from error
+
+
+def _refuse_password() -> str:
+    """OpenSSL would otherwise ask for it on the terminal."""
+    raise ValueError("the private key is encrypted")
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -142,7 +164,8 @@ class _Server:
         """The URL of the server, with the port that was bound."""
         port = self._listener.getsockname()[1]
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.settings.host, self.settings.host)
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        scheme = "https" if self.settings.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{self.settings.root_path}"
 
     def _on_engine_death(self, error: BaseException) -> None:
         self._error = error
@@ -187,5 +210,6 @@ def _uvicorn_config(state: ServerState) -> uvicorn.Config:
     return uvicorn.Config(
         make_app(state), interface="asgi3", http=http_protocol(state.settings.stall_timeout), ws="none", lifespan="off",
         log_level="warning", access_log=False, timeout_keep_alive=60, proxy_headers=False,
-        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S,
+        timeout_graceful_shutdown=GRACEFUL_SHUTDOWN_S, ssl_certfile=state.settings.ssl_certfile,
+        ssl_keyfile=state.settings.ssl_keyfile,
     )  # fmt: skip

@@ -73,14 +73,19 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 if `name` is another model."""
-        if name is not None and name != self.settings.model:
-            message = f"the model {name[:200]!r} does not exist; this server serves {self.settings.model!r}"
+        if name is not None and name not in self.model_names:
+            names = " and ".join(map(repr, self.model_names))
+            message = f"the model {name[:200]!r} does not exist; this server serves {names}"
             raise ApiError(404, message, "model", "model_not_found")
 
-    def model_card(self) -> dict[str, Any]:
-        """The model's entry in /v1/models."""
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        return self.settings.model, *self.settings.model_aliases
+
+    def model_card(self, name: str) -> dict[str, Any]:
+        """The model's entry in /v1/models under one of its names."""
         return {
-            "id": self.settings.model,
+            "id": name,
             "object": "model",
             "created": self.created,
             "owned_by": "tcdeploy",

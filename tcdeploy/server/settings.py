@@ -29,8 +29,13 @@ METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None  # None: no authentication
+    api_keys: tuple[str, ...] = ()  # a request needs one of them; (): no authentication
     model: str = ""  # the model's name in the API
+    model_aliases: tuple[str, ...] = ()  # further names that requests may use
+    allowed_origins: tuple[str, ...] = ()  # of browsers (CORS); "*": all
+    root_path: str = ""  # path below which a proxy serves this server: "" or "/path"
+    ssl_certfile: str | None = None  # certificate chain in PEM; None: HTTP without TLS
+    ssl_keyfile: str | None = None  # its private key; None: in `ssl_certfile`
     max_queued: int = 256  # choices that may wait for a decode row
     drain_timeout: float = 30.0  # seconds
     stall_timeout: float = 30.0  # seconds

@@ -71,8 +71,8 @@ async def build_grammar_tables_when_idle(service: Service) -> None:
 
 
 def _separate_state(service: Service) -> ServerState:
-    """The same model with its own metrics and admission, and without an API key."""
-    settings = dataclasses.replace(service.settings, api_key=None)
+    """The same model with its own metrics and admission, and without API keys, root path and access log."""
+    settings = dataclasses.replace(service.settings, api_keys=(), root_path="", log_requests="off")
     admission = Admission(0)
     admission.open(max_running=1)
     state = ServerState(settings, service.worker, admission)

@@ -41,7 +41,7 @@ def fail(*_: object) -> None:
 
 
 class FailingService(Service):
-    def model_card(self) -> dict[str, Any]:
+    def model_card(self, name: str) -> dict[str, Any]:
         raise RuntimeError("out of order")
 
 
@@ -68,7 +68,7 @@ def fake_worker(hot_path: HotPath, **attributes: Any) -> Any:
 @pytest.fixture(params=[HotPath(), SIMPLE_PATH], ids=["hot path", "simple path"])
 def state(request: pytest.FixtureRequest) -> ServerState:
     """A ready server whose tokenizer and model card raise RuntimeError."""
-    settings = ServerSettings(model="tiny", api_key="secret", hot_path=request.param)
+    settings = ServerSettings(model="tiny", api_keys=("other", "secret"), hot_path=request.param)
     admission, metrics, worker = Admission(1), Metrics(), fake_worker(request.param)
     admission.open(1)
     service = FailingService(
