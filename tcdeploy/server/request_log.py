@@ -52,12 +52,12 @@ class RequestLog:
     ) -> None:
         self._app, self._log_format = app, log_format
         self._paths = frozenset(route.path for route in routes)
-        self._parameterized = {route.path.partition("{")[0]: route.path for route in routes if "{" in route.path}
+        self._parameterized = {route.path.partition("{")[0]: route.path_format for route in routes if "{" in route.path}
         self._requests, self._durations = metrics.http_requests, metrics.http_durations
         for route in routes:
             for method in METHODS & (route.methods or set()) - {"HEAD"}:
                 for status in ("2xx", "4xx", "5xx"):
-                    self._requests.labels(route.path, method, status)
+                    self._requests.labels(route.path_format, method, status)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
