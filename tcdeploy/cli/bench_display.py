@@ -1,33 +1,42 @@
-"""The tables of `tcdeploy bench`, as headers and rows of text; display.py prints them."""
+"""The tables of `tcdeploy bench`; display.py prints them."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 from tcdeploy.bench.report import FailedRow, Report
+from tcdeploy.cli.tables import Column, Table, shorten
 from tcdeploy.import_times import describe_imports
 
 NO_VALUE = "-"
-Column: TypeAlias = tuple[str, Callable[[Any], str]]  # header, and the cell of a row
+MAX_KERNEL_NAME = 80  # characters; C++ templates have names of several hundred
+SUBJECT = Column("", "name")
+KIND_COLUMNS = (
+    Column("us per step", "name"),
+    Column("batch"),
+    Column("step"),
+    Column("kernels", rank=1),
+    Column("gaps", rank=2),
+    Column("GEMM"),
+    Column("attention"),
+    Column("sampling", rank=4),
+    Column("other", rank=3),
+)
+ServeColumn: TypeAlias = tuple[Column, Callable[[Any], str]]  # a column, and its cell of a row
 
 
-class BenchTable(NamedTuple):
-    headers: tuple[str, ...]
-    rows: Sequence[Sequence[str]]
-
-
-def tables(report: Report) -> list[BenchTable]:
+def tables(report: Report) -> list[Table]:
     """One table of results, without the subjects that failed, and the tables of a kernel breakdown."""
     rows: list[Any] = [row for row in report.rows if not isinstance(row, FailedRow)]
     if report.command == "serve":
         return [_serve_table(rows)]
-    headers, cells = _TABLES[report.command]
+    columns, cells = _TABLES[report.command]
     if any(getattr(row, "price_per_million_tokens", None) is not None for row in rows):
-        priced = BenchTable((*headers, "per 1M tok"), [(*cells(row), _price(row)) for row in rows])
+        priced = Table((*columns, Column("per 1M tok")), [(*cells(row), _price(row)) for row in rows])
         return [priced, *_breakdown_tables(rows)]
-    return [BenchTable(headers, [cells(row) for row in rows]), *_breakdown_tables(rows)]
+    return [Table(columns, [cells(row) for row in rows]), *_breakdown_tables(rows)]
 
 
 def remarks(report: Report) -> list[str]:
@@ -90,20 +99,22 @@ def _throughput_cells(row: Any) -> tuple[str, ...]:
     )
 
 
-def _serve_table(rows: list[Any]) -> BenchTable:
+def _serve_table(rows: list[Any]) -> Table:
     """The table of `bench serve`, with columns for what only some loads have."""
-    columns: list[Column] = [("", lambda row: row.subject)]
+    columns: list[ServeColumn] = [(SUBJECT, lambda row: row.subject)]
     if any(row.request_rate for row in rows):
-        columns.append(("rate", lambda row: NO_VALUE if row.request_rate is None else f"{row.request_rate:g}"))
+        columns.append((Column("rate"), lambda row: NO_VALUE if row.request_rate is None else f"{row.request_rate:g}"))
     if any(row.kind for row in rows):
-        columns.append(("kind", lambda row: row.kind or "all"))
+        columns.append((Column("kind", "name"), lambda row: row.kind or "all"))
     columns += _SERVE_COLUMNS
     if any(row.cached_prompt_tokens for row in rows):
-        columns.append(("cached", lambda row: _percent(row.cached_prompt_tokens / max(row.prompt_tokens, 1))))
+        columns.append(
+            (Column("cached", rank=3), lambda row: _percent(row.cached_prompt_tokens / max(row.prompt_tokens, 1)))
+        )
     if any(row.goodput for row in rows):
-        columns.append(("good req/s", lambda row: _number(row.goodput.requests_per_second)))
-        columns.append(("good", lambda row: _percent(row.goodput.share)))
-    return BenchTable(tuple(header for header, _ in columns), [[cell(row) for _, cell in columns] for row in rows])
+        columns.append((Column("good req/s", rank=4), lambda row: _number(row.goodput.requests_per_second)))
+        columns.append((Column("good"), lambda row: _percent(row.goodput.share)))
+    return Table(tuple(column for column, _ in columns), [[cell(row) for _, cell in columns] for row in rows])
 
 
 def _startup_cells(row: Any) -> tuple[str, ...]:
@@ -112,32 +123,71 @@ def _startup_cells(row: Any) -> tuple[str, ...]:
     return row.start, f"{row.first_token_seconds:.1f}", f"{row.process_seconds:.1f}", stages, imports
 
 
-_TABLES: dict[str, tuple[tuple[str, ...], Callable[[Any], tuple[str, ...]]]] = {
+_TABLES: dict[str, tuple[tuple[Column, ...], Callable[[Any], tuple[str, ...]]]] = {
     "decode": (
-        ("", "batch", "context", "ms per step", "p10-p90", "tok/s", "GB read", "floor ms", "of floor", "host us"),
+        (
+            SUBJECT,
+            Column("batch"),
+            Column("context", rank=5),
+            Column("ms per step"),
+            Column("p10-p90", rank=3),
+            Column("tok/s"),
+            Column("GB read", rank=6),
+            Column("floor ms", rank=4),
+            Column("of floor", rank=1),
+            Column("host us", rank=2),
+        ),
         _decode_cells,
     ),
     "prefill": (
-        ("", "tokens", "TTFT ms", "p10-p90", "device ms", "floor ms", "of floor"),
+        (
+            SUBJECT,
+            Column("tokens"),
+            Column("TTFT ms"),
+            Column("p10-p90", rank=2),
+            Column("device ms", rank=3),
+            Column("floor ms", rank=4),
+            Column("of floor", rank=1),
+        ),
         _prefill_cells,
     ),
     "throughput": (
-        ("", "out tok/s", "total tok/s", "req/s", "TTFT ms 50/90/99", "TPOT ms 50/90/99", "ITL ms 50/90/99",
-         "peak running", "preemptions", "host us", "compiles/captures"),
+        (
+            SUBJECT,
+            Column("out tok/s"),
+            Column("total tok/s", rank=5),
+            Column("req/s", rank=3),
+            Column("TTFT ms 50/90/99"),
+            Column("TPOT ms 50/90/99", rank=1),
+            Column("ITL ms 50/90/99", rank=2),
+            Column("peak running", rank=6),
+            Column("preemptions", rank=4),
+            Column("host us", rank=7),
+            Column("compiles/captures", rank=8),
+        ),
         _throughput_cells,
     ),
-    "startup": (("start", "first token s", "process s", "stages", "imports, in all stages"), _startup_cells),
-}  # fmt: skip
+    "startup": (
+        (
+            Column("start", "name"),
+            Column("first token s"),
+            Column("process s"),
+            Column("stages", "text"),
+            Column("imports in all stages", "text", rank=1),
+        ),
+        _startup_cells,
+    ),
+}
 
 
-_SERVE_COLUMNS: list[Column] = [
-    ("requests", lambda row: str(row.requests)),
-    ("failed", lambda row: str(sum(row.failures.values()))),
-    ("out tok/s", lambda row: _number(row.output_tokens_per_second)),
-    ("req/s", lambda row: _number(row.requests_per_second)),
-    ("TTFT ms 50/90/99", lambda row: _latency(row, "first_token_ms", "p50", "p90", "p99")),
-    ("TPOT ms mean/99", lambda row: _latency(row, "request_gap_ms", "mean", "p99")),
-    ("ITL ms 50/99", lambda row: _latency(row, "token_gap_ms", "p50", "p99")),
+_SERVE_COLUMNS: list[ServeColumn] = [
+    (Column("requests", rank=6), lambda row: str(row.requests)),
+    (Column("failed"), lambda row: str(sum(row.failures.values()))),
+    (Column("out tok/s"), lambda row: _number(row.output_tokens_per_second)),
+    (Column("req/s", rank=5), lambda row: _number(row.requests_per_second)),
+    (Column("TTFT ms 50/90/99"), lambda row: _latency(row, "first_token_ms", "p50", "p90", "p99")),
+    (Column("TPOT ms mean/99", rank=1), lambda row: _latency(row, "request_gap_ms", "mean", "p99")),
+    (Column("ITL ms 50/99", rank=2), lambda row: _latency(row, "token_gap_ms", "p50", "p99")),
 ]
 
 
@@ -145,23 +195,34 @@ def _latency(row: Any, population: str, *names: str) -> str:
     return NO_VALUE if row.latencies is None else _values(getattr(row.latencies, population), *names)
 
 
-def _breakdown_tables(rows: list[Any]) -> list[BenchTable]:
+def _breakdown_tables(rows: list[Any]) -> list[Table]:
     """Time per kernel kind for each bucket, and the longest kernels of the first bucket. The JSON has those of all."""
     profiled = [row for row in rows if getattr(row, "breakdown", None)]
     if not profiled:
         return []
-    kind_headers = ("us per step", "batch", "step", "kernels", "gaps", "GEMM", "attention", "sampling", "other")
     columns = ("step_us", "kernel_us", "gap_us", "gemm_us", "attention_us", "sampling_us", "other_us")
     kind_rows = [
         (row.subject, str(row.batch), *(_number(getattr(row.breakdown, column)) for column in columns))
         for row in profiled
     ]
-    kernel_headers = (f"kernel at batch {profiled[0].batch}", "kind", "calls", "us per step", "us per call")
+    kernel_columns = (
+        Column(f"kernel at batch {profiled[0].batch}", "long name"),
+        Column("kind", "name"),
+        Column("calls", rank=1),
+        Column("us per step"),
+        Column("us per call", rank=2),
+    )
     kernel_rows = [
-        (kernel.name[:80], kernel.kind, f"{kernel.count:g}", _number(kernel.us), _number(kernel.us / kernel.count))
+        (
+            shorten(kernel.name, MAX_KERNEL_NAME),
+            kernel.kind,
+            f"{kernel.count:g}",
+            _number(kernel.us),
+            _number(kernel.us / kernel.count),
+        )
         for kernel in profiled[0].breakdown.top
     ]
-    return [BenchTable(kind_headers, kind_rows), BenchTable(kernel_headers, kernel_rows)]
+    return [Table(KIND_COLUMNS, kind_rows), Table(kernel_columns, kernel_rows)]
 
 
 def _number(value: float | None) -> str:

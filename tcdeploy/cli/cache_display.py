@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tcdeploy.cache.inventory import kind_of
-from tcdeploy.cli.display import json_document, show_table
+from tcdeploy.cli.display import json_document, show_sentence, show_table
+from tcdeploy.cli.tables import Column, Table
 
 if TYPE_CHECKING:
     from tcdeploy.bundle.compare import Comparison
@@ -26,6 +27,28 @@ if TYPE_CHECKING:
 
 MAX_NAMED_FILES = 3  # of the files that a plan has and its bundle does not
 MAX_LISTED_FILES = 20  # of each kind, in a comparison
+KIND_COLUMNS = (Column("kind", "name"), Column("files"), Column("MB"))
+REPLAY_COLUMNS = (
+    Column("bucket", "name"),
+    Column("rows", rank=1),
+    Column("mismatched tokens"),
+    Column("max |dlogprob|"),
+    Column("outputs", "text"),
+)
+FORECAST_COLUMNS = (Column("bucket", "name"), Column("forecast", "name"), Column("cost"), Column("reasons", "text"))
+PLAN_COLUMNS = (
+    Column("plan", "name"),
+    Column("model", "name"),
+    Column("dtype", "name", rank=2),
+    Column("mode", "name", rank=3),
+    Column("buckets", "text", rank=1),
+    Column("files", rank=5),
+    Column("MB"),
+    Column("unique MB", rank=6),
+    Column("last start"),
+    Column("cold s", rank=4),
+    Column("state", "text"),
+)
 
 
 def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
@@ -36,8 +59,8 @@ def show_packed(packed: PackResult, manifest: Manifest, json: bool) -> None:
         kinds = {kind: {"files": len(sizes), "bytes": sum(sizes)} for kind, sizes in sizes_by_kind.items()}
         return _print_json("cache pack", packed, kinds=kinds)
     largest_first = sorted(sizes_by_kind.items(), key=lambda item: -sum(item[1]))
-    show_table(("kind", "files", "MB"), [(kind, str(len(sizes)), _mb(sum(sizes))) for kind, sizes in largest_first])
-    print(
+    show_table(Table(KIND_COLUMNS, [(kind, str(len(sizes)), _mb(sum(sizes))) for kind, sizes in largest_first]))
+    show_sentence(
         f"{packed.path}: {_mb(packed.packed_bytes)} MB, of which {_mb(packed.header_bytes)} MB header; "
         f"{packed.files} files, {_mb(packed.unpacked_bytes)} MB unpacked; plan {packed.plan_key}"
     )
@@ -48,7 +71,7 @@ def show_unpacked(unpacked: UnpackResult, folder: Path, json: bool) -> None:
     if json:
         return _print_json("cache unpack", unpacked)
     outcome = "already present" if unpacked.already_present else "unpacked"
-    print(
+    show_sentence(
         f"plan {unpacked.plan_key} {outcome}: {unpacked.files} files, {_mb(unpacked.bytes)} MB in {folder}; "
         f"{_format_signer(unpacked.signer)}"
     )
@@ -89,10 +112,11 @@ def show_verified(
         print(json_document("cache verify", plans=plans, replayed=replayed))
         return
     for plan in verified:
-        print(f"{plan.plan_key} {plan.model}: {plan.files} files, {_mb(plan.bytes)} MB verified; {_provenance(plan)}")
-    rows = [_replay_row(replay) for of_plan in replays.values() for replay in of_plan]
-    if rows:
-        show_table(("bucket", "rows", "mismatched tokens", "max |dlogprob|", "outputs"), rows)
+        show_sentence(
+            f"{plan.plan_key} {plan.model}: {plan.files} files, {_mb(plan.bytes)} MB verified; {_provenance(plan)}"
+        )
+    if any(replays.values()):
+        show_table(replay_table([replay for of_plan in replays.values() for replay in of_plan]))
     print(f"{target} is intact")
 
 
@@ -105,6 +129,10 @@ def _provenance(plan: VerifiedPlan) -> str:
     return _format_signer(plan.signer) + other_files
 
 
+def replay_table(replays: Sequence[BucketReplay]) -> Table:
+    return Table(REPLAY_COLUMNS, [_replay_row(replay) for replay in replays])
+
+
 def _replay_row(replay: BucketReplay) -> tuple[str, ...]:
     outcome = "as packed" if replay.passed else replay.reason
     difference = f"{replay.max_logprob_difference:.1e}"
@@ -115,6 +143,11 @@ def show_forecast(forecast: Forecast, json: bool) -> None:
     if json:
         return _print_json("cache why", forecast, miss_seconds=forecast.miss_seconds)
     show_differences(forecast.differences, sys.stdout)
+    show_table(forecast_table(forecast))
+    return None
+
+
+def forecast_table(forecast: Forecast) -> Table:
     rows = [
         (
             bucket.bucket,
@@ -124,8 +157,7 @@ def show_forecast(forecast: Forecast, json: bool) -> None:
         )
         for bucket in forecast.buckets
     ]
-    show_table(("bucket", "forecast", "cost", "reasons"), rows)
-    return None
+    return Table(FORECAST_COLUMNS, rows)
 
 
 def _format_reasons(reasons: Sequence[str]) -> str:
@@ -140,14 +172,22 @@ def _format_cost(seconds: float | None, is_estimate: bool) -> str:
 def show_differences(differences: Sequence[Difference], out: TextIO) -> None:
     if not differences:
         return
-    rows = [(difference.name, difference.here, difference.there) for difference in differences]
-    show_table(("difference", "here", "in the cache"), rows, right=False, out=out)
+    show_table(difference_table(differences, "here", "in the cache"), out)
+
+
+def difference_table(differences: Sequence[Difference], first: str, second: str) -> Table:
+    columns = (Column("difference", "name"), Column(first, "text"), Column(second, "text"))
+    return Table(columns, [(difference.name, difference.here, difference.there) for difference in differences])
 
 
 def show_plans(plans: list[CachedPlan], json: bool) -> None:
     if json:
         print(json_document("cache ls", plans=[dataclasses.asdict(plan) for plan in plans]))
         return
+    show_table(plans_table(plans))
+
+
+def plans_table(plans: Sequence[CachedPlan]) -> Table:
     rows = [
         (
             plan.plan_key, plan.model, plan.dtype, plan.mode, " ".join(plan.buckets), str(plan.files), _mb(plan.bytes),
@@ -155,8 +195,7 @@ def show_plans(plans: list[CachedPlan], json: bool) -> None:
         )
         for plan in plans
     ]  # fmt: skip
-    headers = ("plan", "model", "dtype", "mode", "buckets", "files", "MB", "unique MB", "last start", "cold s", "state")
-    show_table(headers, rows)
+    return Table(PLAN_COLUMNS, rows)
 
 
 def _plan_state(plan: CachedPlan) -> str:
@@ -170,16 +209,20 @@ def show_usage(usage: dict[str, tuple[int, int]], json: bool) -> None:
         kinds = {kind: {"files": files, "bytes": size} for kind, (files, size) in usage.items()}
         print(json_document("cache du", kinds=kinds))
         return
+    show_table(usage_table(usage))
+
+
+def usage_table(usage: dict[str, tuple[int, int]]) -> Table:
     rows = [(kind, str(files), _mb(size)) for kind, (files, size) in usage.items()]
     total_files, total_bytes = sum(files for files, _ in usage.values()), sum(size for _, size in usage.values())
-    show_table(("kind", "files", "MB"), [*rows, ("total", str(total_files), _mb(total_bytes))])
+    return Table(KIND_COLUMNS, [*rows, ("total", str(total_files), _mb(total_bytes))])
 
 
 def show_removed(removed: GcResult, is_dry_run: bool, json: bool) -> None:
     if json:
         return _print_json("cache gc", removed, dry_run=is_dry_run)
     for key, reason in removed.retained:
-        print(f"{key} retained: {reason}")
+        show_sentence(f"{key} retained: {reason}")
     summary = f"{len(removed.plan_keys)} plans, {removed.files} files, {_mb(removed.bytes)} MB"
     print(f"would remove {summary}" if is_dry_run else f"removed {summary}")
     return None
@@ -189,8 +232,7 @@ def show_comparison(comparison: Comparison, json: bool) -> None:
     if json:
         return _print_json("cache diff", comparison)
     if comparison.differences:
-        rows = [(difference.name, difference.here, difference.there) for difference in comparison.differences]
-        show_table(("difference", "first", "second"), rows, right=False)
+        show_table(difference_table(comparison.differences, "first", "second"))
     paths_by_kind = {
         "only in the first": comparison.only_first,
         "only in the second": comparison.only_second,

@@ -17,25 +17,22 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
 
 from tcdeploy.cli.deprecated import add_old_json_keys
+from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
+from tcdeploy.cli.tables import GAP, Table, as_blocks, fit, fit_all, wrap
 from tcdeploy.errors import OutputError, SpaceError
 from tcdeploy.import_times import describe_imports
 from tcdeploy.planning.memory import gib
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.progress import Progress, TaskID
-    from rich.table import Table
 
-    from tcdeploy.cache.manifest import BucketRecord, Parity
-    from tcdeploy.cli.bench_display import BenchTable
+    from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.compiler.explain import GraphBreak
     from tcdeploy.deployment import Deployment
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
-PARITY_HEADERS = ("dlogit", "eager dlogit", "KL", "eager KL")
 MAX_LAYER_KINDS = 4  # a model has at most this many kinds of layers; the layers of a kind share a program
-PLAIN_WIDTH = 160  # columns, when stdout is not a terminal
 COMMAND_FLAGS = ("--require-hit", "--allow-unsigned", "--dry-run", "--json", "--explain-breaks")  # of warm and compile
 COMMAND_OPTIONS = ("--cache-from", "--cache-to", "--sign", "--budget", "--trusted-keys", "--from")  # take a value
 
@@ -130,7 +127,7 @@ def show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         _print_json("plan", plan=dataclasses.asdict(plan))
         return
-    _console().print(_plan_table(plan))
+    show_table(plan_table(plan))
     _warn_about_fallbacks(plan)
 
 
@@ -151,22 +148,15 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     if as_json:
         _print_report("compile", deployment)
         return
-    console = _console()
-    console.print(_plan_table(deployment.plan))
-    console.print(
-        _table(
-            ("bucket", "compile s", "cache", "programs", "eager ms", "compiled ms", "speed-up", *PARITY_HEADERS,
-             "breaks", "peak memory"),
-            [_compile_row(record) for record in deployment.records],
-        )
-    )  # fmt: skip
+    show_table(plan_table(deployment.plan))
+    show_table(compile_table(deployment.records))
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     lengths = " and ".join(str(context) for context in contexts)
-    print(f"ms: median of whole steps, decode at a context of {lengths} tokens")
-    print(_explain_parity(deployment.records))
+    show_sentence(f"ms: median of whole steps, decode at a context of {lengths} tokens")
+    show_sentence(_explain_parity(deployment.records))
     skipped = sum(record.cudagraph_skips for record in deployment.records)
     if skipped:
-        print(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
+        show_sentence(f"Inductor skipped CUDA graphs for {skipped} regions that mutate the KV cache or use CPU tensors")
     _print_totals(deployment)
     print(f"next: tcdeploy warm {_carried_arguments()}")
 
@@ -175,8 +165,8 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     if as_json:
         _print_report("warm", deployment)
         return
-    _console().print(_warm_table(deployment))
-    print(_explain_parity(deployment.records))
+    show_table(warm_table(deployment.records))
+    show_sentence(_explain_parity(deployment.records))
     _print_totals(deployment)
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
@@ -188,69 +178,25 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str) -> 
     """
     try:
         if deployment.swaps is None:
-            _console().print(_warm_table(deployment))
+            show_table(warm_table(deployment.records))
             _print_totals(deployment)
         else:
             _print_stages(deployment)
-            print("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
-        print(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
+            show_sentence("answers with uncompiled steps; /ready?level=warm returns 200 once all buckets run programs")
+        show_sentence(f"sampling defaults of the model: {deployment.generation_defaults.describe()}")
         print(f"ready: {address}")
         print(f"  {example}", flush=True)
     except (OutputError, SpaceError) as error:
         print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
 
 
-def show_bench(tables: list[BenchTable], remarks: list[str], document: str) -> None:
+def show_bench(tables: list[Table], remarks: list[str], document: str) -> None:
     """Print tables and remarks to stderr, the JSON document to stdout."""
-    from rich.console import Console
-
-    console = Console(stderr=True) if sys.stderr.isatty() else Console(stderr=True, width=PLAIN_WIDTH)
     for table in tables:
-        console.print(_table(table.headers, list(table.rows)))
+        show_table(table, sys.stderr)
     for remark in remarks:
-        print(remark, file=sys.stderr)
+        show_sentence(remark, sys.stderr)
     print(document)
-
-
-def _compile_row(record: BucketRecord) -> Sequence[str]:
-    assert record.eager_ms is not None and record.compiled_ms is not None
-    return (
-        record.bucket,
-        f"{record.compile_seconds:.2f}",
-        record.outcome,
-        str(record.programs),
-        f"{record.eager_ms:.2f}",
-        f"{record.compiled_ms:.2f}",
-        f"{record.eager_ms / record.compiled_ms:.2f}x",
-        *_parity_columns(record.parity),
-        str(record.graph_breaks),
-        f"{record.peak_memory_bytes / 2**30:.2f} GiB",
-    )
-
-
-def _warm_row(record: BucketRecord) -> Sequence[str]:
-    return (
-        record.bucket,
-        record.outcome,
-        f"{record.compile_seconds:.2f}",
-        "-" if record.cold_seconds is None else f"{record.cold_seconds:.2f}",
-        f"{record.capture_seconds:.2f}",
-        "-" if record.graph_memory_bytes is None else f"{record.graph_memory_bytes / 1e6:.0f}",
-        f"{record.check_seconds:.2f}",
-        record.variant,
-        str(record.programs),
-        str(record.graph_breaks),
-        *_parity_columns(record.parity),
-    )
-
-
-def _parity_columns(parity: Parity) -> Sequence[str]:
-    return (
-        f"{parity.max_difference:.2g}",
-        f"{parity.eager_max_difference:.2g}",
-        f"{parity.kl:.1e}",
-        f"{parity.eager_kl:.1e}",
-    )
 
 
 def _explain_parity(records: Sequence[BucketRecord]) -> str:
@@ -261,35 +207,27 @@ def _explain_parity(records: Sequence[BucketRecord]) -> str:
     )
 
 
-def _warm_table(deployment: Deployment) -> Table:
-    headers = (
-        "bucket", "cache", "compile s", "cold s", "capture s", "graph MB", "check s", "kernels", "programs", "breaks",
-        *PARITY_HEADERS,
-    )  # fmt: skip
-    return _table(headers, [_warm_row(record) for record in deployment.records])
-
-
 def _print_totals(deployment: Deployment) -> None:
     records = deployment.records
     hits = sum(record.outcome == "hit" for record in records)
     compile_seconds = sum(record.compile_seconds for record in records)
     programs = sum(record.programs for record in records)
     num_layers = len(deployment.architecture.attention_layers)
-    print(
+    show_sentence(
         f"{hits} of {len(records)} buckets were cache hits; {programs} programs for "
         f"{num_layers} layers; compile {compile_seconds:.1f} s"
     )
     if num_layers > MAX_LAYER_KINDS and all(record.programs >= num_layers for record in records):
-        print(
+        show_sentence(
             "each layer has its own program, because a Python constant, such as the attention scale, differs between "
             "layers"
         )
     for record in records:
         if record.trials:
-            print(f"{record.bucket} variants: {_format_trials(record)}")
+            show_sentence(f"{record.bucket} variants: {_format_trials(record)}")
     if deployment.workspace_bytes is not None:
         plan = deployment.plan
-        print(
+        show_sentence(
             f"device memory: weights {gib(plan.weight_bytes)}, KV cache {gib(plan.kv_bytes)}, everything else "
             f"{gib(deployment.workspace_bytes)} ({gib(plan.workspace_bytes)} predicted)"
         )
@@ -299,14 +237,14 @@ def _print_totals(deployment: Deployment) -> None:
 def _print_stages(deployment: Deployment) -> None:
     stages = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in deployment.stage_seconds.items())
     copied = " (read-only: used a private copy)" if deployment.cache_dir != deployment.plan.cache_dir else ""
-    print(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
+    show_sentence(f"stages: {stages}; cache folder {deployment.plan.cache_dir}{copied}")
     if deployment.weights_read is not None:
         total = deployment.weights_read
-        print(
+        show_sentence(
             f"weights: {total.num_bytes / 1e9:.2f} GB read in {total.seconds:.2f} s ({total.gb_per_second:.1f} GB/s), "
             "in parallel with these stages"
         )
-    print(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
+    show_sentence(f"imports, in all stages: {describe_imports(deployment.import_seconds)}")
 
 
 def _format_trials(record: BucketRecord) -> str:
@@ -331,35 +269,53 @@ def _carried_arguments() -> str:
     return shlex.join(carried)
 
 
-def _plan_table(plan: Plan) -> Table:
-    rows = [(decision.name, decision.value, decision.reason) for decision in plan.decisions]
-    return _table(("plan", plan.model, "why"), rows, right=False)
-
-
-def show_table(headers: Sequence[str], rows: list[Any], right: bool = True, out: TextIO | None = None) -> None:
-    """Print to `out`, by default stdout. `right`: right-align every column but the first."""
-    from rich.console import Console
-
+def show_table(table: Table, out: TextIO | None = None) -> None:
+    """Print to `out`, by default stdout. On a terminal the table fits its width (tables.py)."""
     out = out or sys.stdout
-    console = Console(file=out) if out.isatty() else Console(file=out, width=PLAIN_WIDTH)
-    console.print(_table(headers, rows, right))
+    draw_table(table, _terminal_width(out), out)
 
 
-def _table(headers: Sequence[str], rows: list[Any], right: bool = True) -> Table:
-    from rich.table import Table
-
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for index, header in enumerate(headers):
-        table.add_column(header, justify="right" if right and index else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def show_sentence(text: str, out: TextIO | None = None) -> None:
+    """Print to `out`, by default stdout. On a terminal a long sentence wraps at spaces."""
+    out = out or sys.stdout
+    width = _terminal_width(out)
+    print(text if width is None else "\n".join(wrap(text, width)), file=out)
 
 
-def _console() -> Console:
+def _terminal_width(out: TextIO) -> int | None:
+    """In columns; None if `out` is not a terminal."""
+    if not out.isatty():
+        return None
     from rich.console import Console
 
-    return Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    return Console(file=out).width
+
+
+def draw_table(table: Table, width: int | None, out: TextIO) -> None:
+    """Print for a terminal of `width` columns; with all columns if it is None."""
+    from rich.cells import cell_len
+    from rich.console import Console
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    if table.title:
+        print(table.title, file=out)
+    layout = fit_all(table, cell_len) if width is None else fit(table, width, cell_len)
+    if layout is None:
+        assert width is not None
+        print("\n".join(as_blocks(table, width)), file=out)
+        return
+    drawn = RichTable(box=None, header_style="bold", padding=(0, GAP, 0, 0), pad_edge=False)
+    for index, column_width in layout.widths.items():
+        column = table.columns[index]
+        drawn.add_column(
+            Text(column.header), justify="right" if column.kind == "number" else "left", width=column_width
+        )
+    for row in table.rows:
+        drawn.add_row(*(Text(table.columns[index].cut(row[index], size)) for index, size in layout.widths.items()))
+    Console(file=out, width=sum(layout.widths.values()) + GAP * len(layout.widths)).print(drawn)
+    if width is not None and layout.omitted:
+        print("\n".join(wrap(f"omitted at a width of {width}: {', '.join(layout.omitted)}", width)), file=out)
 
 
 def _print_report(command: str, deployment: Deployment) -> None:

@@ -1,0 +1,139 @@
+"""Lays out tables for the width of a terminal. display.py prints them.
+
+Numbers and names are never broken over two lines. A table that is too wide first omits optional columns, the one with
+the highest rank first, and a line below the table names them. If the other columns do not fit either, each row is
+printed as a block of `name: value` lines. A table that is not printed to a terminal has all columns.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+GAP = 2  # spaces between columns
+MIN_TEXT_WIDTH = 24  # of a column of sentences or of shortened names, unless its content is shorter
+PLAIN_WIDTH = 160  # columns, if the output is not a terminal and no table is wider
+CUT = "..."
+NO_BREAK_SPACE = "\N{NO-BREAK SPACE}"
+BEFORE_UNIT = re.compile(r"(?<=\d) (?=(?:s|ms|us|min|h|d|[kMG]i?B|GB/s|TFLOP/s|tok/s)\b)")
+
+
+class Column(NamedTuple):
+    """`text` wraps at spaces, and `long name` is shortened with CUT; cells of the other kinds are kept on one line.
+
+    `rank`: 0 for a column that is always shown. Of the others, those with the highest rank are omitted first.
+    """
+
+    header: str
+    kind: Literal["name", "number", "text", "long name"] = "number"
+    rank: int = 0
+
+    def cut(self, cell: str, width: int) -> str:
+        return shorten(cell, width) if self.kind == "long name" else cell
+
+
+@dataclass(frozen=True)
+class Table:
+    """`title`: a line above the table; empty for none."""
+
+    columns: tuple[Column, ...]
+    rows: Sequence[Sequence[str]]
+    title: str = ""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shown columns by index, with their widths, and the headers of the omitted ones."""
+
+    widths: dict[int, int]
+    omitted: tuple[str, ...] = ()
+
+
+def fit(table: Table, width: int, cell_width: Callable[[str], int] = len) -> Layout | None:
+    """The layout for a terminal of `width` columns; None if the rows have to be printed as blocks of lines."""
+    least = [_least_width(table, index, cell_width) for index in range(len(table.columns))]
+    shown = list(range(len(table.columns)))
+    while _total(least[index] for index in shown) > width:
+        optional = [index for index in shown if table.columns[index].rank]
+        if not optional:
+            return None
+        shown.remove(max(optional, key=lambda index: table.columns[index].rank))
+    spare = width - _total(least[index] for index in shown)
+    widths = {index: least[index] for index in shown}
+    # Text gains first, since a wrapped cell takes a line per row, and a wrapped header one line.
+    for index in sorted(shown, key=lambda index: table.columns[index].kind not in ("text", "long name")):
+        gain = min(spare, _full_width(table, index, cell_width) - widths[index])
+        widths[index] += gain
+        spare -= gain
+    omitted = tuple(column.header for index, column in enumerate(table.columns) if index not in widths)
+    return Layout(widths, omitted)
+
+
+def fit_all(table: Table, cell_width: Callable[[str], int] = len) -> Layout:
+    """All columns, with headers on one line: for output that is not a terminal. Text still wraps at PLAIN_WIDTH."""
+    least = []
+    for index, column in enumerate(table.columns):
+        width = _least_width if column.kind == "text" else _full_width
+        least.append(max(width(table, index, cell_width), cell_width(column.header)))
+    spare = max(PLAIN_WIDTH - _total(least), 0)
+    widths = dict(enumerate(least))
+    for index, column in enumerate(table.columns):
+        if column.kind == "text":
+            gain = min(spare, _full_width(table, index, cell_width) - widths[index])
+            widths[index] += gain
+            spare -= gain
+    return Layout(widths)
+
+
+def as_blocks(table: Table, width: int) -> list[str]:
+    """Each row as `name: value` lines, with an empty line between rows. Only text wraps, and at spaces."""
+    lines: list[str] = []
+    for row in table.rows:
+        if lines:
+            lines.append("")
+        for column, cell in zip(table.columns, row, strict=True):
+            line = f"{column.header}: {cell}" if column.header else cell
+            lines += wrap(line, width) if column.kind == "text" else [line]
+    return lines
+
+
+def wrap(text: str, width: int) -> list[str]:
+    """Lines of at most `width` characters, unless a word is longer; all but the first are indented.
+
+    A number stays on the line of its unit.
+    """
+    joined = BEFORE_UNIT.sub(NO_BREAK_SPACE, text)
+    lines = textwrap.wrap(joined, width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return [line.replace(NO_BREAK_SPACE, " ") for line in lines]
+
+
+def shorten(name: str, width: int) -> str:
+    """The name, cut to `width` characters with a sign if it is longer."""
+    return name if len(name) <= width else name[: width - len(CUT)] + CUT
+
+
+def _least_width(table: Table, index: int, cell_width: Callable[[str], int]) -> int:
+    column, cells = table.columns[index], [row[index] for row in table.rows]
+    header = _longest(column.header.split(), cell_width)
+    longest_cell = _longest(cells, cell_width)
+    if column.kind == "text":
+        words = [word for cell in cells for word in cell.split()]
+        return max(header, _longest(words, cell_width), min(longest_cell, MIN_TEXT_WIDTH))
+    if column.kind == "long name":
+        return max(header, min(longest_cell, MIN_TEXT_WIDTH))
+    return max(header, longest_cell)
+
+
+def _full_width(table: Table, index: int, cell_width: Callable[[str], int]) -> int:
+    return _longest([table.columns[index].header, *(row[index] for row in table.rows)], cell_width)
+
+
+def _longest(texts: Sequence[str], cell_width: Callable[[str], int]) -> int:
+    return max(map(cell_width, texts), default=0)
+
+
+def _total(widths: Iterable[int]) -> int:
+    return sum(width + GAP for width in widths) - GAP
