@@ -49,7 +49,7 @@ class CachedPlan:
 
     plan_key: str
     model: str
-    dtype: str
+    compute_dtype: str
     mode: str
     buckets: tuple[str, ...]
     files: int
@@ -85,7 +85,7 @@ def _cached_plan(folder: Path, manifest: Manifest, plans_per_file: Counter[FileR
     return CachedPlan(
         plan_key=key,
         model=plan["model"],
-        dtype=plan["compute_dtype"],
+        compute_dtype=plan["compute_dtype"],
         mode=plan["mode"],
         buckets=tuple(record.bucket for record in manifest.buckets),
         files=len(manifest.files),

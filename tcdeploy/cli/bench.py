@@ -1,16 +1,17 @@
-"""`tcdeploy bench`: measurements beside the hardware's floor. Tables on stderr, one JSON document on stdout.
+"""`tcdeploy bench`: measurements beside the hardware's floor.
 
-stdout is always JSON, so there is no --json option. Each command builds a settings object, which validates its
-options before torch is imported.
+On a terminal, or with --json, stdout has the tables or one JSON document. If stdout is not a terminal, it has the
+document, and stderr the tables. Each command builds a settings object, which validates its options before torch is
+imported.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import tempfile
 from collections.abc import Iterator
+from json import dumps
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,7 @@ from tcdeploy.cli.budget import enforce_budget, parse_budget
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowUnsigned
+from tcdeploy.cli.report_options import Json
 from tcdeploy.planning.extras import require_compile_extra
 from tcdeploy.planning.recipe import Recipe
 
@@ -80,6 +82,7 @@ def decode(
     output: Output = None,
     price_per_hour: Price = None,
     seed: Seed = DecodeSettings.seed,
+    json: Json = False,
 ) -> None:
     """Time a decode step of each bucket: on the device alone, and in the running engine."""
     settings = DecodeSettings(
@@ -100,7 +103,7 @@ def decode(
         from tcdeploy.bench import decode
 
         report = decode.run(recipe, settings, progress)
-    publish(report, plot, output)
+    publish(report, plot, output, json)
 
 
 @recipe_command
@@ -120,6 +123,7 @@ def prefill(
     plot: Plot = None,
     output: Output = None,
     seed: Seed = PrefillSettings.seed,
+    json: Json = False,
 ) -> None:
     """Measure the time to first token of single prompts by their length."""
     settings = PrefillSettings(
@@ -137,7 +141,7 @@ def prefill(
         from tcdeploy.bench import prefill
 
         report = prefill.run(recipe, settings, progress)
-    publish(report, plot, output)
+    publish(report, plot, output, json)
 
 
 @recipe_command
@@ -153,6 +157,7 @@ def throughput(
     output: Output = None,
     price_per_hour: Price = None,
     seed: Seed = ThroughputSettings.seed,
+    json: Json = False,
 ) -> None:
     """Measure throughput and latencies of many requests on one engine, without HTTP."""
     settings = ThroughputSettings(
@@ -174,7 +179,7 @@ def throughput(
         from tcdeploy.bench import throughput
 
         report = throughput.run(recipe, settings, progress)
-    publish(report, plot, output)
+    publish(report, plot, output, json)
 
 
 @recipe_command
@@ -201,6 +206,7 @@ def startup(
         str | None,
         typer.Option(help="Exit with code 6 if a warm start took longer until its first token", metavar="SECONDS"),
     ] = None,
+    json: Json = False,
     child: Annotated[bool, typer.Option("--child", hidden=True, help="Run as the measured process")] = False,
 ) -> None:
     """Measure the time from process start to the first token, for cold and warm starts."""
@@ -215,12 +221,12 @@ def startup(
     if child:
         with display.show_progress() as progress:
             child_report = startup.measure_first_token(recipe, settings, progress)
-        print(json.dumps(child_report))
+        print(dumps(child_report))
         return
     with _unpacked(bundle, allow_unsigned) as folder:
         measured = recipe if folder is None else dataclasses.replace(recipe, cache_dir=folder)
         report = startup.run(measured, settings, display.PlainProgress())
-    publish(report, plot, output)
+    publish(report, plot, output, json)
     for row in report.rows:
         if isinstance(row, startup.StartupRow) and row.start == "warm":
             enforce_budget(row.stage_seconds, budget_seconds)

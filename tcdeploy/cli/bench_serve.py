@@ -20,6 +20,7 @@ from tcdeploy.cli.bench_options import (
     parse_rate,
     publish_document,
 )
+from tcdeploy.cli.report_options import Json
 from tcdeploy.planning.extras import require_extra
 
 
@@ -115,6 +116,7 @@ def serve(
     ] = None,
     output: Output = None,
     seed: Seed = ServeSettings.seed,
+    json: Json = False,
 ) -> None:
     """Measure throughput and latencies of any OpenAI-compatible server."""
     require_extra("serve", "send requests to a server")
@@ -128,14 +130,14 @@ def serve(
         ttft_limit=ttft_limit, tpot_limit=tpot_limit, plot=plot, compare=tuple(compare or ()), output=output, seed=seed,
     )  # fmt: skip
     if settings.sweep:
-        _sweep(settings)
+        _sweep(settings, json)
         return
     from tcdeploy.bench import serving
 
-    publish_document(serving.run(settings), output)
+    publish_document(serving.run(settings), output, json)
 
 
-def _sweep(settings: ServeSettings) -> None:
+def _sweep(settings: ServeSettings, as_json: bool) -> None:
     """Documents to compare are read first, so that an error in them is found before the run."""
     from tcdeploy.bench import sweep
     from tcdeploy.cli import display
@@ -143,7 +145,7 @@ def _sweep(settings: ServeSettings) -> None:
     progress = display.PlainProgress()
     compared = {path: sweep.read_points(path) for path in settings.compare}
     report = sweep.run(settings, lambda rate: progress.stage(f"{rate:g} requests/s"))
-    publish_document(report, settings.output)
+    publish_document(report, settings.output, as_json)
     if settings.plot is not None:
         from tcdeploy.bench.plot import draw_rates
 

@@ -13,7 +13,6 @@ import typer
 
 from tcdeploy.cli.cache_target import (
     BundleFile,
-    Json,
     Target,
     TrustCacheDir,
     is_cache_folder,
@@ -22,6 +21,7 @@ from tcdeploy.cli.cache_target import (
 )
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.remote_cache import AllowRollback, AllowUnsigned, TrustedKeys
+from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import IntegrityError, MismatchError, TcdeployError, ThresholdError, UsageError
 from tcdeploy.planning.environment import installed_versions
 from tcdeploy.planning.recipe import Recipe, build_recipe
@@ -217,31 +217,37 @@ def _replay(folder: Path, plan_key: str, model: str | None) -> list[BucketReplay
 
 def generate_key(
     name: Annotated[Path, typer.Argument(help="NAME.key and NAME.pub are written", metavar="NAME")],
+    json: Json = False,
 ) -> None:
     """Generate a key pair for signing bundles. Keep NAME.key secret, and distribute NAME.pub."""
     from tcdeploy.cache import signing
+    from tcdeploy.cli import cache_display
 
-    print(f"{name}.key {name}.pub {signing.generate_key(name)}")
+    cache_display.show_key_pair(name, signing.generate_key(name), json)
 
 
 def sign(
     file: BundleFile,
     key: Annotated[Path, typer.Option("--key", help="Secret key to sign with", metavar="NAME.key")],
+    json: Json = False,
 ) -> None:
     """Sign a bundle in place."""
     from tcdeploy.bundle.pack import add_signature
+    from tcdeploy.cli import cache_display
 
     add_signature(file, key)
-    print(f"{file} is signed")
+    cache_display.show_signed(file, key, json)
 
 
 def trust(
     name: Annotated[str, typer.Argument(help="Name for the signer, shown by verify", metavar="NAME")],
     file: Annotated[Path, typer.Argument(help="Public key", metavar="FILE.pub")],
     trusted_keys: TrustedKeys = None,
+    json: Json = False,
 ) -> None:
     """Trust bundles that are signed with this key."""
     from tcdeploy.cache import signing
+    from tcdeploy.cli import cache_display
 
     key = signing.trust(name, file, trusted_keys or signing.default_trusted_keys_folder())
-    print(f"{key.name} {key.fingerprint} is trusted")
+    cache_display.show_trusted(key, json)

@@ -102,6 +102,46 @@ def _format_pushed(pushed: PushResult) -> str:
     return f"{pushed.url} {'already present' if pushed.already_present else 'pushed'}, {_mb(pushed.bytes)} MB"
 
 
+def show_pulled(url: str, path: Path, json: bool) -> None:
+    """`url` contains no secrets."""
+    size = path.stat().st_size
+    if json:
+        print(json_document("cache pull", url=url, path=str(path), bytes=size))
+    else:
+        print(f"{path}: {size} bytes, digest verified")
+
+
+def show_bundles(urls: list[str], plan_key: str, json: bool) -> None:
+    """`urls` contain no secrets."""
+    if json:
+        print(json_document("cache find", plan_key=plan_key, bundles=[{"url": url} for url in urls]))
+        return
+    for url in urls:
+        print(url)
+
+
+def show_key_pair(name: Path, fingerprint: str, json: bool) -> None:
+    secret, public = f"{name}.key", f"{name}.pub"
+    if json:
+        print(json_document("cache keygen", secret_key=secret, public_key=public, fingerprint=fingerprint))
+    else:
+        print(f"{secret} {public} {fingerprint}")
+
+
+def show_signed(bundle: Path, secret_key: Path, json: bool) -> None:
+    if json:
+        print(json_document("cache sign", path=str(bundle), secret_key=str(secret_key)))
+    else:
+        print(f"{bundle} is signed")
+
+
+def show_trusted(key: TrustedKey, json: bool) -> None:
+    if json:
+        print(json_document("cache trust", signer=dataclasses.asdict(key)))
+    else:
+        print(f"{key.name} {key.fingerprint} is trusted")
+
+
 def show_verified(
     target: Path, verified: list[VerifiedPlan], replays: dict[str, list[BucketReplay]], json: bool
 ) -> None:
@@ -190,11 +230,20 @@ def show_plans(plans: list[CachedPlan], json: bool) -> None:
 def plans_table(plans: Sequence[CachedPlan]) -> Table:
     rows = [
         (
-            plan.plan_key, plan.model, plan.dtype, plan.mode, " ".join(plan.buckets), str(plan.files), _mb(plan.bytes),
-            _mb(plan.unique_bytes), _age(plan.age_seconds), f"{plan.cold_seconds:.0f}", _plan_state(plan),
+            plan.plan_key,
+            plan.model,
+            plan.compute_dtype,
+            plan.mode,
+            " ".join(plan.buckets),
+            str(plan.files),
+            _mb(plan.bytes),
+            _mb(plan.unique_bytes),
+            _age(plan.age_seconds),
+            f"{plan.cold_seconds:.0f}",
+            _plan_state(plan),
         )
         for plan in plans
-    ]  # fmt: skip
+    ]
     return Table(PLAN_COLUMNS, rows)
 
 

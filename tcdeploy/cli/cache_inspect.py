@@ -9,16 +9,19 @@ from typing import Annotated
 import typer
 
 from tcdeploy.cli.cache_target import (
+    CacheDir,
     Folder,
-    Json,
+    OptionalFolder,
     Target,
     TrustCacheDir,
+    find_cache_folder,
     original_recipe,
     read_manifests,
     read_single_manifest,
     require_cache_folder,
 )
 from tcdeploy.cli.options import RecipeOptions, recipe_options_command
+from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import MismatchError, UsageError
 
 UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "s": 1, "min": 60, "h": 3600, "d": 86400}
@@ -56,20 +59,20 @@ def why(options: RecipeOptions, target: Target, json: Json = False) -> None:
         )
 
 
-def list_cache(folder: Folder, json: Json = False) -> None:
+def list_cache(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """List the plans in a cache folder."""
     from tcdeploy.cache.inventory import list_plans
     from tcdeploy.cli import cache_display
 
-    cache_display.show_plans(list_plans(require_cache_folder(folder)), json)
+    cache_display.show_plans(list_plans(find_cache_folder(folder, cache_dir)), json)
 
 
-def disk_usage(folder: Folder, json: Json = False) -> None:
+def disk_usage(folder: OptionalFolder = None, cache_dir: CacheDir = None, json: Json = False) -> None:
     """Show the disk usage of a cache folder by kind of file."""
     from tcdeploy.cache.inventory import usage_by_kind
     from tcdeploy.cli import cache_display
 
-    cache_display.show_usage(usage_by_kind(require_cache_folder(folder)), json)
+    cache_display.show_usage(usage_by_kind(find_cache_folder(folder, cache_dir)), json)
 
 
 def collect_garbage(

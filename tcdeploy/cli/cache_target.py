@@ -8,12 +8,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tcdeploy.errors import UsageError
+from tcdeploy.planning.environment import default_cache_dir
 
 if TYPE_CHECKING:
     from tcdeploy.cache.manifest import Manifest
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")]
 Folder = Annotated[Path, typer.Argument(help="Cache folder", metavar="FOLDER", show_default=False)]
+OptionalFolder = Annotated[
+    Path | None,
+    typer.Argument(help="Cache folder; default: that of --cache-dir", metavar="FOLDER", show_default=False),
+]
+CacheDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-dir",
+        help="Cache folder, as in `warm` and `serve`; default: the folder that they use",
+        envvar="TCDEPLOY_CACHE_DIR",
+        show_default=False,
+    ),
+]
 TrustCacheDir = Annotated[
     bool,
     typer.Option(
@@ -34,6 +47,11 @@ def require_cache_folder(folder: Path) -> Path:
     if not is_cache_folder(folder):
         raise UsageError(f"{folder} is not a cache folder", "name one that tcdeploy filled, such as ~/.cache/tcdeploy")
     return folder
+
+
+def find_cache_folder(folder: Path | None, cache_dir: Path | None) -> Path:
+    """FOLDER, else --cache-dir, else the default folder. Raises UsageError if it is not a cache folder."""
+    return require_cache_folder(folder or (cache_dir or Path(default_cache_dir())).expanduser())
 
 
 def read_manifests(target: Path) -> list[Manifest]:

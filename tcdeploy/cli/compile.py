@@ -9,6 +9,7 @@ import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -16,12 +17,12 @@ from tcdeploy.planning.recipe import Recipe
 @recipe_command
 def compile_model(
     recipe: Recipe,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")] = False,
+    dry_run: DryRun = False,
     explain_breaks: Annotated[
         bool, typer.Option("--explain-breaks", help="Print each graph break with its location and reason, and exit")
     ] = False,
     budget: Budget = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
+    json: Json = False,
 ) -> None:
     """Compile MODEL and report the speed-up, the difference from eager execution and the memory of each bucket."""
     from tcdeploy.cli import display

@@ -1,8 +1,8 @@
 """Terminal output: the plan, progress per bucket, and reports. The only module that imports rich.
 
 Progress goes to stderr: bars on a terminal, one line per finished step otherwise. Reports go to stdout; with --json a
-report is a single JSON document, and stdout holds nothing else. rich is imported when bars or a table are drawn: that
-takes 0.1 s, and a server without a terminal draws neither.
+report is a single JSON document, and stdout holds nothing else (report_options.py). rich is imported when bars or a
+table are drawn: that takes 0.1 s, and a server without a terminal draws neither.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from tcdeploy.cache.manifest import BucketRecord
     from tcdeploy.compiler.explain import GraphBreak
     from tcdeploy.deployment import Deployment
+    from tcdeploy.engine.sequence import NewToken
     from tcdeploy.planning.plan import Plan
 
 JSON_SCHEMA = 2  # raise when a key of any report is renamed or removed
@@ -171,12 +172,16 @@ def show_warm_report(deployment: Deployment, as_json: bool) -> None:
     print(f'next: tcdeploy generate {_carried_arguments()} "This module provides"')
 
 
-def show_server_is_ready(deployment: Deployment, address: str, example: str) -> None:
+def show_server_is_ready(deployment: Deployment, address: str, example: str, as_json: bool) -> None:
     """Print the warm-up table, the address and an example request. After an eager start there is no table yet.
 
     A server that cannot write to stdout prints a warning to stderr and keeps serving.
     """
     try:
+        if as_json:
+            _print_report("serve", deployment, address=address)
+            sys.stdout.flush()
+            return
         if deployment.swaps is None:
             show_table(warm_table(deployment.records))
             _print_totals(deployment)
@@ -190,13 +195,22 @@ def show_server_is_ready(deployment: Deployment, address: str, example: str) -> 
         print(f"warning: {error.message}; ready: {address}", file=sys.stderr)
 
 
-def show_bench(tables: list[Table], remarks: list[str], document: str) -> None:
-    """Print tables and remarks to stderr, the JSON document to stdout."""
-    for table in tables:
-        show_table(table, sys.stderr)
-    for remark in remarks:
-        show_sentence(remark, sys.stderr)
-    print(document)
+def show_bench(tables: list[Table], remarks: list[str], document: str, as_json: bool) -> bool:
+    """Print tables and remarks, or the JSON document. Returns whether the document was printed.
+
+    On a terminal stdout has one of them. Otherwise it has the document, and stderr has the tables.
+    """
+    is_terminal = sys.stdout.isatty()
+    prints_document = as_json or not is_terminal
+    if not (as_json and is_terminal):
+        out = sys.stdout if is_terminal else sys.stderr
+        for table in tables:
+            show_table(table, out)
+        for remark in remarks:
+            show_sentence(remark, out)
+    if prints_document:
+        print(document)
+    return prints_document
 
 
 def _explain_parity(records: Sequence[BucketRecord]) -> str:
@@ -318,7 +332,21 @@ def draw_table(table: Table, width: int | None, out: TextIO) -> None:
         print("\n".join(wrap(f"omitted at a width of {width}: {', '.join(layout.omitted)}", width)), file=out)
 
 
-def _print_report(command: str, deployment: Deployment) -> None:
+def show_completion(deployment: Deployment, text: str, prompt_tokens: int, tokens: Sequence[NewToken]) -> None:
+    """Print the result of `generate --json`."""
+    _print_report(
+        "generate",
+        deployment,
+        text=text,
+        finish_reason=tokens[-1].finish_reason,
+        prompt_tokens=prompt_tokens,
+        output_tokens=len(tokens),
+        token_ids=[token.token_id for token in tokens],
+    )
+
+
+def _print_report(command: str, deployment: Deployment, **more: Any) -> None:
+    """The document of a start, and `more` of the command."""
     _print_json(
         command,
         plan=dataclasses.asdict(deployment.plan),
@@ -327,6 +355,7 @@ def _print_report(command: str, deployment: Deployment) -> None:
         weights_read=None if deployment.weights_read is None else dataclasses.asdict(deployment.weights_read),
         workspace_bytes=deployment.workspace_bytes,
         buckets=[dataclasses.asdict(record) for record in deployment.records],
+        **more,
     )
 
 

@@ -9,6 +9,7 @@ import typer
 
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.report_options import Json
 from tcdeploy.engine.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
@@ -45,6 +46,7 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Random seed for sampling")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
     budget: Budget = None,
+    json: Json = False,
 ) -> None:
     """Generate a continuation of PROMPT with MODEL."""
     from tcdeploy.cli import display
@@ -79,9 +81,17 @@ def generate(
     token_ids = chat_prompt(tokenizer, text) if chat else tokenizer(text).input_ids
     params = _sampling_params(deployment, flags, len(token_ids))
     detokenizer = IncrementalDetokenizer(tokenizer)
+    pieces, tokens = [], []
     for token in deployment.engine.stream([token_ids], params):
-        print(detokenizer.push(token.token_id), end="", flush=True)
-    print(detokenizer.finish())
+        pieces.append(detokenizer.push(token.token_id))
+        tokens.append(token)
+        if not json:
+            print(pieces[-1], end="", flush=True)
+    pieces.append(detokenizer.finish())
+    if json:
+        display.show_completion(deployment, "".join(pieces), len(token_ids), tokens)
+    else:
+        print(pieces[-1])
 
 
 def _sampling_params(deployment: Deployment, flags: dict[str, Any], prompt_length: int) -> SamplingParams:

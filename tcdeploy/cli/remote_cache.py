@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import BundleFile, Json, read_single_manifest
+from tcdeploy.cli.cache_target import BundleFile, read_single_manifest
+from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -96,16 +97,18 @@ def pull(
     ],
     out: Annotated[Path, typer.Option("--out", "-o", help="File to write", metavar="FILE.tcb")],
     allow_rollback: AllowRollback = False,
+    json: Json = False,
 ) -> None:
     """Pull a bundle, and check it against the digest in its name.
 
     If FILE.tcb is a bundle of the same plan, it is replaced only by one that is not older.
     """
     from tcdeploy.bundle.compare import check_not_older
+    from tcdeploy.cli import cache_display
     from tcdeploy.remote import transfer
 
     transfer.pull(url, out, None if allow_rollback else lambda pulled: check_not_older(pulled, out))
-    print(f"{out}: {out.stat().st_size} bytes, digest verified")
+    cache_display.show_pulled(transfer.redacted(url), out, json)
 
 
 def find(
@@ -113,9 +116,10 @@ def find(
     plan: Annotated[
         str, typer.Option("--plan", help="Key of the plan, as cache ls and --json reports print it", metavar="KEY")
     ],
+    json: Json = False,
 ) -> None:
     """List the bundles of a plan, newest first. Printed URLs do not contain the secrets of URL."""
+    from tcdeploy.cli import cache_display
     from tcdeploy.remote import transfer
 
-    for bundle_url in transfer.find(url, plan):
-        print(transfer.redacted(bundle_url))
+    cache_display.show_bundles([transfer.redacted(bundle_url) for bundle_url in transfer.find(url, plan)], plan, json)

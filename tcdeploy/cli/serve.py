@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 import sys
+from json import dumps
 from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
@@ -20,6 +21,7 @@ from tcdeploy.cli.remote_cache import (
     fetch_cache,
     require_cache_from,
 )
+from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
@@ -142,6 +144,8 @@ def serve(
     allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
     budget: Budget = None,
+    dry_run: DryRun = False,
+    json: Json = False,
 ) -> None:
     """Serve MODEL with OpenAI's API. /ready returns 200 once every bucket is warm and checked.
 
@@ -179,6 +183,15 @@ def serve(
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     model_names = served_model_name or [served_name or recipe.model]
+    if dry_run and (budget or cache_from):
+        raise UsageError("--dry-run excludes --budget and --cache-from", "remove --dry-run")
+    if dry_run:
+        with display.show_progress():
+            from tcdeploy.pipeline import decide
+
+            plan = decide(recipe, needs_tokenizer=True).plan
+        display.show_plan(plan, json)
+        return
     require_extra("serve", "serve a model")
     if log_format != "off":
         enable_access_log()
@@ -209,9 +222,7 @@ def serve(
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
-            body = json.dumps({"model": settings.model, "prompt": "This module provides", "max_tokens": 16})
-            example = f"curl {address}/v1/completions -H 'content-type: application/json' -d '{body}'"
-            display.show_server_is_ready(deployment, address, example)
+            display.show_server_is_ready(deployment, address, _example(settings, address), json)
 
         start_renderer()
         drop_unread_messages()
@@ -221,6 +232,16 @@ def serve(
 
     remove_own_staging_folders()  # os._exit runs no exit handlers
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
+
+
+def _example(settings: ServerSettings, address: str) -> str:
+    """A request to the server as a shell command, with a placeholder for the API key."""
+    body = {"model": settings.model, "prompt": "This module provides", "max_tokens": 16}
+    headers = ["content-type: application/json"]
+    if settings.api_keys:
+        headers.append("authorization: Bearer API_KEY")
+    options = [word for header in headers for word in ("-H", header)]
+    return shlex.join(["curl", f"{address}/v1/completions", *options, "-d", dumps(body)])
 
 
 def _parse_choice(option: str, value: str, choices: tuple[ChoiceT, ...]) -> ChoiceT:

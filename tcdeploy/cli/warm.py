@@ -18,6 +18,7 @@ from tcdeploy.cli.remote_cache import (
     push_cache,
     require_cache_from,
 )
+from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.errors import ThresholdError, UsageError
 from tcdeploy.planning.recipe import Recipe
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 @recipe_command
 def warm(
     recipe: Recipe,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and exit")] = False,
+    dry_run: DryRun = False,
     missed_shapes: Annotated[
         str | None,
         typer.Option(
@@ -50,7 +51,7 @@ def warm(
     allow_unsigned: AllowUnsigned = False,
     allow_rollback: AllowRollback = False,
     trusted_keys: TrustedKeys = None,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON document to stdout")] = False,
+    json: Json = False,
 ) -> None:
     """Compile, capture and check every bucket of MODEL, and keep the programs in the cache folder.
 

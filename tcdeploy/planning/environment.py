@@ -176,8 +176,17 @@ def detect_environment() -> Environment:
         flash_packages=installed_flash_packages(),
         install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
         inductor_cache_dir=_requested_inductor_cache_dir(),
-        user_cache_dir=os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache"),
+        user_cache_dir=_user_cache_dir(),
     )
+
+
+def default_cache_dir() -> str:
+    """The cache folder of a recipe without `cache_dir`, as `decide_cache_dir` (plan.py) chooses it. Needs no torch."""
+    return _requested_inductor_cache_dir() or f"{_user_cache_dir()}/tcdeploy"
+
+
+def _user_cache_dir() -> str:
+    return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
 
 
 def _requested_inductor_cache_dir() -> str:

@@ -309,6 +309,17 @@ def test_the_command_packs_a_folder_and_reports_the_bundle(
     assert plain.returncode == 0 and f"{len(KINDS)} files, " in plain.stdout
 
 
+def test_a_remote_folder_is_filled_listed_and_pulled_with_documents(
+    run_cli: Callable[..., Any], small: Packed, tmp_path: Path
+) -> None:
+    store, target = tmp_path / "store", str(tmp_path / "pulled.tcb")
+    pushed = json.loads(run_cli("cache", "push", str(small.bundle), str(store), "--json").stdout)
+    listed = json.loads(run_cli("cache", "find", str(store), "--plan", small.key, "--json").stdout)
+    assert (listed["plan_key"], listed["bundles"]) == (small.key, [{"url": pushed["url"]}])
+    pulled = json.loads(run_cli("cache", "pull", pushed["url"], "-o", target, "--json").stdout)
+    assert (pulled["path"], pulled["url"], pulled["bytes"]) == (target, pushed["url"], pushed["bytes"])
+
+
 def test_the_command_exits_with_5_for_a_damaged_cache(
     run_cli: Callable[..., Any], small: Packed, tmp_path: Path
 ) -> None:

@@ -459,6 +459,12 @@ def test_the_commands_ls_du_and_gc(run_cli: Callable[..., Any], three: tuple[Pat
     assert [
         plan["plan_key"] for plan in json.loads(run_cli("cache", "ls", str(folder), "--json").stdout)["plans"]
     ] == keys
+    (plan, *_) = json.loads(run_cli("cache", "ls", "--cache-dir", str(folder), "--json").stdout)["plans"]
+    assert plan["plan_key"] == keys[0] and plan["dtype"] == plan["compute_dtype"]
+    assert keys[0] in run_cli("cache", "ls", TCDEPLOY_CACHE_DIR=str(folder)).stdout
+    assert keys[0] in run_cli("cache", "ls", TORCHINDUCTOR_CACHE_DIR=str(folder)).stdout
+    unfilled = run_cli("cache", "ls")
+    assert unfilled.returncode == 2 and "/.cache/tcdeploy is not a cache folder" in unfilled.stderr
     assert json.loads(run_cli("cache", "du", str(folder), "--json").stdout)["kinds"]["compiled C++"]["bytes"] == 3000
     dry = run_cli("cache", "gc", str(folder), "--older-than", "3d", "--dry-run")
     assert "would remove 2 plans, 2 files" in dry.stdout and keys_in(folder) == keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -253,6 +254,19 @@ def test_the_commands_create_trust_and_use_a_key_pair(
     assert (tmp_path / ".config" / "tcdeploy" / "trusted" / "me.pub").exists()
     result = run_cli("cache", "verify", str(bundle))
     assert result.returncode == 0 and "signed by me" in result.stdout
+
+
+def test_the_commands_of_keys_print_documents(run_cli: Callable[..., Any], small: Packed, tmp_path: Path) -> None:
+    bundle, secret, public = tmp_path / "x.tcb", str(tmp_path / "me.key"), str(tmp_path / "me.pub")
+    pack(small.folder, small.key, bundle)
+    created = json.loads(run_cli("cache", "keygen", str(tmp_path / "me"), "--json").stdout)
+    assert (created["secret_key"], created["public_key"]) == (secret, public)
+    signed = json.loads(run_cli("cache", "sign", str(bundle), "--key", secret, "--json").stdout)
+    assert (signed["command"], signed["path"], signed["secret_key"]) == ("cache sign", str(bundle), secret)
+    trusted = json.loads(run_cli("cache", "trust", "me", public, "--json").stdout)
+    assert trusted["signer"] == {"name": "me", "fingerprint": created["fingerprint"]}
+    verified = json.loads(run_cli("cache", "verify", str(bundle), "--json").stdout)
+    assert verified["plans"][0]["signer"] == trusted["signer"]
 
 
 def test_the_commands_report_errors_without_a_traceback(
