@@ -14,13 +14,14 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy import __version__
 from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.docstrings import restore_docstring
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
 from tcdeploy.errors import BrokenPipe, TcdeployError
 from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
+
+PROGRAM = "tcdeploy"  # also after `python -m tcdeploy`; the shell's completion is set up for this name
 
 
 class _Commands(LazyGroup):
@@ -37,25 +38,32 @@ class _Commands(LazyGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    name="tcdeploy",
+    name=PROGRAM,
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
-    context_settings={"max_content_width": 100},  # click wraps help at 80 columns by default
+    context_settings={"max_content_width": sys.maxsize},  # as wide as the terminal; click's default is 80 columns
 )
 
 
 def _print_version(value: bool) -> None:
     if value:
-        print(f"tcdeploy {__version__}")
+        from tcdeploy.cli.version import version_lines
+
+        print("\n".join(version_lines()))
         raise typer.Exit()
 
 
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit")
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions of tcdeploy, Python, torch, Triton and transformers, and the GPU",
+        ),
     ] = False,
 ) -> None:
     """Take a Hugging Face causal LM to a compiled, warmed deployment in plain PyTorch.
@@ -75,7 +83,7 @@ def main() -> None:
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
         try:
-            app()
+            app(prog_name=PROGRAM)
         except SystemExit:
             sys.stdout.flush()
             raise

@@ -43,7 +43,7 @@ def generate(
         float | None,
         typer.Option(help=_help("Sample from the most likely tokens whose probabilities add up to this", "top_p")),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Random seed for sampling")] = None,
+    seed: Annotated[int | None, typer.Option(help="Random seed for sampling", rich_help_panel="Text")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template to PROMPT")] = False,
     budget: Budget = None,
     json: Json = False,

@@ -12,18 +12,30 @@ from typing import Any, Literal
 
 from typer.core import TyperArgument, TyperCommand, TyperOption
 
+from tcdeploy.cli.completion import complete_values
+from tcdeploy.cli.help_panels import help_all_option, write_panels
 from tcdeploy.planning.recipe import field_type
 
 NUMBER_PATTERNS = {int: re.compile("-?[0-9]{1,18}"), float: re.compile(r"-?[0-9]{1,18}(\.[0-9]{1,18})?")}
 
 
 class HelpWithoutConversion:
-    """Base class of commands and groups. The default of --help is False, so that it need not be converted."""
+    """Base class of commands and groups. The default of a switch is False, so that it need not be converted.
+
+    typer's default of --help, --install-completion and --show-completion is None, which it would convert to False.
+    """
+
+    def get_params(self, ctx: Any) -> Any:
+        parameters = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False) and parameter.callback is not None and parameter.default is None:
+                parameter.default = False
+        return parameters
 
     def get_help_option(self, ctx: Any) -> Any:
         option = super().get_help_option(ctx)  # type: ignore[misc]
         if option is not None:
-            option.default = False  # typer's is None, which it would convert to False
+            option.default = False
         return option
 
 
@@ -35,7 +47,13 @@ class Command(HelpWithoutConversion, TyperCommand):
         hints = typing.get_type_hints(attributes["callback"])
         for parameter in self.params:
             if isinstance(parameter, TyperArgument | TyperOption) and parameter.callback is None:
-                _replace_conversion(parameter, field_type(hints[str(parameter.name)]))
+                kind = field_type(hints[str(parameter.name)])
+                _replace_conversion(parameter, kind)
+                complete_values(parameter, kind)
+        self.params.append(help_all_option())
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        write_panels(self.get_params(ctx), ctx, formatter)
 
 
 def _replace_conversion(parameter: TyperArgument | TyperOption, kind: Any) -> None:

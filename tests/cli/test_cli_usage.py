@@ -340,7 +340,7 @@ def test_recipes_lists_every_recipe_with_its_model() -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_each_recipe_flag_shows_its_help_default_and_variable(command: str) -> None:
-    completed = run(command, "--help")
+    completed = run(command, "--help-all")
     assert (completed.returncode, completed.stderr) == (0, "")
     paragraphs = re.split(r"\n  (?=-)", completed.stdout)
     entries = {re.match(r"--[\w-]+", text)[0]: " ".join(text.split()) for text in paragraphs if text.startswith("--")}

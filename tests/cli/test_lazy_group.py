@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -108,13 +109,24 @@ def outcome(cls: type[TyperCommand], function: Callable[..., None], arguments: t
     return result.exit_code, result.output
 
 
+def entries(help_text: str) -> set[str]:
+    """Arguments and options with their descriptions, each as one line."""
+    paragraphs = re.split(r"\n  (?=\S)", re.sub(r"\n\n\w+:(?=\n)", "", help_text))
+    return {" ".join(text.split()) for text in paragraphs[1:]}
+
+
+def test_the_help_has_the_entries_of_typer_and_help_all() -> None:
+    (code, ours), (_, expected) = (outcome(cls, convert, ("--help",)) for cls in (Command, TyperCommand))
+    assert code == 0 and "--count <int> [default: 3]" in entries(expected)
+    assert entries(ours) == entries(expected) | {"--help-all Show all options and their variables"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "code"),
     [
         ((".", "x"), 0),
         ((".",), 2),
         ((), 2),
-        (("--help",), 0),
         ((".", "x", "--count", "7", "--fraction", "2", "--kind", "warm", "--limit", "-1", "--switch"), 0),
         ((".", "x", "--count", "1.0", "--fraction", "1e-3", "--limit", " 4 "), 0),
         ((".", "x", "--names", "a", "--names", "b", "--no-switch"), 0),
