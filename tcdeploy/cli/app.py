@@ -18,6 +18,7 @@ from tcdeploy.cli.deprecated import replace_renamed_flags
 from tcdeploy.cli.docstrings import restore_docstring
 from tcdeploy.cli.lazy_group import LazyGroup
 from tcdeploy.cli.process import configure_process
+from tcdeploy.cli.text_input import check_encoding
 from tcdeploy.errors import BrokenPipe, TcdeployError
 from tcdeploy.planning.interpreter import WITHOUT_DOCSTRINGS
 
@@ -82,6 +83,7 @@ def main() -> None:
         restore_docstring(root)
     sys.argv[1:] = replace_renamed_flags(sys.argv[1:])
     try:
+        check_encoding(sys.argv[1:], os.environ)
         try:
             app(prog_name=PROGRAM)
         except SystemExit:

@@ -10,6 +10,7 @@ import typer
 from tcdeploy.cli.budget import Budget, enforce_budget, parse_budget
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.report_options import Json
+from tcdeploy.cli.text_input import read_text
 from tcdeploy.engine.sequence import DEFAULTS, SamplingParams
 from tcdeploy.errors import UsageError
 from tcdeploy.gc_policy import freeze_gc_after_startup
@@ -64,7 +65,7 @@ def generate(
         raise UsageError("no prompt was given", 'tcdeploy generate MODEL "Once upon a time"')
     if prompt == "-" and sys.stdin is None:
         raise UsageError("the prompt is read from stdin, which is closed", 'tcdeploy generate MODEL "Once upon a time"')
-    text = sys.stdin.read() if prompt == "-" else prompt
+    text = read_text(sys.stdin) if prompt == "-" else prompt
     if chat:
         start_renderer()
     with display.show_progress() as progress:

@@ -36,6 +36,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 ChoiceT = TypeVar("ChoiceT", bound=str)
 
 
+MAX_PORT = 65535
+
+
 @recipe_command
 def serve(
     recipe: Recipe,
@@ -162,6 +165,8 @@ def serve(
         raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
     if ssl_keyfile is not None and ssl_certfile is None:
         raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
+    if not 0 <= port <= MAX_PORT:
+        raise UsageError(f"--port is {port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
     if not canary_interval >= 0:  # NaN included
         raise UsageError(
             f"--canary-interval is {canary_interval}; it must be 0 or more seconds",
@@ -222,7 +227,7 @@ def serve(
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
-            display.show_server_is_ready(deployment, address, _example(settings, address), json)
+            display.show_server_is_ready(deployment, address, example_request(settings, address), json)
 
         start_renderer()
         drop_unread_messages()
@@ -234,7 +239,7 @@ def serve(
     os._exit(code)  # the engine thread may be inside a step, so a normal exit could hang
 
 
-def _example(settings: ServerSettings, address: str) -> str:
+def example_request(settings: ServerSettings, address: str) -> str:
     """A request to the server as a shell command, with a placeholder for the API key."""
     body = {"model": settings.model, "prompt": "This module provides", "max_tokens": 16}
     headers = ["content-type: application/json"]

@@ -308,7 +308,7 @@ def translate_error(model: str, error: Exception) -> TcdeployError:
     if names & _NETWORK_ERRORS or "couldn't connect" in text or "offline mode" in text.lower():
         return NetworkError(
             f"{model} is not a local folder, and the hub cannot be reached",
-            "check the network, pass a local folder, or try: tcdeploy compile builtin:tiny",
+            "check the network, or pass a local folder or builtin:tiny as MODEL",
         )
     if known := recognise(model, error):
         return known

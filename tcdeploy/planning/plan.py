@@ -324,7 +324,9 @@ def _check_max_consecutive_prefills(recipe: Recipe) -> None:
 
 def _decide_device(recipe: Recipe, environment: Environment, decisions: list[Decision]) -> Device:
     if recipe.device == "cuda" and not environment.gpus:
-        raise UsageError("device cuda was requested, but torch sees no GPU", "tcdeploy compile ... --device cpu")
+        raise UsageError(
+            "device cuda was requested, but torch sees no GPU", "remove --device cuda, or pass --device cpu"
+        )
     if recipe.device:
         reason = "requested"
     elif environment.gpus:

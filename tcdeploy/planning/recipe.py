@@ -148,7 +148,9 @@ def build_recipe(
     merged.update(_validate(_from_environment(environ), "environment"))
     merged.update(_validate({key: value for key, value in flags.items() if value is not None}, "flags"))
     if "model" not in merged:
-        raise RecipeError("no model was named", "give one: tcdeploy compile builtin:tiny, or --recipe NAME")
+        raise RecipeError(
+            "no model was named", "give a Hub id, a local folder or builtin:tiny as MODEL, or pass --recipe NAME"
+        )
     return Recipe(**merged)
 
 

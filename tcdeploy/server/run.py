@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
@@ -87,11 +88,19 @@ def _refuse_password() -> str:
 
 
 def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens on this address. Raises UsageError, whose hint names the option to change."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, OverflowError) as error:
-        raise UsageError(f"cannot listen on {host} port {port}: {error}", "--port 0 selects a free port") from error
+        is_host = isinstance(error, socket.gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL
+        raise UsageError(
+            f"cannot listen on {host} port {port}: {getattr(error, 'strerror', None) or error}",
+            "--host 127.0.0.1 listens on this machine only, --host 0.0.0.0 on all interfaces; "
+            "--port 0 selects a free port"
+            if is_host
+            else "--port 0 selects a free port",
+        ) from error
 
 
 class _Server:

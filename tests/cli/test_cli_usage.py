@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import re
+import shlex
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +28,11 @@ from tcdeploy import errors
 from tcdeploy.cli import app as cli
 from tcdeploy.cli.options import recipe_command
 from tcdeploy.cli.process import LOGGER_NAME
+from tcdeploy.cli.serve import example_request
+from tcdeploy.cli.text_input import read_text
 from tcdeploy.planning.recipe import Recipe
+from tcdeploy.server.run import _listen
+from tcdeploy.server.settings import ServerSettings
 
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "recipes").glob("*.yaml"))
@@ -88,6 +94,62 @@ def test_the_hint_for_a_missing_model_shows_how_to_name_one() -> None:
         error, hint = refused(command, runner=runner)
         assert "no model" in error
         assert "builtin:tiny" in hint and "--recipe" in hint
+
+
+def test_hints_do_not_name_another_command() -> None:
+    for command in ("serve", "warm", "generate"):
+        _, hint = refused(command, *(["--recipe", "/no/such.yaml"] if command == "generate" else []))
+        assert "tcdeploy compile" not in hint
+
+
+def test_a_port_outside_the_range_is_refused() -> None:
+    for port in ("-1", "65536"):
+        error, hint = refused("serve", "builtin:tiny", "--port", port)
+        assert error == f"--port is {port}; it must be 0 to 65535" and "--port 0" in hint
+
+
+def test_an_address_that_cannot_be_bound_names_the_option_to_change() -> None:
+    taken = socket.create_server(("127.0.0.1", 0))
+    with taken, pytest.raises(errors.UsageError) as busy:
+        _listen("127.0.0.1", taken.getsockname()[1])
+    assert busy.value.hint == "--port 0 selects a free port"
+    for host, reason in (("192.0.2.1", "Cannot assign requested address"), ("no such host", "not known")):
+        with pytest.raises(errors.UsageError) as unknown:
+            _listen(host, 0)
+        assert f"cannot listen on {host} port 0: " in unknown.value.message and reason in unknown.value.message
+        assert "--host 127.0.0.1" in unknown.value.hint and "--port 0" in unknown.value.hint
+
+
+def test_the_example_request_has_a_placeholder_for_the_key() -> None:
+    address = "http://127.0.0.1:8000"
+    words = shlex.split(example_request(ServerSettings(model="it's", api_key="secret"), address))
+    assert words[:2] == ["curl", f"{address}/v1/completions"] and "authorization: Bearer API_KEY" in words
+    assert json.loads(words[-1])["model"] == "it's" and not any("secret" in word for word in words)
+    assert "authorization" not in example_request(ServerSettings(model="m"), address)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "source"),
+    [
+        (("warm", "\udcff"), {}, "argument 2"),
+        (("generate", "builtin:tiny", "a\udcfe"), {}, "argument 3"),
+        (("warm", "builtin:tiny"), {"TCDEPLOY_CACHE_DIR": "/x\udcff"}, "the variable TCDEPLOY_CACHE_DIR"),
+    ],
+)
+def test_text_that_is_not_utf8_is_refused(arguments: tuple[str, ...], environ: dict[str, str], source: str) -> None:
+    error, hint = refused(*arguments, **environ)
+    assert error.startswith(f"{source} is not valid UTF-8: byte 0xf") and "UTF-8" in hint
+
+
+@pytest.mark.parametrize("decoding", ["strict", "surrogateescape"])
+def test_a_prompt_on_stdin_that_is_not_utf8_is_refused(decoding: str) -> None:
+    """Python decodes stdin strictly in a UTF-8 locale, and with surrogates in the C locale."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"a\xc3\xa9\xff"), encoding="utf-8", errors=decoding)
+    with pytest.raises(errors.UsageError) as error:
+        read_text(stdin)
+    assert error.value.message == "stdin is not valid UTF-8: byte 0xff at position 3"
+    assert error.value.exit_code == 2
+    assert read_text(io.TextIOWrapper(io.BytesIO("aé".encode()), encoding="utf-8", errors=decoding)) == "aé"
 
 
 def test_an_unknown_recipe_names_the_nearest() -> None:
