@@ -24,8 +24,9 @@ PANELS = {
     ),
     "Text": ("max_new_tokens", "temperature", "top_k", "top_p", "chat"),
     "Server": (
-        "host", "port", "url", "api_key", "served_model_name", "served_model", "label", "start", "max_queued",
-        "stall_timeout", "drain_timeout", "canary_interval", "canary_strict",
+        "host", "port", "url", "api_key", "served_model_name", "served_model", "label", "start",
+        "log_requests", "log_level", "metrics_prefix", "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
+        "max_queued", "stall_timeout", "drain_timeout", "canary_interval", "canary_strict",
     ),
     "Measurement": (
         "source", "bundle", "context_length", "repeats", "steps", "warm_runs", "prompt_length", "breakdown", "baseline",
@@ -48,9 +49,11 @@ PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names}
 ADVANCED = {
     "load_format", "generation_config", "tune_seconds", "region", "graphs", "shapes", "mixed_steps",
     "itl_target", "max_consecutive_prefills", "block_size", "kv_blocks", "stall_timeout", "canary_interval",
-    "canary_strict", "on_bad_cache", "trust_cache_dir", "allow_rollback",
+    "canary_strict", "on_bad_cache", "trust_cache_dir", "allow_rollback", "log_level", "metrics_prefix",
+    "allowed_origins", "root_path", "ssl_certfile", "ssl_keyfile",
 }  # fmt: skip
-ENVIRONMENT_NOTE = re.compile(r" \[env: TCDEPLOY_\w+\]")
+# Of the options of a recipe (options.py), and those that typer writes, alone or before the default.
+ENVIRONMENT_NOTE = re.compile(r" +\[env(?: var)?: TCDEPLOY_\w+\]|(?<=\[)env var: TCDEPLOY_\w+; ")
 MIN_ADVANCED = 6  # of a command with fewer, all options are shown
 ALL_KEY = "tcdeploy.help_all"  # in the context's meta
 
@@ -103,6 +106,4 @@ def write_panels(parameters: Iterable[Any], ctx: Any, formatter: Any) -> None:
                 formatter.write_dl(records)
     if hidden:
         formatter.write_paragraph()
-        formatter.write_text(
-            f"--help-all shows {len(hidden)} more options, and the environment variables of the options of a recipe."
-        )
+        formatter.write_text(f"--help-all shows {len(hidden)} more options, and the environment variables of options.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shlex
 import sys
@@ -27,16 +28,13 @@ from tcdeploy.errors import UsageError
 from tcdeploy.models.chat_template import start_renderer
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
-from tcdeploy.server.settings import METRICS_PREFIX_PATTERN, RequestLogFormat, ServerSettings, StartTier
+from tcdeploy.server.settings import RequestLogFormat, ServerSettings, StartTier, check_settings
 
 if TYPE_CHECKING:
     from tcdeploy.deployment import Deployment
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 ChoiceT = TypeVar("ChoiceT", bound=str)
-
-
-MAX_PORT = 65535
 
 
 @recipe_command
@@ -51,6 +49,7 @@ def serve(
     api_key: Annotated[
         list[str],
         typer.Option(
+            metavar="KEY",
             help="API key that requests must send; repeat it for several keys; default: none required",
             envvar="TCDEPLOY_API_KEY",
         ),
@@ -58,6 +57,7 @@ def serve(
     served_model_name: Annotated[
         list[str],
         typer.Option(
+            metavar="NAME",
             help="Model name in the API, default: MODEL; repeat it for further names",
             envvar="TCDEPLOY_SERVED_MODEL_NAME",
         ),
@@ -66,24 +66,34 @@ def serve(
         list[str],
         typer.Option(
             "--allowed-origins",
+            metavar="ORIGIN",
             help="Origin of web pages that may call the server (CORS), such as https://app.example.com, or * for all; "
             "repeat it for several",
             envvar="TCDEPLOY_ALLOWED_ORIGINS",
         ),
     ] = [],  # noqa: B006
     root_path: Annotated[
-        str, typer.Option(help="Path below which a proxy serves this server, such as /llm", envvar="TCDEPLOY_ROOT_PATH")
+        str,
+        typer.Option(
+            metavar="PATH",
+            help="Path below which a proxy serves this server, such as /llm",
+            envvar="TCDEPLOY_ROOT_PATH",
+        ),
     ] = ServerSettings.root_path,
     ssl_certfile: Annotated[
         str | None,
         typer.Option(
-            help="PEM file with the certificate chain; the server then speaks HTTPS", envvar="TCDEPLOY_SSL_CERTFILE"
+            metavar="FILE",
+            help="PEM file with the certificate chain; the server then speaks HTTPS",
+            envvar="TCDEPLOY_SSL_CERTFILE",
         ),
     ] = ServerSettings.ssl_certfile,
     ssl_keyfile: Annotated[
         str | None,
         typer.Option(
-            help="PEM file with the private key; default: it is in --ssl-certfile", envvar="TCDEPLOY_SSL_KEYFILE"
+            metavar="FILE",
+            help="PEM file with the private key; default: it is in --ssl-certfile",
+            envvar="TCDEPLOY_SSL_KEYFILE",
         ),
     ] = ServerSettings.ssl_keyfile,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
@@ -139,7 +149,9 @@ def serve(
     metrics_prefix: Annotated[
         str,
         typer.Option(
-            help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM", envvar="TCDEPLOY_METRICS_PREFIX"
+            metavar="PREFIX",
+            help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM",
+            envvar="TCDEPLOY_METRICS_PREFIX",
         ),
     ] = ServerSettings.metrics_prefix,
     cache_from: CacheFrom = None,
@@ -158,36 +170,20 @@ def serve(
 
     require_cache_from(cache_from, allow_unsigned, allow_rollback)
     budget_seconds = parse_budget(budget)
-    if "" in api_key:
-        raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
-    root_path = root_path.rstrip("/")
-    if root_path and not root_path.startswith("/"):
-        raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
-    if ssl_keyfile is not None and ssl_certfile is None:
-        raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
-    if not 0 <= port <= MAX_PORT:
-        raise UsageError(f"--port is {port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
-    if not canary_interval >= 0:  # NaN included
-        raise UsageError(
-            f"--canary-interval is {canary_interval}; it must be 0 or more seconds",
-            "--canary-interval 0 disables the canary",
-        )
-    if canary_strict and not canary_interval:
-        raise UsageError(
-            "--canary-strict has no effect with --canary-interval 0",
-            "remove --canary-strict, or pass a --canary-interval above 0",
-        )
-    start_tier = _parse_start(start, canary_strict)
-    log_format: RequestLogFormat = _parse_choice("--log-requests", log_requests, get_args(RequestLogFormat))
-    set_log_level(_parse_choice("--log-level", log_level, LOG_LEVELS))
-    if not METRICS_PREFIX_PATTERN.fullmatch(metrics_prefix):
-        raise UsageError(
-            f"--metrics-prefix {metrics_prefix!r} cannot begin the name of a Prometheus metric",
-            "use letters, digits (not first), _ and :, such as vllm:",
-        )
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
     model_names = served_model_name or [served_name or recipe.model]
+    settings = ServerSettings(
+        host=host, port=port, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
+        allowed_origins=tuple(allowed_origins), root_path=root_path.rstrip("/"), ssl_certfile=ssl_certfile,
+        ssl_keyfile=ssl_keyfile, max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
+        canary_interval=canary_interval, canary_strict=canary_strict,
+        start=_parse_choice("--start", start, get_args(StartTier)),
+        log_requests=_parse_choice("--log-requests", log_requests, get_args(RequestLogFormat)),
+        metrics_prefix=metrics_prefix,
+    )  # fmt: skip
+    check_settings(settings)
+    set_log_level(_parse_choice("--log-level", log_level, LOG_LEVELS))
     if dry_run and (budget or cache_from):
         raise UsageError("--dry-run excludes --budget and --cache-from", "remove --dry-run")
     if dry_run:
@@ -198,21 +194,13 @@ def serve(
         display.show_plan(plan, json)
         return
     require_extra("serve", "serve a model")
-    if log_format != "off":
+    if settings.log_requests != "off":
         enable_access_log()
     with display.show_progress() as progress:
         from tcdeploy.server.hot_path import hot_path_from_environment
         from tcdeploy.server.run import run_server
 
-        settings = ServerSettings(
-            host=host, port=port, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
-            allowed_origins=tuple(allowed_origins), root_path=root_path, ssl_certfile=ssl_certfile,
-            ssl_keyfile=ssl_keyfile,
-            max_queued=max_queued, drain_timeout=drain_timeout, stall_timeout=stall_timeout,
-            canary_interval=canary_interval, canary_strict=canary_strict, start=start_tier,
-            log_requests=log_format, metrics_prefix=metrics_prefix,
-            hot_path=hot_path_from_environment(os.environ),
-        )  # fmt: skip
+        settings = dataclasses.replace(settings, hot_path=hot_path_from_environment(os.environ))
 
         def deploy() -> Deployment:
             fetch_seconds = 0.0
@@ -221,7 +209,7 @@ def serve(
             from tcdeploy.start import prepare
 
             deployment = prepare(
-                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=start_tier == "eager"
+                recipe, progress, trusted_keys=trusted_keys, needs_tokenizer=True, eager=settings.start == "eager"
             )
             enforce_budget({**deployment.stage_seconds, "fetch": fetch_seconds}, budget_seconds)
             return deployment
@@ -257,14 +245,3 @@ def _parse_choice(option: str, value: str, choices: tuple[ChoiceT, ...]) -> Choi
             f"{option} is {value!r}; it must be {', '.join(choices[:-1])} or {choices[-1]}", f"{option} {choices[0]}"
         )
     return choice
-
-
-def _parse_start(value: str, canary_strict: bool) -> StartTier:
-    """Raises UsageError for an unknown tier, and for an eager start that cannot check its health."""
-    tier: StartTier = _parse_choice("--start", value, get_args(StartTier))
-    if tier == "eager" and canary_strict:
-        raise UsageError(
-            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
-            "remove one of them",
-        )
-    return tier

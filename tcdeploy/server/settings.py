@@ -1,10 +1,15 @@
-"""Settings of `tcdeploy serve` other than the recipe. Their defaults are those of the command's options."""
+"""Settings of `tcdeploy serve` other than the recipe. Their defaults are those of the command's options.
+
+Does not import torch or the server's packages.
+"""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
 from typing import Literal
+
+from tcdeploy.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,6 +27,7 @@ class HotPath:
 
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
+MAX_PORT = 65535
 METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -47,3 +53,42 @@ class ServerSettings:
     log_requests: RequestLogFormat = "off"  # one line for each HTTP request
     metrics_prefix: str = "tcdeploy:"  # of the names in /metrics
     hot_path: HotPath = HotPath()
+
+
+def check_settings(settings: ServerSettings) -> None:
+    """Raise UsageError for values that are invalid, or that exclude each other."""
+    if "" in settings.api_keys:
+        raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
+    if not 0 <= settings.port <= MAX_PORT:
+        raise UsageError(f"--port is {settings.port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
+    root_path = settings.root_path
+    if root_path and not root_path.startswith("/"):
+        raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
+    if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
+        raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
+    if not METRICS_PREFIX_PATTERN.fullmatch(settings.metrics_prefix):
+        raise UsageError(
+            f"--metrics-prefix {settings.metrics_prefix!r} cannot begin the name of a Prometheus metric",
+            "use letters, digits (not first), _ and :, such as vllm:",
+        )
+    _check_canary(settings)
+
+
+def _check_canary(settings: ServerSettings) -> None:
+    if not settings.canary_interval >= 0:  # NaN included
+        raise UsageError(
+            f"--canary-interval is {settings.canary_interval}; it must be 0 or more seconds",
+            "--canary-interval 0 disables the canary",
+        )
+    if not settings.canary_strict:
+        return
+    if not settings.canary_interval:
+        raise UsageError(
+            "--canary-strict has no effect with --canary-interval 0",
+            "remove --canary-strict, or pass a --canary-interval above 0",
+        )
+    if settings.start == "eager":
+        raise UsageError(
+            "--start eager excludes --canary-strict: the canary can be recorded only after eager steps are replaced",
+            "remove one of them",
+        )

@@ -122,7 +122,7 @@ def test_an_address_that_cannot_be_bound_names_the_option_to_change() -> None:
 
 def test_the_example_request_has_a_placeholder_for_the_key() -> None:
     address = "http://127.0.0.1:8000"
-    words = shlex.split(example_request(ServerSettings(model="it's", api_key="secret"), address))
+    words = shlex.split(example_request(ServerSettings(model="it's", api_keys=("secret",)), address))
     assert words[:2] == ["curl", f"{address}/v1/completions"] and "authorization: Bearer API_KEY" in words
     assert json.loads(words[-1])["model"] == "it's" and not any("secret" in word for word in words)
     assert "authorization" not in example_request(ServerSettings(model="m"), address)

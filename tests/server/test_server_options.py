@@ -28,8 +28,10 @@ from tests.server.test_api import loading_state, send_request
 
 ORIGIN = "https://app.example.com"
 RECIPE_FIELDS = {field.name for field in dataclasses.fields(Recipe)} | {"recipe"}
-# Options about the cache, which `serve` shares with `warm`, and the deprecated one.
-SHARED_OPTIONS = {"cache_from", "allow_unsigned", "allow_rollback", "trusted_keys", "budget", "served_name"}
+# Options that `serve` shares with other commands, and the deprecated one.
+SHARED_OPTIONS = {
+    "cache_from", "allow_unsigned", "allow_rollback", "trusted_keys", "budget", "served_name", "dry_run", "json",
+}  # fmt: skip
 
 
 def settings_state(**settings: Any) -> Any:
