@@ -1,8 +1,9 @@
 """Plots of a benchmark report. Needs matplotlib (extra `plot`), which settings.py checks before the benchmark runs.
 
-decode: throughput by batch size, beside the floor. prefill: time to first token by prompt length, which shows where
-prompts become compute-bound. throughput: the wait of each request, and the number of running requests over time.
-startup: seconds per stage. serve: latencies over the request rate, one line per server.
+decode: throughput by batch size, beside its ceiling, which follows from the floor of a step's time. prefill: time to
+first token by prompt length, which shows where prompts become compute-bound. throughput: the wait of each request, and
+the number of running requests over time. startup: seconds per stage. serve: latencies over the request rate, one line
+per server.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from tcdeploy.bench.report import TCDEPLOY, FailedRow, Report
 from tcdeploy.bench.sweep import RatePoint
 
 LIMIT_STYLE = {"linestyle": ":", "color": "gray", "label": "limit"}
-FLOOR_STYLE = {"linestyle": "--", "color": "gray", "label": "floor"}
+BOUND_STYLE = {"linestyle": "--", "color": "gray"}
 
 
 def draw(report: Report, path: str) -> None:
     """Write the plot in the format of the file's suffix. Needs no display."""
+    draw_figure(report).savefig(path, dpi=150)
+
+
+def draw_figure(report: Report) -> Any:
+    """The plot as a figure of matplotlib."""
     from matplotlib.figure import Figure
 
     panels = 2 if report.command == "throughput" else 1
@@ -27,8 +33,14 @@ def draw(report: Report, path: str) -> None:
     axes = figure.subplots(1, panels, squeeze=False)[0]
     _PLOTTERS[report.command](report, axes)
     model = str(report.plan["model"]).rstrip("/").rpartition("/")[2]  # the last part of a hub id or path
-    figure.suptitle(f"{model} on {report.environment['gpu'] or report.environment['cpu']}", fontsize=10)
-    figure.savefig(path, dpi=150)
+    figure.suptitle(f"{model} on {_device(report.environment)}", fontsize=10)
+    return figure
+
+
+def _device(environment: dict[str, Any]) -> str:
+    """The GPU's name, or that of the CPU with its vector instructions."""
+    cpu = f"{environment.get('cpu_name') or 'a CPU'} ({environment['cpu']})"
+    return str(environment["gpu"]) or cpu
 
 
 def draw_rates(points: Sequence[RatePoint], limits: tuple[float, float], path: str) -> None:
@@ -62,7 +74,12 @@ def _draw_decode(report: Report, axes: Any) -> None:
         measured = [row for row in rows if row.tokens_per_second]
         axes[0].plot([row.batch for row in measured], [row.tokens_per_second for row in measured], "o-", label=subject)
     bounded = [row for row in _by_subject(report)[TCDEPLOY] if row.floor_ms]
-    axes[0].plot([row.batch for row in bounded], [row.batch / row.floor_ms * 1e3 for row in bounded], **FLOOR_STYLE)
+    axes[0].plot(
+        [row.batch for row in bounded],
+        [row.batch / row.floor_ms * 1e3 for row in bounded],
+        **BOUND_STYLE,
+        label="ceiling",
+    )
     _set_log_scale(axes[0], sorted({row.batch for rows in _by_subject(report).values() for row in rows}))
     _label_axis(axes[0], "sequences in the batch", "output tokens per second")
 
@@ -71,13 +88,15 @@ def _draw_prefill(report: Report, axes: Any) -> None:
     for subject, rows in _by_subject(report).items():
         axes[0].plot([row.tokens for row in rows], [row.first_token_ms.p50 for row in rows], "o-", label=subject)
     bounded = [row for row in _by_subject(report)[TCDEPLOY] if row.floor_ms]
-    axes[0].plot([row.tokens for row in bounded], [row.floor_ms for row in bounded], **FLOOR_STYLE)
+    axes[0].plot([row.tokens for row in bounded], [row.floor_ms for row in bounded], **BOUND_STYLE, label="floor")
     _set_log_scale(axes[0], sorted({row.tokens for rows in _by_subject(report).values() for row in rows}))
     _label_axis(axes[0], "tokens in the prompt", "ms to the first token, median")
 
 
 def _draw_throughput(report: Report, axes: Any) -> None:
     """Time to first token of each request, over the time of that token, and the number of running requests."""
+    from matplotlib.ticker import MaxNLocator
+
     for subject, rows in _by_subject(report).items():
         for row in rows:
             first_tokens = [first_token for _, first_token, _ in row.request_timings]
@@ -87,6 +106,8 @@ def _draw_throughput(report: Report, axes: Any) -> None:
                 seconds, running, _ = zip(*row.timeline, strict=True)
                 axes[1].step(seconds, running, where="post", label=subject)
     _label_axis(axes[0], "seconds", "ms to the first token")
+    axes[1].yaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[1].set_ylim(bottom=0)
     _label_axis(axes[1], "seconds", "requests running")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tcdeploy.errors import TcdeployError
-from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.environment import Environment, cpu_name
 from tcdeploy.planning.plan import Plan
 
 TCDEPLOY = "tcdeploy"
@@ -61,7 +61,7 @@ class Report:
 
 
 def describe_environment(environment: Environment) -> dict[str, Any]:
-    return {name: getattr(environment, name) for name in ENVIRONMENT_FIELDS}
+    return {**{name: getattr(environment, name) for name in ENVIRONMENT_FIELDS}, "cpu_name": cpu_name()}
 
 
 def describe_plan(plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,12 @@ KIND_COLUMNS = (
     Column("sampling", rank=4),
     Column("other", rank=3),
 )
+BASELINE_MEANINGS = {
+    "eager": "transformers' model with its own attention (SDPA) in a plain loop; the uncompiled steps that `compile` "
+    "times use the plan's attention instead",
+    "generate": "transformers' model with its own attention (SDPA), run by its `generate` with a static cache",
+    "region": "attention and MLP compiled as regions of their own, with a CUDA graph for each",
+}
 ServeColumn: TypeAlias = tuple[Column, Callable[[Any], str]]  # a column, and its cell of a row
 
 
@@ -47,6 +53,8 @@ def remarks(report: Report) -> list[str]:
         if not getattr(row, "kind", ""):  # rows of a kind repeat requests of the row before
             failures.update(getattr(row, "failures", {}))
     lines += [f"failed requests: {count} x {failure}" for failure, count in failures.items()]
+    subjects = dict.fromkeys(row.subject for row in report.rows)
+    lines += [f"{name}: {BASELINE_MEANINGS[name]}" for name in subjects if name in BASELINE_MEANINGS]
     lines += report.extra.get("notes", [])
     machine = report.extra.get("machine")
     if machine:

@@ -17,7 +17,8 @@ Baseline = Annotated[
     list[str] | None,
     typer.Option(
         metavar="|".join(BASELINES),
-        help="Also measure transformers (eager, generate) or region graphs; may be repeated",
+        help="Also measure transformers' model with its own attention (eager: in a plain loop; generate: by its "
+        "`generate`), or attention and MLP as regions with CUDA graphs of their own; may be repeated",
     ),
 ]
 Plot = Annotated[str | None, typer.Option(help="Write a plot to this .png, .svg or .pdf file", metavar="FILE")]

@@ -153,7 +153,11 @@ def show_compile_report(deployment: Deployment, as_json: bool) -> None:
     show_table(compile_table(deployment.records))
     contexts = sorted({record.timed_context for record in deployment.records if record.timed_context}, reverse=True)
     lengths = " and ".join(str(context) for context in contexts)
-    show_sentence(f"ms: median of whole steps, decode at a context of {lengths} tokens")
+    show_sentence(
+        f"ms: median of whole steps, decode at a context of {lengths} tokens; uncompiled: the same steps with the "
+        "plan's attention, without torch.compile and CUDA graphs, while `bench decode --baseline eager` times "
+        "transformers' own attention"
+    )
     show_sentence(_explain_parity(deployment.records))
     skipped = sum(record.cudagraph_skips for record in deployment.records)
     if skipped:

@@ -23,7 +23,7 @@ COMPILE_COLUMNS = (
     Column("compile s", rank=3),
     Column("cache", "name"),
     Column("programs", rank=5),
-    Column("eager ms", rank=1),
+    Column("uncompiled ms", rank=1),
     Column("compiled ms"),
     Column("speed-up"),
     *PARITY_COLUMNS,

@@ -279,6 +279,18 @@ def _version(distribution: str) -> str:
         return ""
 
 
+def cpu_name() -> str:
+    """The CPU's model as Linux names it, or what Python knows of it. No cache factor: `Environment.cpu` is."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
+            for line in file:
+                if line.startswith("model name"):
+                    return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
 def _driver_version() -> str:
     return _first_output_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tcdeploy.bench.decode import DecodeRow
-from tcdeploy.bench.plot import draw, draw_rates
+from tcdeploy.bench.plot import draw, draw_figure, draw_rates
 from tcdeploy.bench.prefill import PrefillRow
 from tcdeploy.bench.report import FailedRow, Report, Row
 from tcdeploy.bench.startup import StartupRow
@@ -48,6 +49,34 @@ def test_every_report_can_be_plotted(command: str, suffix: str, tmp_path: Path) 
     begins = path.read_bytes()[:60]
     assert begins.startswith(b"\x89PNG" if suffix == ".png" else b"<?xml")
     assert path.stat().st_size > 5000
+
+
+def figure_of(command: str, environment: dict[str, str]) -> Any:
+    return draw_figure(Report(command, environment, {"model": "m"}, {}, ROWS[command]))
+
+
+def labels(axis: Any) -> list[str]:
+    return [text.get_text() for text in axis.get_legend().get_texts()]
+
+
+def test_an_upper_bound_is_a_ceiling_and_a_lower_bound_a_floor() -> None:
+    on_gpu = {"gpu": "H100", "cpu": "AVX512"}
+    assert labels(figure_of("decode", on_gpu).axes[0]) == ["tcdeploy", "eager", "ceiling"]
+    assert labels(figure_of("prefill", on_gpu).axes[0]) == ["tcdeploy", "eager", "floor"]
+
+
+def test_the_ticks_of_running_requests_are_whole_numbers() -> None:
+    axis = figure_of("throughput", {"gpu": "H100", "cpu": "AVX512"}).axes[1]
+    ticks = [float(tick) for tick in axis.get_yticks()]
+    assert axis.get_ylim()[1] < 2 and all(tick.is_integer() for tick in ticks) and 0 in ticks
+
+
+def test_the_title_names_the_gpu_or_the_cpu() -> None:
+    titles = [
+        figure_of("startup", {"gpu": gpu, "cpu": "AVX512", "cpu_name": "AMD EPYC"}).get_suptitle()
+        for gpu in ("H100", "")
+    ]
+    assert titles == ["m on H100", "m on AMD EPYC (AVX512)"]
 
 
 def test_latencies_of_two_servers_can_be_plotted_over_the_rate(tmp_path: Path) -> None:

@@ -124,6 +124,8 @@ def test_decode_beside_every_baseline(run_cli: RunCLI, shared_cache: str, tmp_pa
     assert subjects == [(name, 2) for name in ("tcdeploy", "eager", "generate", "region")]
     assert any(note.startswith("region: graphs is none") for note in document["notes"])
     assert any(note.startswith("generate: not compiled") for note in document["notes"])
+    assert document["environment"]["cpu_name"]
+    assert "eager: transformers' model with its own attention (SDPA) in a plain loop" in completed.stderr
     header = next(line for line in completed.stderr.splitlines() if "ms per step" in line)
     assert "of floor" in header and "per 1M tok" in header
     subjects = [line.split()[0] for line in completed.stderr.splitlines() if "%" in line]
