@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -40,6 +38,7 @@ from tcdeploy.models.load import config_to_dict
 from tcdeploy.models.short_config import layers_to_keep, shorten_config
 from tcdeploy.planning.architecture import Architecture
 from tcdeploy.planning.environment import Environment
+from tcdeploy.planning.host import count_cores
 from tcdeploy.planning.memory import DTYPE_BYTES, gib
 from tcdeploy.planning.plan import Bucket, Plan
 from tcdeploy.planning.recipe import Recipe
@@ -55,7 +54,6 @@ MIN_WEIGHT_BYTES = 1 << 30
 COPY_FACTOR = 2
 HOST_BYTES_PER_PROCESS = 4 << 30  # about: torch, transformers and the compilers that Inductor starts
 MAX_WORKERS = 4  # more would compete for the GPU and for the lock of the cache folder
-CPU_QUOTA = Path("/sys/fs/cgroup/cpu.max")
 log = logging.getLogger("tcdeploy.pipeline")
 
 
@@ -216,16 +214,6 @@ def _max_shares(plan: Plan) -> int:
     """The number of buckets but the largest, which one more worker may share with ahead-of-time programs."""
     others = len(plan.buckets) - 1
     return others + 1 if plan.programs == "aot" and others else others
-
-
-def count_cores() -> int:
-    """CPU cores that this process may use: by its affinity, and by the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    try:
-        quota, period = CPU_QUOTA.read_text().split()
-        return cores if quota == "max" else min(cores, int(quota) // int(period))
-    except (OSError, ValueError, ZeroDivisionError):
-        return cores
 
 
 def count_spare_bytes(plan: Plan, environment: Environment, early_bytes: int = 0) -> int:

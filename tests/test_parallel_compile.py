@@ -20,7 +20,6 @@ from tcdeploy.parallel_compile import (
     MIN_WEIGHT_BYTES,
     OneProcess,
     ShortCopy,
-    count_cores,
     count_spare_bytes,
     share_buckets,
     start_workers,
@@ -246,17 +245,6 @@ def test_a_small_model_is_compiled_in_one_process() -> None:
     assert share_buckets(recipe, small, COPY, 16, 25 * GIB, 128 * GIB) == OneProcess(
         "the model has 512.0 MiB of weights; workers need 1.00 GiB"
     )
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("max 100000", None), ("250000 100000", 2), ("junk", None)])
-def test_the_quota_of_a_container_limits_the_cores(
-    quota: str, cores: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(64)))
-    monkeypatch.setattr(parallel_compile, "CPU_QUOTA", tmp_path / "cpu.max")
-    assert count_cores() == 64, "no file"
-    (tmp_path / "cpu.max").write_text(quota)
-    assert count_cores() == (cores or 64)
 
 
 class FakeWorker:

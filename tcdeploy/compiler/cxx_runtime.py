@@ -14,6 +14,7 @@ import functools
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
 from tcdeploy.errors import CompileError
 from tcdeploy.torch_compat.compiler_queries import cpp_compiler
@@ -34,15 +35,30 @@ def check_cxx_runtime() -> None:
         )
 
 
-@functools.cache
-def links_runtime_statically(compiler: str) -> bool:
-    """False also if it cannot link the probe: then it will fail on the first package, and torch reports the reason."""
+class CompilerProbe(NamedTuple):
+    """failure: why the compiler could not link the probe; "" if it could."""
+
+    failure: str
+    links_runtime_statically: bool = False
+
+
+def probe_compiler(compiler: str) -> CompilerProbe:
+    """Link the probe with `compiler`. Raises OSError if there is no writable temporary folder, or no such program."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "probe.cpp"), Path(folder, "probe.so")
         source.write_text(PROBE)
         command = [compiler, "-shared", "-fPIC", "-o", str(library), str(source)]
         try:
-            linked = subprocess.run(command, capture_output=True, timeout=PROBE_SECONDS)
+            linked = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=PROBE_SECONDS)
         except subprocess.TimeoutExpired:
-            return False
-        return linked.returncode == 0 and not any(name in library.read_bytes() for name in RUNTIME_NAMES)
+            return CompilerProbe(f"it did not finish within {PROBE_SECONDS} s")
+        if linked.returncode:
+            lines = linked.stderr.strip().splitlines() or [f"it exited with status {linked.returncode}"]
+            return CompilerProbe(next((line for line in lines if "error" in line), lines[0]))
+        return CompilerProbe("", not any(name in library.read_bytes() for name in RUNTIME_NAMES))
+
+
+@functools.cache
+def links_runtime_statically(compiler: str) -> bool:
+    """False also if it cannot link the probe: then it will fail on the first package, and torch reports the reason."""
+    return probe_compiler(compiler).links_runtime_statically

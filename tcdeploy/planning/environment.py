@@ -20,10 +20,10 @@ import sysconfig
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from tcdeploy.planning.backends import BACKENDS, Backend
+from tcdeploy.planning.host import host_memory_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,25 +171,26 @@ def detect_environment() -> Environment:
         gpus=gpus,
         cpu=torch.backends.cpu.get_cpu_capability(),
         cpu_threads=torch.get_num_threads(),
-        host_memory_bytes=_host_memory_bytes(),
+        host_memory_bytes=host_memory_bytes(),
         compiler=_first_output_line("g++", "--version"),
         flash_packages=installed_flash_packages(),
         install_paths=f"{sysconfig.get_path('include')} {os.path.dirname(torch.__file__)}",
-        inductor_cache_dir=_requested_inductor_cache_dir(),
-        user_cache_dir=_user_cache_dir(),
+        inductor_cache_dir=requested_inductor_cache_dir(),
+        user_cache_dir=user_cache_dir(),
     )
+
+
+def user_cache_dir() -> str:
+    """$XDG_CACHE_HOME, or ~/.cache."""
+    return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
 
 
 def default_cache_dir() -> str:
     """The cache folder of a recipe without `cache_dir`, as `decide_cache_dir` (plan.py) chooses it. Needs no torch."""
-    return _requested_inductor_cache_dir() or f"{_user_cache_dir()}/tcdeploy"
+    return requested_inductor_cache_dir() or f"{user_cache_dir()}/tcdeploy"
 
 
-def _user_cache_dir() -> str:
-    return os.environ.get("XDG_CACHE_HOME", "") or os.path.expanduser("~/.cache")
-
-
-def _requested_inductor_cache_dir() -> str:
+def requested_inductor_cache_dir() -> str:
     """The cache folder that the user has set in TORCHINDUCTOR_CACHE_DIR; empty if the user has set none.
 
     When torch 2.13 is imported, it sets the variable to torchinductor_USER in the temporary folder, and child processes
@@ -228,16 +229,6 @@ def installed_versions() -> dict[str, object]:
         "flash_packages": installed_flash_packages(),
         **({"gpu": gpu} if gpu else {}),
     }
-
-
-def _host_memory_bytes() -> int:
-    """Physical memory, or the container's limit if that is lower."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-    except OSError:
-        return physical
-    return min(physical, int(limit)) if limit.isdigit() else physical
 
 
 def installed_flash_packages() -> tuple[tuple[str, str], ...]:

@@ -380,15 +380,19 @@ def _make_buckets(recipe: Recipe, lengths: tuple[int, ...], batch_sizes: tuple[i
 
 def decide_cache_dir(recipe: Recipe, environment: Environment, decisions: list[Decision] | None = None) -> str:
     """The folder that the recipe or the environment names, or the default. Adds the decision to `decisions`."""
-    if recipe.cache_dir:
-        folder, reason = os.path.expanduser(recipe.cache_dir), "requested"
-    elif environment.inductor_cache_dir:
-        folder, reason = environment.inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was already set"
-    else:
-        folder, reason = f"{environment.user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
+    folder, reason = find_cache_dir(recipe.cache_dir, environment.inductor_cache_dir, environment.user_cache_dir)
     if decisions is not None:
         decisions.append(Decision("cache folder", folder, reason))
     return folder
+
+
+def find_cache_dir(requested: str | None, inductor_cache_dir: str, user_cache_dir: str) -> tuple[str, str]:
+    """The cache folder, and the reason for it. `requested`: in the recipe. The others are as in `Environment`."""
+    if requested:
+        return os.path.expanduser(requested), "requested"
+    if inductor_cache_dir:
+        return inductor_cache_dir, "TORCHINDUCTOR_CACHE_DIR was already set"
+    return f"{user_cache_dir}/tcdeploy", "default; use a separate folder for CI and images"
 
 
 def _explain_region_and_mode(recipe: Recipe, decisions: list[Decision]) -> None:
