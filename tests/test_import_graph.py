@@ -36,7 +36,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"eager_start"},
     {"packaged_start", "pipeline"},
     {"start"},
-    {"bundle", "server", "bench", "compile_worker"},
+    {"bundle", "server", "bench", "doctor", "compile_worker"},
     {"cli"},
     {"__main__"},
 )
@@ -57,6 +57,7 @@ TORCH_FREE = (
     "bench.client", "bench.goodput", "bench.lengths", "bench.loads", "bench.plot", "bench.serve_settings",
     "bench.serving", "bench.settings", "bench.stats", "bench.sweep", "bench.trace", "bench.traffic", "cli.bench_serve",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
+    "doctor.examination", "doctor.report", "planning.host", "cli.doctor", "cli.doctor_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"

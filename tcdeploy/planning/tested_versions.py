@@ -29,6 +29,12 @@ def untested_packages(versions: Mapping[str, str]) -> list[str]:
     return [package for package, version in versions.items() if version and not _is_tested(package, version)]
 
 
+def is_older_than_tested(package: str, version: str) -> bool:
+    """Whether a version is older than the oldest tested one. False for text that is not a version."""
+    number, oldest = _major_minor(version), _major_minor(TESTED_VERSIONS[package][0])
+    return number is not None and oldest is not None and number < oldest
+
+
 def _is_tested(package: str, version: str) -> bool:
     number = _major_minor(version)
     oldest, newest = map(_major_minor, TESTED_VERSIONS[package])

@@ -1,0 +1,1 @@
+"""Checks whether a machine can deploy models with tcdeploy: `tcdeploy doctor`."""

@@ -1,0 +1,94 @@
+"""Runs all checks, each in a thread, and sorts their results: findings first, those that stop a start before others.
+
+A check that raises an exception or hangs does not affect the others. Threads are needed because not every call can be
+given a time limit: the resolver of host names, or a file system whose server does not answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+
+from tcdeploy.doctor.cache_folder import check_cache_folder, check_leftovers, check_plans
+from tcdeploy.doctor.gpu import check_driver, check_gpus
+from tcdeploy.doctor.host import check_compiler, check_disk_space, check_host, check_temporary_folder
+from tcdeploy.doctor.network import check_hub, check_port
+from tcdeploy.doctor.packages import (
+    check_bytecode,
+    check_flash_packages,
+    check_internals,
+    check_python,
+    check_server_packages,
+    check_torch,
+    check_transformers,
+    check_triton,
+)
+from tcdeploy.doctor.result import Check, Request, Result, finding, unchecked
+from tcdeploy.doctor.torch_probe import PROBE_SECONDS
+from tcdeploy.doctor.variables import check_variables
+
+LIMIT_SECONDS = PROBE_SECONDS + 30
+# By name, in the order of the table. The first of two findings that are equally bad is the worse one.
+CHECKS: dict[str, Check] = {
+    "Python": check_python,
+    "torch": check_torch,
+    "Triton": check_triton,
+    "transformers": check_transformers,
+    "GPU": check_gpus,
+    "driver": check_driver,
+    "C++ compiler": check_compiler,
+    "temporary files": check_temporary_folder,
+    "cache folder": check_cache_folder,
+    "disk space": check_disk_space,
+    "plans": check_plans,
+    "leftovers": check_leftovers,
+    "variables": check_variables,
+    "private names": check_internals,
+    "bytecode": check_bytecode,
+    "flash-attn": check_flash_packages,
+    "host": check_host,
+    "server": check_server_packages,
+    "port": check_port,
+    "Hub": check_hub,
+}
+
+
+def examine(
+    request: Request, checks: Mapping[str, Check] = CHECKS, limit_seconds: float = LIMIT_SECONDS
+) -> list[Result]:
+    """The results of all checks, the worst first. Takes at most `limit_seconds`."""
+    outcomes: dict[str, list[Result]] = {}
+    threads = [
+        threading.Thread(target=_run, args=(name, check, request, outcomes), name=name, daemon=True)
+        for name, check in checks.items()
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + limit_seconds
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    results = [
+        replace(result, check=name) for name in checks for result in outcomes.get(name) or [_hanging(limit_seconds)]
+    ]
+    return sorted(results, key=_rank)
+
+
+def _run(name: str, check: Check, request: Request, outcomes: dict[str, list[Result]]) -> None:
+    try:
+        result = check(request)
+        outcomes[name] = result if isinstance(result, list) else [result]
+    except Exception as error:  # of any check, so that the others are reported
+        outcomes[name] = [unchecked(f"{type(error).__name__}: {error}")]
+
+
+def _hanging(seconds: float) -> Result:
+    return finding(
+        f"could not be checked: no result within {seconds:.0f} s",
+        "look for a network file system or a device that does not answer",
+    )
+
+
+def _rank(result: Result) -> tuple[bool, bool, bool]:
+    return (result.state != "finding", not result.is_blocking, result.state == "ok")

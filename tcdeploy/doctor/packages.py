@@ -1,0 +1,184 @@
+"""Checks of Python and the installed packages: versions, imports, bytecode, private names of other packages."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from tcdeploy.doctor.host import existing_parent
+from tcdeploy.doctor.result import Request, Result, blocking, finding, note, ok, unchecked
+from tcdeploy.errors import UsageError
+from tcdeploy.import_times import MANY_UNCOMPILED
+from tcdeploy.planning.backends import BACKENDS
+from tcdeploy.planning.environment import installed_flash_packages
+from tcdeploy.planning.extras import COMPILE_HINT, EXTRA_MODULES, is_installed
+from tcdeploy.planning.interpreter import check_docstrings_exist
+from tcdeploy.planning.tested_versions import is_older_than_tested, tested_range, untested_packages
+
+MAX_MISSING_NAMES = 5  # private names that are reported with their consequences
+
+
+def installed_version(package: str) -> str:
+    """ "" if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def check_python(request: Request) -> Result:
+    try:
+        check_docstrings_exist()
+    except UsageError as error:
+        return blocking(error.message, error.hint)
+    return ok(f"{platform.python_implementation()} {platform.python_version()}")
+
+
+def check_torch(request: Request) -> Result:
+    version = installed_version("torch")
+    if not version and not is_installed("torch"):
+        return blocking("torch is not installed", "install the PyTorch build for your GPU: https://pytorch.org")
+    if old := _too_old("torch", version):
+        return old
+    described = request.probe.sections.get("torch")
+    if described is None and not request.probe.fails("torch"):
+        return unchecked(request.probe.reason("torch"))
+    if described is None:
+        reason = request.probe.reason("torch")
+        return blocking(f"torch {version} cannot be imported: {reason}", "install torch again, or another build of it")
+    built_for = f"built for CUDA {described['cuda']}" if described["cuda"] else "built for CPUs"
+    return _with_tested_range("torch", f"{described['version']}, {built_for}")
+
+
+def check_triton(request: Request) -> Result:
+    version, needed = installed_version("triton"), _triton_version_of_torch()
+    has_gpu = bool((request.probe.sections.get("gpus") or {}).get("gpus"))
+    if not version:
+        install = f"pip install triton{f'=={needed}' if needed else ''}"
+        return blocking("Triton is not installed", install) if has_gpu else note("not installed; only GPUs need it")
+    if old := _too_old("triton", version):
+        return old
+    if needed and needed != version:
+        return finding(
+            f"Triton {version} is installed, and torch {installed_version('torch')} requires {needed}",
+            f"pip install triton=={needed}",
+        )
+    return _with_tested_range("triton", version)
+
+
+def check_transformers(request: Request) -> Result:
+    version = installed_version("transformers")
+    if not version:
+        return note("not installed: models start only from ahead-of-time packages", COMPILE_HINT)
+    if old := _too_old("transformers", version):
+        return old
+    if "transformers" in request.probe.sections:
+        return _with_tested_range("transformers", version)
+    reason = request.probe.reason("transformers")
+    if "torch" not in request.probe.sections or not request.probe.fails("transformers"):
+        return unchecked(reason)
+    return blocking(f"transformers {version} cannot be imported: {reason}", "pip install 'tcdeploy[compile]'")
+
+
+def check_server_packages(request: Request) -> Result:
+    missing = [name for name in EXTRA_MODULES["serve"] if not is_installed(name)]
+    if missing:
+        return note(f"not installed: {', '.join(missing)}; `serve` needs them", "pip install 'tcdeploy[serve]'")
+    return _with_tested_range("uvicorn", f"uvicorn {installed_version('uvicorn')}")
+
+
+def check_flash_packages(request: Request) -> Result:
+    packages = installed_flash_packages()
+    if not packages:
+        return ok("none; attention uses our Triton kernels on a GPU")
+    installed = ", ".join(f"{name} {version}" for name, version in packages)
+    gpus = (request.probe.sections.get("gpus") or {}).get("gpus")
+    if not gpus:
+        return note(f"{installed}; without a GPU they are not used")
+    majors = {name: BACKENDS[name].capability_majors for name, _ in packages}  # type: ignore[index]
+    unusable = [name for name, allowed in majors.items() if allowed and gpus[0]["capability"][0] not in allowed]
+    return note(f"{installed}; not for this GPU: {', '.join(unusable)}") if unusable else ok(installed)
+
+
+def check_internals(request: Request) -> Result | list[Result]:
+    missing = request.probe.sections.get("internals")
+    if missing is None:
+        return unchecked(request.probe.reason("internals"))
+    if not missing:
+        return ok("all that tcdeploy uses exist in the installed versions")
+    try:
+        tempfile.gettempdir()
+    except FileNotFoundError:
+        return unchecked("modules of torch cannot be imported without a writable folder for temporary files")
+    cure = f"install a tested version: torch {tested_range('torch')}, transformers {tested_range('transformers')}"
+    if len(missing) > MAX_MISSING_NAMES:
+        return finding(f"{len(missing)} are missing: {', '.join(name for name, _ in missing)}", cure)
+    return [finding(f"{name}: {consequence}", cure) for name, consequence in missing]
+
+
+def check_bytecode(request: Request) -> Result:
+    uncompiled = request.probe.sections.get("uncompiled")
+    if uncompiled is None:
+        return unchecked(request.probe.reason("uncompiled"))
+    return judge_bytecode(uncompiled, will_be_written=_bytecode_will_be_written())
+
+
+def judge_bytecode(uncompiled: dict[str, int], will_be_written: bool) -> Result:
+    """`uncompiled`: modules without bytecode by package, of those that a start imports."""
+    total = sum(uncompiled.values())
+    if total < MANY_UNCOMPILED:
+        return ok(f"{total or 'no'} imported modules without bytecode")
+    packages = sorted(uncompiled, key=lambda name: -uncompiled[name])[:3]
+    counts = ", ".join(f"{name} {uncompiled[name]}" for name in packages)
+    summary = f"{total} imported modules have no bytecode ({counts})"
+    if will_be_written:
+        return note(f"{summary}: the next start compiles them, which takes seconds")
+    return finding(
+        f"{summary}, so every start compiles them: up to 16 s",
+        "as the owner of the packages: env -u PYTHONDONTWRITEBYTECODE python -m compileall -q "
+        f"{_folder_of(packages[0])}; in an image, do not set PYTHONDONTWRITEBYTECODE",
+    )
+
+
+def _bytecode_will_be_written() -> bool:
+    """Whether a start keeps the bytecode of the packages that it imports."""
+    folder = sys.pycache_prefix or _folder_of("torch")
+    return not sys.dont_write_bytecode and os.access(existing_parent(folder), os.W_OK)
+
+
+def _folder_of(package: str) -> str:
+    """The folder that contains an installed package."""
+    spec = importlib.util.find_spec(package)
+    return str(Path(spec.origin).parent.parent) if spec is not None and spec.origin else "site-packages"
+
+
+def _too_old(package: str, version: str) -> Result | None:
+    if not version or not is_older_than_tested(package, version):
+        return None
+    return blocking(
+        f"{package} {version} is too old; tested are {tested_range(package)}",
+        f"pip install '{package}>={tested_range(package).partition(' ')[0]}'",
+    )
+
+
+def _with_tested_range(package: str, summary: str) -> Result:
+    """A note if the installed version is not a tested one."""
+    if untested_packages({package: installed_version(package)}):
+        return note(f"{summary}; not tested: the tested versions are {tested_range(package)}")
+    return ok(summary)
+
+
+def _triton_version_of_torch() -> str:
+    """The version of Triton that the installed torch requires; "" if it requires none."""
+    try:
+        requirements = importlib.metadata.requires("torch") or []
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+    matches = [re.match(r"triton\s*==\s*([\w.]+)", requirement) for requirement in requirements]
+    return next((match[1] for match in matches if match), "")

@@ -1,0 +1,82 @@
+"""What a check returns, and what it is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tcdeploy.doctor.torch_probe import TorchProbe, run_torch_probe
+from tcdeploy.planning.environment import requested_inductor_cache_dir, user_cache_dir
+from tcdeploy.planning.plan import find_cache_dir
+
+State = Literal["ok", "note", "finding"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """The result of one check.
+
+    state: `finding`: something is wrong, and `cure` says what to do. `note`: worth knowing, but no action is needed.
+    is_blocking: of a finding: a start fails or gives up, instead of being slower or less safe.
+    """
+
+    check: str
+    state: State
+    summary: str
+    cure: str = ""
+    is_blocking: bool = False
+
+
+def ok(summary: str) -> Result:
+    return Result("", "ok", summary)
+
+
+def note(summary: str, cure: str = "") -> Result:
+    return Result("", "note", summary, cure)
+
+
+def finding(summary: str, cure: str) -> Result:
+    """A start works, but is slower or less safe."""
+    return Result("", "finding", summary, cure)
+
+
+def blocking(summary: str, cure: str) -> Result:
+    """A start fails."""
+    return Result("", "finding", summary, cure, is_blocking=True)
+
+
+def unchecked(reason: str) -> Result:
+    return Result("", "note", f"could not be checked: {reason}")
+
+
+@dataclass(kw_only=True)
+class Request:
+    """What to check. Its checks run in several threads.
+
+    cache_dir: as --cache-dir; None: the folder that a start would use.
+    run_probe: describes torch and the GPUs. It is called once, by the first check that needs it.
+    """
+
+    cache_dir: str | None = None
+    is_trusted: bool = False
+    port: int = 0
+    is_offline: bool = False
+    run_probe: Callable[[], TorchProbe] = run_torch_probe
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+    _probe: TorchProbe | None = field(default=None, init=False)
+
+    @property
+    def probe(self) -> TorchProbe:
+        with self._lock:
+            if self._probe is None:
+                self._probe = self.run_probe()
+            return self._probe
+
+    @property
+    def cache_folder(self) -> str:
+        return find_cache_dir(self.cache_dir, requested_inductor_cache_dir(), user_cache_dir())[0]
+
+
+Check = Callable[[Request], Result | list[Result]]  # examination.py fills in the name of the check

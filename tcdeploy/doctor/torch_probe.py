@@ -1,0 +1,274 @@
+"""Describes torch, the packages that depend on it, and the GPUs. A process of its own imports them.
+
+A broken package or driver can end a process or make it hang, and an import of torch takes seconds. The process writes
+one JSON line per section to its stdout as soon as it has it, so what it found before it failed is known. It writes no
+bytecode, because modules without bytecode are counted.
+
+Does not import torch, except in the process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tcdeploy.planning.environment import Environment, parse_environment
+
+PACKAGE_PARENT = str(Path(__file__).resolve().parents[2])
+COMMAND = (
+    f"import sys; sys.path.insert(0, {PACKAGE_PARENT!r}); "
+    "from tcdeploy.doctor.torch_probe import write_sections; write_sections()"
+)
+PROBE_SECONDS = 120.0  # without bytecode, the imports take 20 s on two cores
+KILL_SECONDS = 5.0
+NVIDIA_SMI_SECONDS = 10.0
+GPU_QUERY = ("uuid", "name", "driver_version", "memory.total", "memory.used")
+
+
+@dataclass(frozen=True)
+class TorchProbe:
+    """What the process has found.
+
+    sections: by name, what each function of SECTIONS returned.
+    errors: by the name of a section, the exception that it raised.
+    failure: why the process did not finish; "" if it did.
+    failed_at: the section that did not finish; "" if the process could not be started.
+    """
+
+    sections: Mapping[str, Any]
+    errors: Mapping[str, str]
+    failure: str = ""
+    failed_at: str = ""
+
+    def fails(self, section: str) -> bool:
+        """Whether this section failed, and not an earlier one that ended the process."""
+        return section in self.errors or self.failed_at == section
+
+    def reason(self, section: str) -> str:
+        """Why a section is missing."""
+        return self.errors.get(section) or self.failure or "the process did not report it"
+
+    @property
+    def environment(self) -> Environment | None:
+        """This machine, as a plan sees it."""
+        values = self.sections.get("environment")
+        return None if values is None else parse_environment(values)
+
+
+@functools.cache
+def run_torch_probe(seconds: float = PROBE_SECONDS, command: str = COMMAND) -> TorchProbe:
+    """Run the process, and end it and its children after `seconds`. Runs it once per process of this package."""
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-B", "-c", command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return TorchProbe({}, {}, f"Python cannot be started: {error.strerror}")
+    atexit.register(_kill, process)  # if this process is interrupted
+    failure = ""
+    try:
+        out, err = process.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        failure = f"did not finish within {seconds:.0f} s"
+        _kill(process)
+        out, err = _read_rest(process)
+    documents = list(_parse_lines(out.decode(errors="replace")))
+    sections = {item["section"]: item["value"] for item in documents if "value" in item}
+    errors = {item["section"]: item["error"] for item in documents if "error" in item}
+    if process.returncode and not failure:
+        failure = _describe_exit(process.returncode, err.decode(errors="replace"))
+    if not failure:
+        return TorchProbe(sections, errors)
+    failed_at = next((name for name in SECTIONS if name not in sections and name not in errors), "")
+    return TorchProbe(sections, errors, f"the process that imports torch {failure} (at: {failed_at})", failed_at)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _read_rest(process: subprocess.Popen[bytes]) -> tuple[bytes, bytes]:
+    """The output of a killed process. A process that waits for a driver may not end."""
+    try:
+        return process.communicate(timeout=KILL_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        return error.stdout or b"", b""
+
+
+def _describe_exit(returncode: int, err: str) -> str:
+    if returncode < 0:
+        return f"was ended by signal {signal.Signals(-returncode).name}"
+    last_line = err.strip().splitlines()[-1:]
+    return ": ".join([f"exited with status {returncode}", *last_line])
+
+
+def _parse_lines(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        with contextlib.suppress(ValueError):
+            if isinstance(document := json.loads(line), dict) and document.get("section") in SECTIONS:
+                yield document
+
+
+# In the process
+
+
+def write_sections() -> None:
+    """Write each section to stdout. Whatever libraries write to stdout goes to stderr."""
+    from tcdeploy.import_times import ImportTimer
+
+    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    timer = ImportTimer()
+    for name, describe in SECTIONS.items():
+        try:
+            with timer.measure():
+                document = {"section": name, "value": describe(timer)}
+        except Exception as error:  # a broken package may raise any exception when it is imported
+            document = {"section": name, "error": _describe_error(error)}
+        out.write(json.dumps(document) + "\n")
+        out.flush()
+    out.close()
+    os._exit(0)  # libraries may crash or hang at exit
+
+
+def _describe_error(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:400]
+
+
+def _describe_driver(timer: Any) -> dict[str, Any]:
+    """Before torch creates a CUDA context, which would be counted as used memory."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={','.join(GPU_QUERY)}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
+        )  # fmt: skip
+    except FileNotFoundError:
+        return {"cuda": _driver_cuda_version(), "gpus": [], "error": "", "processes": []}
+    except subprocess.TimeoutExpired:
+        error = f"nvidia-smi did not answer within {NVIDIA_SMI_SECONDS:.0f} s"
+        return {"cuda": None, "gpus": [], "error": error, "processes": []}
+    gpus, error = [], ""
+    if done.returncode:
+        error = next(iter((done.stdout + done.stderr).strip().splitlines()), f"status {done.returncode}")
+    else:
+        rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
+        gpus = [dict(zip(GPU_QUERY, row, strict=True)) for row in rows if len(row) == len(GPU_QUERY)]
+    return {"cuda": _driver_cuda_version(), "gpus": gpus, "error": error, "processes": _gpu_processes()}
+
+
+def _gpu_processes() -> list[dict[str, str]]:
+    """The processes that use GPUs. A container sees those of other containers not at all, or with other numbers."""
+    names = ("gpu_uuid", "pid", "used_memory")
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-compute-apps={','.join(names)}", "--format=csv,noheader,nounits"],
+            capture_output=True, text=True, timeout=NVIDIA_SMI_SECONDS,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[value.strip() for value in line.split(",")] for line in done.stdout.splitlines()]
+    return [dict(zip(names, row, strict=True)) for row in rows if len(row) == len(names)]
+
+
+def _driver_cuda_version() -> list[int] | None:
+    """(major, minor) of the newest CUDA that the driver supports; None without a driver."""
+    import ctypes
+
+    from tcdeploy.torch_compat.cuda_driver import LIBRARY
+
+    try:
+        cuda, version = ctypes.CDLL(LIBRARY), ctypes.c_int()
+        if cuda.cuDriverGetVersion(ctypes.byref(version)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return [version.value // 1000, version.value % 1000 // 10]
+
+
+def _describe_torch(timer: Any) -> dict[str, Any]:
+    import torch
+
+    return {"version": torch.__version__, "cuda": torch.version.cuda}
+
+
+def _describe_gpus(timer: Any) -> dict[str, Any]:
+    """The GPUs that torch uses, or why it uses none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        problem = ""
+        if torch.version.cuda is not None:
+            try:
+                torch.cuda.init()
+            except (RuntimeError, AssertionError) as error:
+                problem = (str(error).strip().splitlines() or [""])[0]
+        return {"gpus": [], "problem": problem, "architectures": []}
+    gpus: list[dict[str, Any]] = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {"name": properties.name, "capability": [properties.major, properties.minor],
+             "total": properties.total_memory, "uuid": f"GPU-{getattr(properties, 'uuid', '')}"}
+        )  # fmt: skip
+    gpus[0]["free"] = torch.cuda.mem_get_info(0)[0]  # creates a context, so only on the GPU that a deployment uses
+    return {"gpus": gpus, "problem": "", "architectures": torch.cuda.get_arch_list()}
+
+
+def _describe_transformers(timer: Any) -> str:
+    import transformers
+
+    return str(transformers.__version__)
+
+
+def _describe_internals(timer: Any) -> list[tuple[str, str]]:
+    """(name, consequence) of the private names that installed packages lack."""
+    from tcdeploy.planning.extras import is_installed
+    from tcdeploy.torch_compat.registry import INTERNALS, missing_internals
+
+    installed = {internal.name for internal in INTERNALS if is_installed(internal.package)}
+    return [(item.name, item.consequence) for item in missing_internals() if item.name in installed]
+
+
+def _describe_environment(timer: Any) -> dict[str, Any]:
+    from tcdeploy.planning.environment import detect_environment
+
+    return dataclasses.asdict(detect_environment())
+
+
+def _describe_cache_keys(timer: Any) -> dict[str, dict[str, str]]:
+    """The inputs of torch's cache key that are neither in the environment nor in the plan."""
+    from tcdeploy.passes.post_grad import op_source_digests
+    from tcdeploy.torch_compat.inductor_settings import torch_settings
+
+    return {"sources": op_source_digests(), "settings": torch_settings()}
+
+
+def _count_uncompiled(timer: Any) -> dict[str, int]:
+    return dict(timer.uncompiled)
+
+
+SECTIONS: dict[str, Callable[[Any], Any]] = {
+    "driver": _describe_driver,
+    "torch": _describe_torch,
+    "gpus": _describe_gpus,
+    "transformers": _describe_transformers,
+    "internals": _describe_internals,
+    "environment": _describe_environment,
+    "cache keys": _describe_cache_keys,
+    "uncompiled": _count_uncompiled,
+}

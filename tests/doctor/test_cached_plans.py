@@ -1,0 +1,54 @@
+"""Which plans of a cache folder fit a machine: what a start does not need does not count."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tcdeploy.cache.manifest import Manifest
+from tcdeploy.doctor.cache_folder import plan_differences
+from tcdeploy.planning.environment import Environment, parse_environment
+from tests.bundle.fake_caches import make_small
+
+
+@pytest.fixture
+def manifest(tmp_path: Path) -> Manifest:
+    return make_small(tmp_path)
+
+
+def names(manifest: Manifest, environment: Environment, **settings: str) -> list[str]:
+    differences = plan_differences(
+        manifest, environment, dict(manifest.origin.sources), {**manifest.origin.torch_settings, **settings}
+    )
+    return [difference.name for difference in differences]
+
+
+def test_a_plan_fits_the_machine_that_made_it(manifest: Manifest) -> None:
+    here = parse_environment(manifest.environment)
+    assert names(manifest, here) == []
+    assert names(manifest, replace(here, torch="2.12.0", cpu="AVX")) == ["torch", "cpu"]
+    assert names(manifest, here, max_autotune="True") == ["torch.max_autotune"]
+
+
+def test_sources_of_another_version_of_this_package_differ(manifest: Manifest) -> None:
+    here = parse_environment(manifest.environment)
+    [difference] = plan_differences(manifest, here, {"linear/ops.py": "6" * 64}, dict(manifest.origin.torch_settings))
+    assert difference.name == "tcdeploy/linear/ops.py"
+
+
+def test_a_recorded_compiler_need_not_be_installed(manifest: Manifest) -> None:
+    without = replace(parse_environment(manifest.environment), compiler="")
+    assert names(manifest, without) == []
+    files = tuple(file for file in manifest.files if not file.path.startswith("toolchain/"))
+    assert names(replace(manifest, files=files), without) == ["compiler"]
+
+
+def test_packages_need_no_transformers(manifest: Manifest) -> None:
+    here = parse_environment(manifest.environment)
+    without = replace(here, transformers="")
+    assert names(manifest, without) == ["transformers"]
+    with_packages = replace(manifest, plan={**manifest.plan, "programs": "aot"})
+    assert names(with_packages, without) == []
+    assert names(with_packages, replace(here, transformers="5.17.0")) == ["transformers"]
