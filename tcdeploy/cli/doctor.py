@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tcdeploy.cli.cache_target import Json, TrustCacheDir
+from tcdeploy.cli.cache_target import TrustCacheDir
+from tcdeploy.cli.report_options import Json
 from tcdeploy.errors import Interrupted, ThresholdError
 from tcdeploy.server.settings import ServerSettings
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
-import sys
-import textwrap
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from tcdeploy.cli.display import json_document, show_table
+from tcdeploy.cli.display import json_document, show_sentence, show_table
+from tcdeploy.cli.tables import Column, Table
 
 if TYPE_CHECKING:
     from tcdeploy.doctor.result import Result
@@ -25,21 +23,18 @@ def show_results(results: Sequence[Result], report: str, json: bool) -> None:
         return
     worst = results[0]
     if worst.state == "finding":
-        print(_wrap(f"{worst.check}: {worst.summary}"))
+        show_sentence(f"{worst.check}: {worst.summary}")
     else:
         print(f"no findings: {counts['ok']} checks ok, {counts['note']} notes, which need no action")
     print()
-    show_table(("", "check", "result"), [_row(result) for result in results], right=False)
+    columns = (Column("", "name"), Column("check", "name"), Column("result", "text"))
+    show_table(Table(columns, [row for result in results for row in _rows(result)]))
     if report:
         print(f"\n{report}")
 
 
-def _wrap(text: str) -> str:
-    """Between words, to the width of a terminal. One line in a file or a pipe."""
-    return textwrap.fill(text, shutil.get_terminal_size().columns) if sys.stdout.isatty() else text
-
-
-def _row(result: Result) -> tuple[str, str, str]:
+def _rows(result: Result) -> list[tuple[str, str, str]]:
+    """A row, and one with the cure below it."""
     label = "cure" if result.state == "finding" else "hint"
-    cure = f"\n{label}: {result.cure}" if result.cure else ""
-    return result.state, result.check, f"{result.summary}{cure}"
+    cures = [("", "", f"{label}: {result.cure}")] if result.cure else []
+    return [(result.state, result.check, result.summary), *cures]
