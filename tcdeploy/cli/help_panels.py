@@ -40,7 +40,8 @@ PANELS = {
     ),
     "Signatures": ("key", "require_signed", "allow_unsigned", "allow_rollback", "trusted_keys"),
     "Output": (
-        "out", "dry_run", "explain_breaks", "budget", "plot", "compare", "output", "json", "help", "help_all",
+        "out", "dry_run", "explain_breaks", "offline", "report", "budget", "plot", "compare",
+        "output", "json", "help", "help_all",
     ),
 }  # fmt: skip
 OTHER = "Options"

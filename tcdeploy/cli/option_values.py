@@ -66,6 +66,8 @@ def _replace_conversion(parameter: TyperArgument | TyperOption, kind: Any) -> No
             return value
         if kind in NUMBER_PATTERNS and isinstance(value, str) and NUMBER_PATTERNS[kind].fullmatch(value):
             return kind(value)
+        if kind == list[str] and isinstance(value, list | tuple) and all(type(item) is str for item in value):
+            return list(value)
         return convert_with_typer(ctx, value)
 
     parameter.process_value = process_value  # type: ignore[method-assign]

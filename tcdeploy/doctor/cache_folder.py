@@ -13,7 +13,7 @@ from tcdeploy.cache.folder_error import folder_error
 from tcdeploy.cache.journal import abandoned_folders
 from tcdeploy.cache.leases import LOCK_FILE
 from tcdeploy.cache.manifest import MANIFESTS_DIR, Manifest, read_manifest
-from tcdeploy.doctor.host import existing_parent, write_test_file
+from tcdeploy.doctor.host import existing_parent, is_noexec, write_test_file
 from tcdeploy.doctor.result import Request, Result, blocking, note, ok, unchecked
 from tcdeploy.errors import IntegrityError, TcdeployError
 from tcdeploy.planning.environment import Difference, Environment, diff_environments, diff_mappings, parse_environment
@@ -43,6 +43,11 @@ def check_cache_folder(request: Request) -> Result:
         if any(Path(folder, MANIFESTS_DIR).glob("*.json")):
             return note(f"{problem.message}; starts use a private copy of their plan in the temporary folder")
         return blocking(problem.message, problem.hint)
+    if is_noexec(str(existing_parent(folder))):
+        return blocking(
+            f"the cache folder {folder} is mounted with noexec, and a start loads libraries from there",
+            "choose a folder on another disk: --cache-dir DIR, or TCDEPLOY_CACHE_DIR=DIR",
+        )
     if os.path.isdir(folder):
         return ok(f"{folder}, {_describe_size(folder)}")
     return note(f"{folder} does not exist yet; the first start creates it")

@@ -125,12 +125,17 @@ def check_driver(request: Request) -> Result:
         return blocking(f"the driver does not answer: {request.probe.reason('driver')}", "reload the driver, or reboot")
     if driver is None:
         return unchecked(request.probe.reason("driver"))
-    torch = request.probe.sections.get("torch")
-    return judge_driver(driver, torch["cuda"] if torch else None)
+    torch, gpus = request.probe.sections.get("torch"), request.probe.sections.get("gpus")
+    return judge_driver(driver, torch["cuda"] if torch else None, bool(gpus and gpus["gpus"]))
 
 
-def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None) -> Result:
-    """Compares the CUDA version that the driver supports with the one that torch was built for (None: for CPUs)."""
+def judge_driver(driver: Mapping[str, Any], torch_cuda: str | None, is_used: bool = False) -> Result:
+    """Compares the CUDA version that the driver supports with the one that torch was built for (None: for CPUs).
+
+    is_used: torch uses a GPU, so the driver works.
+    """
+    if driver["error"] and is_used:
+        return note(f"torch uses the GPU, but nvidia-smi fails: {driver['error']}")
     if driver["error"]:
         return blocking(
             f"nvidia-smi fails: {driver['error']}",

@@ -82,28 +82,32 @@ def _version_of(compiler: str) -> str:
 
 def check_temporary_folder(request: Request) -> Result:
     """The folder for temporary files: set by a variable or Python's default. Python skips one that it cannot write."""
-    for variable in TEMPORARY_VARIABLES:
-        if folder := os.environ.get(variable):
-            try:
-                write_test_file(folder)
-            except OSError as error:
-                return blocking(
-                    f"{variable}={folder} cannot be written: {error.strerror}; a start needs a writable folder for "
-                    "temporary files",
-                    f"create the folder, or set {variable} to a writable one",
-                )
-            break
     try:
         folder = tempfile.gettempdir()
     except FileNotFoundError:
         return blocking("there is no writable folder for temporary files", "set TMPDIR to a writable folder")
-    if os.statvfs(folder).f_flag & os.ST_NOEXEC:
-        return blocking(
-            f"{folder} is mounted with noexec, and a start from packages or from a read-only cache loads libraries "
-            "from there",
+    variable = next((name for name in TEMPORARY_VARIABLES if os.environ.get(name)), "")
+    if variable:
+        requested = os.environ[variable]
+        try:
+            write_test_file(requested)
+        except OSError as error:
+            return finding(
+                f"{variable}={requested} cannot be written: {error.strerror}; {folder} is used instead",
+                f"create the folder, or set {variable} to a writable one",
+            )
+    if is_noexec(folder):
+        return finding(
+            f"{folder} is mounted with noexec, and starts from packages or from a read-only cache load libraries from "
+            "there",
             "set TMPDIR to a folder on another disk",
         )
     return ok(folder)
+
+
+def is_noexec(folder: str) -> bool:
+    """Whether libraries in the folder cannot be loaded."""
+    return bool(os.statvfs(folder).f_flag & os.ST_NOEXEC)
 
 
 def write_test_file(folder: str | Path) -> None:
@@ -126,7 +130,7 @@ def _check_space(purpose: str, folder: str, needed: int) -> Result:
     status = os.statvfs(existing_parent(folder))
     free = status.f_bavail * status.f_frsize
     if free < needed:
-        return blocking(
+        return finding(
             f"{gib(free)} free for {purpose} ({folder}), and a start may need {gib(needed)}",
             "free space on this disk, or use another: --cache-dir DIR, TMPDIR=DIR",
         )

@@ -121,6 +121,7 @@ def test_the_driver_is_compared_with_torchs_cuda(supported: list[int], torch_cud
 def test_a_broken_driver_is_a_finding() -> None:
     result = judge_driver({**NO_DRIVER, "error": "Driver/library version mismatch"}, "13.0")
     assert result.summary == "nvidia-smi fails: Driver/library version mismatch" and result.is_blocking
+    assert judge_driver({**NO_DRIVER, "error": "no permission"}, "13.0", is_used=True).state == "note"
 
 
 def test_a_gpu_that_ends_or_blocks_the_process_is_a_finding() -> None:

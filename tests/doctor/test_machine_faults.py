@@ -240,7 +240,7 @@ def test_a_folder_for_temporary_files_that_cannot_be_written(
     monkeypatch.setenv("TMPDIR", str(tmp_path / "missing"))
     check_fault(
         doctor(),
-        f"temporary files: TMPDIR={tmp_path}/missing cannot be written: No such file or directory",
+        f"temporary files: TMPDIR={tmp_path}/missing cannot be written: No such file or directory; /",
         "create the folder, or set TMPDIR",
     )
 
@@ -251,6 +251,15 @@ def test_a_folder_for_temporary_files_without_execution(
     with mounted_tmpfs(tmp_path / "noexec", "-o", "noexec") as folder:
         monkeypatch.setenv("TMPDIR", str(folder))
         check_fault(doctor(), f"temporary files: {folder} is mounted with noexec", "set TMPDIR to a folder")
+
+
+def test_a_cache_folder_without_execution(doctor: Callable[..., Outcome], cache: Path) -> None:
+    with mounted_tmpfs(cache, "-o", "noexec"):
+        check_fault(
+            doctor(),
+            f"cache folder: the cache folder {cache} is mounted with noexec",
+            "choose a folder on another disk",
+        )
 
 
 def test_leftovers_of_killed_starts_are_a_note(doctor: Callable[..., Outcome], cache: Path) -> None:
