@@ -117,7 +117,7 @@ def entries(help_text: str) -> set[str]:
 
 def test_the_help_has_the_entries_of_typer_and_help_all() -> None:
     (code, ours), (_, expected) = (outcome(cls, convert, ("--help",)) for cls in (Command, TyperCommand))
-    assert code == 0 and "--count <int> [default: 3]" in entries(expected)
+    assert code == 0 and any(re.match(r"--count .*default: 3", entry) for entry in entries(expected))
     assert entries(ours) == entries(expected) | {"--help-all Show all options and their variables"}
 
 
