@@ -27,8 +27,8 @@ class Masker(Protocol):
     def fill(self, matcher_rows: Sequence[tuple[Any, int]], masks: NDArray[numpy.int32]) -> None:
         """Write the rows of `masks` [n, words] int32 that `matcher_rows` names. All words are 0 on entry.
 
-        Bit t % 32 of word t // 32 is set if token t may come next. Ids beyond the tokenizer's vocabulary stay 0. Other
-        rows are left unchanged.
+        Bit t % 32 of word t // 32 is set if token t may come next. Ids beyond the tokenizer's vocabulary stay 0 for a
+        grammar. Other rows are left unchanged.
         """
 
 

@@ -152,6 +152,7 @@ class GenerationRequest(BaseModel):
     add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
     return_token_ids: StrictBool | None = None
     prompt_logprobs: StrictInt | None = None
+    bad_words: StringList | None = None
     response_format: ResponseFormat | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.server.admission import Admission
+from tcdeploy.server.bad_words import BadWords
 from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
@@ -102,7 +103,7 @@ class Service:
                 log.warning("ignored the unknown request field %.80r", name)
 
     async def constraint(self, request: CompletionRequest | ChatRequest, prompts: list[Prompt]) -> Constraint | None:
-        """The grammar that the request's output must follow, or None. Raises ApiError 400."""
+        """The grammar that the request's output must follow, or its bad words, or None. Raises ApiError 400."""
         if request.output_schema is not None:
             return await self.structured_output.compile_json_schema(request.output_schema, "response_format")
         if isinstance(request, ChatRequest) and request.forced_tools:
@@ -111,6 +112,8 @@ class Service:
             self.structured_output.check_size(schemas, "tools")
             lark = self.tools.grammar(request, prompts[0].text or "")
             return await self.structured_output.compile_lark(lark, "tools")
+        if request.bad_words and (bad_words := await self.tokenizer.bad_words(request.bad_words)):
+            return BadWords(bad_words)
         return None
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from tcdeploy.errors import ModelError
 from tcdeploy.models.chat_template import render_chat, render_pool, reserved_names
 from tcdeploy.models.stored_tokenizer import StoredTokenizer
+from tcdeploy.server.bad_words import MAX_WORD_TOKENS, spellings
 from tcdeploy.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -135,6 +136,18 @@ class PromptTokenizer:
         if adds_special_tokens is None:
             adds_special_tokens = request.messages is None
         return await self.encoder.encode(text, self.limits.tokenize_tokens, field, adds_special_tokens)
+
+    async def bad_words(self, words: list[str]) -> list[list[int]]:
+        """The token ids of each spelling of each word. Raises ApiError 400 for a word of too many tokens."""
+        ids = []
+        for word in words:
+            for text in spellings(word):
+                try:
+                    ids.append(await self.encoder.encode(text, MAX_WORD_TOKENS, "bad_words", add_special_tokens=False))
+                except TooManyTokensError:
+                    message = f"bad_words contains a text of more than {MAX_WORD_TOKENS} tokens"
+                    raise bad_request(message, "bad_words") from None
+        return [word_ids for word_ids in ids if word_ids]
 
     async def detokenize(self, token_ids: list[int]) -> str:
         """The text of token ids, special tokens included. Raises ApiError 400."""

@@ -20,7 +20,7 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",), "audio": (), "modalities": (["text"],), "prediction": (), "web_search_options": (),
     "store": (False,), "verbosity": ("medium",), "reasoning": ({},),
     # vLLM
-    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,), "bad_words": ([],),
+    "use_beam_search": (False,), "length_penalty": (1,), "early_stopping": (False,),
     "allowed_token_ids": (), "logits_processors": ([],), "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,), "truncation_side": ("left",),
     "logprob_token_ids": (), "prompt_embeds": (), "chat_template": (),

@@ -11,6 +11,7 @@ from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.generation_defaults import GenerationDefaults
 from tcdeploy.engine.sequence import PARAM_CHECKS, SamplingParams
 from tcdeploy.errors import UsageError
+from tcdeploy.server.bad_words import MAX_BAD_WORDS
 from tcdeploy.server.protocol import (
     DEFAULT_COMPLETION_TOKENS,
     ApiError,
@@ -57,6 +58,7 @@ def check(request: GenerationRequest) -> None:
     if len(request.stop_token_ids or ()) > MAX_STOP_TOKEN_IDS:
         message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
         raise bad_request(message, "stop_token_ids")
+    _check_bad_words(request)
     num_kept = request.truncate_prompt_tokens
     if num_kept is not None and num_kept < 1 and num_kept != -1:
         message = f"truncate_prompt_tokens is {num_kept}; it must be 1 or more, or -1"
@@ -74,6 +76,16 @@ def check(request: GenerationRequest) -> None:
         raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options requires stream to be true", "stream_options")
+
+
+def _check_bad_words(request: GenerationRequest) -> None:
+    bad_words = request.bad_words or []
+    if len(bad_words) > MAX_BAD_WORDS:
+        raise bad_request(f"bad_words has {len(bad_words)} words; the limit is {MAX_BAD_WORDS}", "bad_words")
+    if not all(bad_words):
+        raise bad_request("bad_words contains an empty string", "bad_words")
+    if bad_words and request.constraint_field:
+        raise bad_request(f"bad_words cannot be combined with {request.constraint_field}", "bad_words")
 
 
 def _check_tools(request: ChatRequest) -> None:
