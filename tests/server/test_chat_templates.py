@@ -121,20 +121,20 @@ def test_tokenize_counts_the_tokens_of_a_chat_request_with_the_same_variables(pr
         asyncio.run(prompts.tokenize(request))
 
 
-TURNS = "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ '|' if add_generation_prompt }}{{ reasoning_effort }}"
+TURNS = "{{ '!' if add_generation_prompt }}{% for m in messages %}<{{ m.content }}>{% endfor %}{{ reasoning_effort }}"
 DIALOGUE = [*MESSAGES, {"role": "assistant", "content": "Well"}]
 
 
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({}, "<Hi><Well>|"), ({"add_generation_prompt": False}, "<Hi><Well>"),
-        ({"continue_final_message": False, "add_generation_prompt": True}, "<Hi><Well>|"),
+        ({}, "!<Hi><Well>"), ({"add_generation_prompt": False}, "<Hi><Well>"),
+        ({"continue_final_message": False, "add_generation_prompt": True}, "!<Hi><Well>"),
         ({"continue_final_message": True}, "<Hi><Well"),
         ({"continue_final_message": True, "add_generation_prompt": False}, "<Hi><Well"),
-        ({"reasoning_effort": "low"}, "<Hi><Well>|low"),
-        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}}, "<Hi><Well>|tiny"),
-        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}, "reasoning_effort": "high"}, "<Hi><Well>|high"),
+        ({"reasoning_effort": "low"}, "!<Hi><Well>low"),
+        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}}, "!<Hi><Well>tiny"),
+        ({"chat_template_kwargs": {"reasoning_effort": "tiny"}, "reasoning_effort": "high"}, "!<Hi><Well>high"),
     ],
 )  # fmt: skip
 def test_the_end_of_the_prompt_and_the_effort_follow_the_request(
