@@ -41,6 +41,7 @@ class JsonLimits(NamedTuple):
 
     string_chars: int  # in one string
     integers: int  # in one list
+    context: int | None = None  # tokens; names the model's context in errors for prompts
 
 
 class JsonLimitError(ValueError):
@@ -49,6 +50,15 @@ class JsonLimitError(ValueError):
     def __init__(self, message: str, field: str | None) -> None:
         super().__init__(message)
         self.message, self.field = message, field
+
+
+class TooLongError(JsonLimitError):
+    """A text or a list of integers is too long. `location`: the keys and indices of the text, or of the list's end."""
+
+    def __init__(self, message: str, location: tuple[str | int, ...]) -> None:
+        field = location[0] if location and isinstance(location[0], str) else None
+        super().__init__(f"{field}: {message}" if field else message, field)
+        self.location = location
 
 
 class Integers(list[int]):
@@ -194,8 +204,7 @@ class JsonSteps:
             self._replace_list(Integers())
         self._containers[-1].extend(numbers)
         if len(self._containers[-1]) >= self._limits.integers:  # another item follows the comma
-            message = f"a list has more than {self._limits.integers} integers"
-            raise JsonLimitError(f"{self._field}: {message}" if self._field else message, self._field)
+            raise TooLongError(f"a list has more than {self._limits.integers} integers", self._location)
         self._work -= len(numbers) >> 4
         self._position = run.end()
         self._read = JsonSteps._read_value
@@ -245,8 +254,7 @@ class JsonSteps:
 
     def _check_length(self, length: int) -> None:
         if length > self._limits.string_chars:
-            message = f"a text has more than {self._limits.string_chars} characters"
-            raise JsonLimitError(f"{self._field}: {message}" if self._field else message, self._field)
+            raise TooLongError(f"a text has more than {self._limits.string_chars} characters", self._location)
 
     def _parse(self, part: bytes | bytearray) -> Any:
         try:
@@ -261,6 +269,16 @@ class JsonSteps:
     def _fail(self, reason: str) -> NoReturn:
         problem = "unexpected end" if self._position >= len(self._body) else reason
         raise ValueError(f"{problem} at byte {self._position}")
+
+    @property
+    def _location(self) -> tuple[str | int, ...]:
+        """Keys and indices of the value that is being read."""
+        keys = iter(self._keys)
+        last = len(self._containers) - 1
+        return tuple(
+            next(keys) if isinstance(container, dict) else len(container) - (number < last)
+            for number, container in enumerate(self._containers)
+        )
 
     @property
     def _field(self) -> str | None:

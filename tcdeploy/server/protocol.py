@@ -55,7 +55,7 @@ class ApiError(Exception):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.param, self.code, self.retry_after = status, message, param, code, retry_after
         self.headers = dict(headers or {}) | ({} if retry_after is None else {"retry-after": str(retry_after)})
 
     @property

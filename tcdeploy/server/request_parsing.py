@@ -11,14 +11,23 @@ import asyncio
 import contextlib
 import gc
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps
-from tcdeploy.server.protocol import MAX_MESSAGES, UNSUPPORTED_PART, ApiError, Messages, bad_request
+from tcdeploy.server.json_steps import JsonLimitError, JsonLimits, JsonSteps, TooLongError
+from tcdeploy.server.protocol import (
+    MAX_MESSAGES,
+    MEDIA,
+    UNSUPPORTED_PART,
+    ApiError,
+    GenerationRequest,
+    Messages,
+    bad_request,
+)
+from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED, context_length_message
 
 SMALL_BODY_BYTES = 16 << 10
 SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which takes about 1 ms
@@ -46,7 +55,7 @@ class RequestParser:
         """Parse and validate a large body. Raises ApiError 400."""
         async with self._lock:
             with _collector_paused():
-                fields = await _parse_in_steps(body, limits)
+                fields = await _parse_in_steps(request_type, body, limits)
             if isinstance(fields, dict) and "messages" in request_type.model_fields:
                 await _validate_messages(fields)
         return _validate(request_type, fields)
@@ -64,16 +73,39 @@ def _collector_paused() -> Iterator[None]:
             gc.enable()
 
 
-async def _parse_in_steps(body: bytes | bytearray, limits: JsonLimits) -> Any:
+async def _parse_in_steps(request_type: type[BaseModel], body: bytes | bytearray, limits: JsonLimits) -> Any:
     steps = JsonSteps(body, limits)
     try:
         while not steps.step():
             await asyncio.sleep(0)
+    except TooLongError as error:
+        raise _too_long(request_type, error, limits) from None
     except JsonLimitError as error:
         raise bad_request(error.message, error.field and error.field[:MAX_PATH_CHARS]) from None
     except ValueError as error:
         raise _json_error(str(error)) from None
     return steps.value
+
+
+def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLimits) -> ApiError:
+    """The error for a text that is too long to be parsed, or a list of token ids: usually of a prompt.
+
+    An image in a message is a long text too.
+    """
+    match error.location:
+        case ("messages", int(), "content", int(index), *keys):
+            if kind := next((MEDIA[key] for key in keys if key in MEDIA), None):
+                return _unsupported_part(error.location, index, f"{kind} are not supported by this server")
+    is_prompt = error.field in ("messages", "prompt") and issubclass(request_type, GenerationRequest)
+    if not is_prompt or error.field is None or limits.context is None:
+        return bad_request(error.message, error.field and error.field[:MAX_PATH_CHARS])
+    message = context_length_message(limits.context, error.field, limits.integers + 1, 0, is_minimum=True)
+    return bad_request(message, error.field, CONTEXT_LENGTH_EXCEEDED)
+
+
+def _unsupported_part(location: Sequence[str | int], index: int, reason: str) -> ApiError:
+    """The error for a part of a message that is not text. `location`: "messages", the message's index, "content"."""
+    return bad_request(f"messages.{location[1]}.content: {reason}", f"messages[{location[1]}].content[{index}]")
 
 
 async def _validate_messages(fields: dict[str, Any]) -> None:
@@ -125,8 +157,8 @@ def _validation_error(error: ValidationError, list_offset: tuple[str, int] | Non
         location = (list_offset[0], list_offset[1] + int(index), *rest)
     path = ".".join(itertools.islice((str(part)[:MAX_PATH_CHARS] for part in location), 20))
     param = str(location[0])[:MAX_PATH_CHARS] if location else None
-    if first["type"] == UNSUPPORTED_PART:  # the location is that of the content: messages, index, "content"
-        param = f"messages[{location[1]}].content[{first['ctx']['part']}]"
+    if first["type"] == UNSUPPORTED_PART:
+        return _unsupported_part(location, first["ctx"]["part"], first["msg"])
     return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param)
 
 

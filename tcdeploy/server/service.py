@@ -70,7 +70,8 @@ class Service:
     def json_limits(self) -> JsonLimits:
         """Limits for texts and lists of token ids. Longer ones are not valid in any field."""
         max_tokens, max_chars = self.limits.tokenize_tokens, self.tokenizer.encoder.max_chars_per_token
-        return JsonLimits(self.settings.max_body_bytes if max_chars is None else max_tokens * max_chars, max_tokens)
+        string_chars = self.settings.max_body_bytes if max_chars is None else max_tokens * max_chars
+        return JsonLimits(string_chars, max_tokens, self.limits.context)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError 404 if `name` is another model."""

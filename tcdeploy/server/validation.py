@@ -22,6 +22,7 @@ from tcdeploy.server.protocol import (
 )
 from tcdeploy.server.unsupported_fields import check_unsupported_fields
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"  # OpenAI's error code
 MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
@@ -160,6 +161,21 @@ def to_sampling_params(
     return params
 
 
+def context_length_message(
+    context: int, prompt_field: str, prompt_length: int, completion_length: int, is_minimum: bool
+) -> str:
+    """The message of `context_length_error`. `completion_length` 0: the request sets none, or it is not known."""
+    needs_at_least_one = completion_length < 1
+    completion_length = max(completion_length, 1)
+    return (
+        f"This model's maximum context length is {context} tokens. However, you requested "
+        f"{_count(prompt_length + completion_length, is_minimum or needs_at_least_one)} tokens "
+        f"({_count(prompt_length, is_minimum)} in the {prompt_field}, "
+        f"{_count(completion_length, needs_at_least_one)} in the completion). "
+        f"Please reduce the length of the {prompt_field} or completion."
+    )
+
+
 def context_length_error(
     request: GenerationRequest, limits: ModelLimits, prompt_length: int, *, is_minimum: bool = False
 ) -> ApiError:
@@ -171,17 +187,13 @@ def context_length_error(
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     completion_length = _max_new_tokens(request, limits.defaults.max_new_tokens, 0)  # 0: as many as fit
-    needs_at_least_one = completion_length < 1
-    completion_length = max(completion_length, 1)
-    message = (
-        f"This model's maximum context length is {limits.context} tokens. However, you requested "
-        f"{_count(prompt_length + completion_length, is_minimum or needs_at_least_one)} tokens "
-        f"({_count(prompt_length, is_minimum)} in the {prompt_field}, "
-        f"{_count(completion_length, needs_at_least_one)} in the completion). "
-        f"Please reduce the length of the {prompt_field} or completion."
-    )
+    message = context_length_message(limits.context, prompt_field, prompt_length, completion_length, is_minimum)
     field = prompt_field if prompt_length >= limits.context else _length_field(request)
-    return bad_request(message, field, "context_length_exceeded")
+    return bad_request(message, field, CONTEXT_LENGTH_EXCEEDED)
+
+
+def _count(number: int, is_minimum: bool) -> str:
+    return f"at least {number}" if is_minimum else str(number)
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
@@ -208,10 +220,6 @@ def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | No
     default = limits.defaults.max_new_tokens
     num_new_tokens = max(1, _max_new_tokens(request, default, default or 1))
     return kept if kept > 0 else max(1, limits.context - num_new_tokens)
-
-
-def _count(number: int, is_minimum: bool) -> str:
-    return f"at least {number}" if is_minimum else str(number)
 
 
 def _length_field(request: GenerationRequest) -> str:

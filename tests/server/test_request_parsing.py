@@ -149,6 +149,59 @@ def test_a_hostile_body_is_refused_and_other_tasks_run_between_its_steps(
     assert most_calls == 1 and gc.isenabled()
 
 
+@pytest.mark.parametrize(
+    ("request_type", "fields", "param"),
+    [
+        (ChatRequest, {"messages": [USER, {"role": "user", "content": "a" * 70_000}]}, "messages"),
+        (ChatRequest, {"messages": [{**USER, "content": [{"type": "text", "text": "a" * 70_000}]}]}, "messages"),
+        (CompletionRequest, {"prompt": ["a", "a" * 70_000]}, "prompt"),
+        (CompletionRequest, {"prompt": [[1], [1] * 70_000]}, "prompt"),
+    ],
+    ids=["message", "part", "text", "ids"],
+)  # fmt: skip
+def test_a_prompt_that_is_too_long_to_parse_is_beyond_the_context(request_type: Any, fields: Any, param: str) -> None:
+    def parse_with_context(request_type: Any, fields: Any) -> Any:
+        limits = JsonLimits(1 << 16, 4096, context=1024)
+        return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), limits))
+
+    error = error_of(parse_with_context, request_type, fields)["error"]
+    assert (error["param"], error["code"]) == (param, "context_length_exceeded")
+    assert error["message"].startswith(
+        "This model's maximum context length is 1024 tokens. However, you requested at least 4098 tokens "
+        f"(at least 4097 in the {param}, at least 1 in the completion)."
+    )
+    text = "prompt" if request_type is CompletionRequest else "messages"
+    error = error_of(parse_with_context, TokenizeRequest, {text: fields[text]})["error"]
+    assert error["code"] is None and "more than" in error["message"], "/tokenize is not limited by the context"
+    error = error_of(parse_with_context, request_type, {"user": "a" * 70_000, **fields})["error"]
+    assert (error["param"], error["code"]) == ("user", None)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 70_000}},
+        {"image_url": {"detail": "low", "url": "A" * 70_000}, "type": "image_url"},
+        {"type": "input_audio", "input_audio": {"format": "wav", "data": "A" * 70_000}},
+        {"type": "file", "file": {"file_data": "A" * 70_000}},
+    ],
+    ids=lambda part: str(part)[:20],
+)
+def test_a_large_image_is_refused_as_an_image(part: Any) -> None:
+    """Its data is longer than any text may be."""
+    messages = [USER, {"role": "user", "content": [{"type": "text", "text": "a"}, part]}]
+
+    def parse_with_limits(limits: JsonLimits) -> Any:
+        def parser(request_type: Any, fields: Any) -> Any:
+            return asyncio.run(RequestParser().parse(request_type, json.dumps(fields).encode(), limits))
+
+        return error_of(parser, ChatRequest, {"messages": messages})
+
+    error = parse_with_limits(JsonLimits(1 << 16, 4096, context=1024))
+    assert error == parse_with_limits(LIMITS), "as for a small image"
+    assert error["error"]["param"] == "messages[1].content[1]"
+
+
 def test_other_tasks_run_between_slices_of_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "part"}] * 200}
     body = json.dumps({"messages": [USER] * 1000 + [parts] * 3}).encode()
