@@ -78,6 +78,9 @@ def _outcome(record: BucketRecord) -> str:
 class PlainProgress:
     """Prints one line to stderr per stage and per finished bucket."""
 
+    def finish(self) -> None:
+        """Nothing to stop."""
+
     def stage(self, name: str) -> None:
         print(f"{name} ...", file=sys.stderr, flush=True)
 
@@ -92,14 +95,24 @@ class PlainProgress:
 
 
 class BarProgress:
-    """One bar per bucket: pulsing during warm-up, then full, with the outcome."""
+    """One bar per bucket: pulsing during warm-up, then full, with the outcome. After `finish`, one line per event."""
 
     def __init__(self, bars: Progress) -> None:
         self._bars = bars
         self._stage: TaskID | None = None
         self._bucket: TaskID | None = None
+        self._lines: PlainProgress | None = None
+
+    def finish(self) -> None:
+        """Stop redrawing the bars, which would overwrite what a server prints while it runs."""
+        self._finish_stage()
+        self._bars.stop()
+        self._lines = PlainProgress()
 
     def stage(self, name: str) -> None:
+        if self._lines is not None:
+            self._lines.stage(name)
+            return
         self._finish_stage()
         if self._bucket is not None:
             self._bars.update(self._bucket, total=1, completed=1, outcome="is checked again")
@@ -111,9 +124,15 @@ class BarProgress:
         _warn_about_fallbacks(plan)
 
     def bucket_started(self, bucket: str, number: int, total: int) -> None:
+        if self._lines is not None:
+            self._lines.bucket_started(bucket, number, total)
+            return
         self._bucket = self._bars.add_task(f"{bucket:<14}", total=None, outcome=f"{number} of {total}")
 
     def bucket_finished(self, record: BucketRecord) -> None:
+        if self._lines is not None:
+            self._lines.bucket_finished(record)
+            return
         assert self._bucket is not None
         self._bars.update(self._bucket, total=1, completed=1, outcome=_outcome(record))
         self._bucket = None

@@ -215,6 +215,7 @@ def serve(
             return deployment
 
         def on_ready(deployment: Deployment, address: str) -> None:
+            progress.finish()
             display.show_server_is_ready(deployment, address, example_request(settings, address), json)
 
         start_renderer()
