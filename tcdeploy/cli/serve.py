@@ -136,7 +136,7 @@ def serve(
         str,
         typer.Option(
             metavar="off|text|json",
-            help="Write a line to stderr for each HTTP request: client, status, milliseconds, tokens, request id",
+            help="Write a line to stderr for each HTTP request: client, method, path, status, time, tokens, request id",
             envvar="TCDEPLOY_LOG_REQUESTS",
         ),
     ] = ServerSettings.log_requests,
@@ -150,7 +150,7 @@ def serve(
         str,
         typer.Option(
             metavar="PREFIX",
-            help="Prefix of the names in /metrics; vllm: for dashboards made for vLLM",
+            help="Prefix of the names in /metrics; vllm: makes the dashboards of vLLM work",
             envvar="TCDEPLOY_METRICS_PREFIX",
         ),
     ] = ServerSettings.metrics_prefix,
@@ -172,7 +172,10 @@ def serve(
     budget_seconds = parse_budget(budget)
     if served_name is not None:
         print("warning: --served-name is deprecated; use --served-model-name", file=sys.stderr)
-    model_names = served_model_name or [served_name or recipe.model]
+    if not api_key and "TCDEPLOY_API_KEY" in os.environ:
+        api_key = [""]  # a variable without a key, perhaps from an empty file, must not open the server
+    names = [*served_model_name, served_name or ""]
+    model_names = list(dict.fromkeys(name for name in names if name)) or [recipe.model]
     settings = ServerSettings(
         host=host, port=port, api_keys=tuple(api_key), model=model_names[0], model_aliases=tuple(model_names[1:]),
         allowed_origins=tuple(allowed_origins), root_path=root_path.rstrip("/"), ssl_certfile=ssl_certfile,

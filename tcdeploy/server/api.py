@@ -11,24 +11,22 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tcdeploy import __version__
 from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
-from tcdeploy.server.active_request import ActiveRequest, full_json
+from tcdeploy.server.active_request import ActiveRequest, full_body
 from tcdeploy.server.admission import BodyReservation
 from tcdeploy.server.hot_path import direct_route, read_body
 from tcdeploy.server.near_routes import routing_error
@@ -95,6 +93,7 @@ def make_app(state: ServerState) -> ASGIApp:
         routes=routes,
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error),
     )
+    app.router.redirect_slashes = False  # the address of a redirect would lack the root path of a proxy
     direct_routes = {}
     if state.settings.hot_path.direct_routes:
         direct_routes = {
@@ -234,7 +233,8 @@ async def _complete(
             if request.stream:
                 stream = EventStream(active, service.settings.stall_timeout)
                 return stream
-            return JSONResponse(await _run_until_disconnect(raw_request, full_json(active)))
+            body = await _run_until_disconnect(raw_request, full_body(active))
+            return Response(body, media_type="application/json")
         except EngineDeadError as error:
             raise ApiError(503, str(error), code=error.code) from None
         except TcdeployError as error:
@@ -280,7 +280,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 
 class _AuthMiddleware:
-    """Checks the API key, adds X-Request-Id, and dispatches POSTs of `direct_routes`.
+    """Checks the API key, and dispatches POSTs of `direct_routes`.
 
     Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
     """
@@ -293,13 +293,6 @@ class _AuthMiddleware:
             await self._app(scope, receive, send)
             return
         request = Request(scope)
-
-        async def send_with_request_id(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                request_id = request.headers.get("x-request-id") or uuid.uuid4().hex
-                MutableHeaders(scope=message)["x-request-id"] = request_id
-            await send(message)
-
         app = self._app
         if scope["method"] == "POST":
             app = self._direct_routes.get(scope["path"], app)
@@ -308,11 +301,11 @@ class _AuthMiddleware:
                 ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
                          code="invalid_api_key", headers={"www-authenticate": "Bearer"})
             )  # fmt: skip
-        await app(scope, receive, send_with_request_id)
+        await app(scope, receive, send)
 
 
 def _has_key(request: Request, keys: tuple[str, ...]) -> bool:
-    """Whether the request has one of the keys. The time does not tell which one."""
+    """Whether the request has one of the keys. The comparison time does not depend on which key matches."""
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
     matches = [hmac.compare_digest(credentials.strip().encode(), key.encode()) for key in keys]
     return scheme.lower() == "bearer" and any(matches)

@@ -8,10 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import time
+import uuid
+from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -19,7 +23,8 @@ from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.settings import RequestLogFormat
 
 UNKNOWN_HANDLER = "none"
-OTHER_METHOD = "other"  # methods are chosen by clients, so those that no route has share a series
+OTHER_METHOD = "other"  # clients choose the method, so unknown methods share one series
+MAX_LOGGED_CHARS = 200  # of a path and of a request id, which clients choose
 METHODS = frozenset({"GET", "POST", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE"})
 SCOPE_KEY = "tcdeploy.usage"
 CLIENT_CLOSED_REQUEST = 499  # nginx's status for a client that has disconnected before the response
@@ -41,7 +46,10 @@ def set_usage(scope: Scope, get_usage: Callable[[], LoggedUsage]) -> None:
 
 
 class RequestLog:
-    """ASGI middleware around the whole application. `routes`: their series start at zero."""
+    """ASGI middleware around the whole application, which also adds X-Request-Id to responses.
+
+    `routes`: their series start at zero.
+    """
 
     def __init__(
         self,
@@ -63,28 +71,29 @@ class RequestLog:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start = time.perf_counter()
-        started: list[Message] = []
+        start, path = time.perf_counter(), scope["path"]  # RootPath changes the path
+        request_id = Headers(scope=scope).get("x-request-id") or uuid.uuid4().hex
+        statuses: list[int] = []
 
-        async def send_and_note(message: Message) -> None:
+        async def send_with_request_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                started.append(message)
+                statuses.append(message["status"])
+                MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_with_request_id)
         finally:
-            self._observe(scope, started, time.perf_counter() - start)
+            status = statuses[0] if statuses else CLIENT_CLOSED_REQUEST
+            self._observe(scope, path, status, time.perf_counter() - start, request_id)
 
-    def _observe(self, scope: Scope, started: list[Message], seconds: float) -> None:
-        status = started[0]["status"] if started else CLIENT_CLOSED_REQUEST
+    def _observe(self, scope: Scope, path: str, status: int, seconds: float, request_id: str) -> None:
         handler = self._handler(scope["path"])
         method = scope["method"] if scope["method"] in METHODS else OTHER_METHOD
         self._requests.labels(handler, method, f"{status // 100}xx").inc()
         self._durations.labels(handler, method).observe(seconds)
         if self._log_format != "off":
-            headers = dict(started[0].get("headers", ())) if started else {}
-            log.info(self._line(scope, status, seconds, headers.get(b"x-request-id", b"").decode("latin-1")))
+            log.info(self._line(scope, path, status, seconds, request_id))
 
     def _handler(self, path: str) -> str:
         """The label of a path: its route, so that clients cannot create series."""
@@ -93,30 +102,31 @@ class RequestLog:
         routes = (route for parent, route in self._parameterized.items() if path.startswith(parent))
         return next(routes, UNKNOWN_HANDLER)
 
-    def _line(self, scope: Scope, status: int, seconds: float, request_id: str) -> str:
+    def _line(self, scope: Scope, path: str, status: int, seconds: float, request_id: str) -> str:
         client = scope.get("client")
         fields: dict[str, Any] = {
             "client": f"{client[0]}:{client[1]}" if client else "-",
             "method": scope["method"],
-            "path": scope["path"],
+            "path": path[:MAX_LOGGED_CHARS],
             "status": status,
             "milliseconds": round(seconds * 1e3, 1),
-            "request_id": request_id,
+            "request_id": request_id[:MAX_LOGGED_CHARS],
         }
         if (get_usage := scope.get(SCOPE_KEY)) is not None:
             usage: LoggedUsage = get_usage()
             fields["prompt_tokens"], fields["completion_tokens"] = usage.prompt_tokens, usage.completion_tokens
-            fields["finish_reasons"] = list(usage.finish_reasons)
+            fields["finish_reasons"] = Counter(reason or "abort" for reason in usage.finish_reasons)
         if self._log_format == "json":
             return json.dumps({"time": round(time.time(), 3), **fields})
         return _text_line(fields)
 
 
 def _text_line(fields: dict[str, Any]) -> str:
-    """One line; a path from a client cannot add another."""
-    path = fields["path"].encode("unicode_escape").decode("ascii")
+    """One line. What a client has chosen is quoted as in a URL, so that it cannot add lines or fields."""
+    path = quote(fields["path"], safe="/:@!$&'()*+;=~")
     line = f"{fields['client']} {fields['method']} {path} {fields['status']} {fields['milliseconds']} ms"
     if "prompt_tokens" in fields:
-        reasons = ",".join(reason or "abort" for reason in fields["finish_reasons"])
+        counts = fields["finish_reasons"].items()
+        reasons = ", ".join(f"{count} {reason}" if count > 1 else reason for reason, count in counts)
         line += f", {fields['prompt_tokens']} prompt tokens, {fields['completion_tokens']} new tokens ({reasons})"
-    return f"{line}, request {fields['request_id'].encode('unicode_escape').decode('ascii')}"
+    return f"{line}, request {quote(fields['request_id'], safe=':@+=~')}"

@@ -28,6 +28,8 @@ class HotPath:
 StartTier = Literal["warm", "eager"]
 RequestLogFormat = Literal["off", "text", "json"]
 MAX_PORT = 65535
+ROOT_PATH_PATTERN = re.compile(r"(/[A-Za-z0-9._~-]+)+")
+ORIGIN_PATTERN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 METRICS_PREFIX_PATTERN = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 
 
@@ -57,13 +59,16 @@ class ServerSettings:
 
 def check_settings(settings: ServerSettings) -> None:
     """Raise UsageError for values that are invalid, or that exclude each other."""
-    if "" in settings.api_keys:
+    if not all(key.strip() for key in settings.api_keys):
         raise UsageError("the API key is empty", "omit --api-key and TCDEPLOY_API_KEY to serve without a key")
     if not 0 <= settings.port <= MAX_PORT:
         raise UsageError(f"--port is {settings.port}; it must be 0 to {MAX_PORT}", "--port 0 selects a free port")
-    root_path = settings.root_path
-    if root_path and not root_path.startswith("/"):
-        raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
+    _check_root_path(settings.root_path)
+    for origin in settings.allowed_origins:
+        if origin != "*" and not ORIGIN_PATTERN.fullmatch(origin):
+            raise UsageError(
+                f"--allowed-origins {origin!r} is not an origin", "scheme://host or scheme://host:port, or * for all"
+            )
     if settings.ssl_keyfile is not None and settings.ssl_certfile is None:
         raise UsageError("--ssl-keyfile needs --ssl-certfile", "pass the certificate chain too")
     if not METRICS_PREFIX_PATTERN.fullmatch(settings.metrics_prefix):
@@ -72,6 +77,17 @@ def check_settings(settings: ServerSettings) -> None:
             "use letters, digits (not first), _ and :, such as vllm:",
         )
     _check_canary(settings)
+
+
+def _check_root_path(root_path: str) -> None:
+    if root_path and not root_path.startswith("/"):
+        raise UsageError(f"--root-path {root_path!r} does not begin with /", f"--root-path /{root_path}")
+    if root_path and not ROOT_PATH_PATTERN.fullmatch(root_path):
+        raise UsageError(
+            f"--root-path {root_path!r} is not a plain path", "use parts of letters, digits, -, _, . and ~: /models/llm"
+        )
+    if root_path.split("/")[1:2] == ["v1"]:  # /v1/models would be taken for /models below it
+        raise UsageError(f"--root-path {root_path} begins as the routes of the API do", "use another first part: /llm")
 
 
 def _check_canary(settings: ServerSettings) -> None:

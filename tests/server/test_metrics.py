@@ -106,15 +106,30 @@ def test_a_client_that_disconnects_is_an_abort_and_its_log_line_has_its_tokens(v
     assert value_of(vllm_server, "vllm:request_success_total", finished_reason="abort") == aborted + 1
 
 
-def test_each_metric_of_the_grafana_dashboard_exists(vllm_server: ServerProcess) -> None:
+def test_each_metric_and_label_of_the_grafana_dashboard_exists(vllm_server: ServerProcess) -> None:
     dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
-    exported = {sample.name.replace("vllm:", "tcdeploy:"): sample.labels for sample in scrape(vllm_server)}
+    labels = {sample.name.replace("vllm:", "tcdeploy:"): set(sample.labels) for sample in scrape(vllm_server)}
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     used = {name for expression in expressions for name in re.findall(r"([a-z0-9_:]+)\{", expression)}
     assert len(used) > 20
-    assert used - exported.keys() == set()
-    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
-    assert len(set(places)) == len(places)
+    assert used - labels.keys() == set()
+    for expression in expressions:
+        names = re.findall(r"([a-z0-9_:]+)\{", expression)
+        grouped = {label for group in re.findall(r"by \(([^)]*)\)", expression) for label in group.split(", ")}
+        selected = set(re.findall(r"[{ ]([a-z_]+)=~", expression)) - {"instance"}  # Prometheus adds the instance
+        for name in names:
+            assert grouped | selected <= labels[name], expression
+
+
+def test_panels_of_the_dashboard_do_not_overlap() -> None:
+    dashboard = json.loads((ROOT / "docs" / "grafana-dashboard.json").read_text())
+    cells = [
+        (panel["gridPos"]["x"] + column, panel["gridPos"]["y"] + row)
+        for panel in dashboard["panels"]
+        for column in range(panel["gridPos"]["w"])
+        for row in range(panel["gridPos"]["h"])
+    ]
+    assert len(set(cells)) == len(cells) and max(column for column, _ in cells) < 24
 
 
 def own_labels(labels: dict[str, str]) -> list[str]:

@@ -32,15 +32,21 @@ class Logged:
             set_usage(scope, lambda: usage)
         if self.error is not None:
             raise self.error
-        await send({"type": "http.response.start", "status": self.status, "headers": [(b"x-request-id", b"id-1")]})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    def request(self, method: str, path: str) -> None:
-        async def receive() -> Any: ...
-        async def send(message: Any) -> None: ...
+    def request(self, method: str, path: str, request_id: str = "") -> str:
+        """Returns X-Request-Id of the response."""
+        sent: list[Any] = []
 
-        scope = {"type": "http", "method": method, "path": path, "client": ("10.0.0.1", 99), "headers": []}
+        async def receive() -> Any: ...
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        headers = [(b"x-request-id", request_id.encode())] if request_id else []
+        scope = {"type": "http", "method": method, "path": path, "client": ("10.0.0.1", 99), "headers": headers}
         asyncio.run(self._log(scope, receive, send))
+        return str(dict(sent[0]["headers"])[b"x-request-id"].decode())
 
     def count(self, handler: str, method: str, status: str) -> float | None:
         labels = {"handler": handler, "method": method, "status": status}
@@ -55,7 +61,7 @@ def test_requests_are_counted_by_route_and_clients_create_no_series(caplog: pyte
     logged = Logged(caplog, "off")
     assert logged.count("/health", "GET", "2xx") == 0
     for method, path in (
-        ("GET", "/health"), ("GET", "/v1/models/a"), ("GET", "/v1/models/b/c"), ("GET", "/x"), ("BREW", "/y"),
+        ("GET", "/health"), ("GET", "/v1/models/a"), ("GET", "/v1/models/b/c"), ("GET", "/x"), ("TRACE", "/y"),
     ):  # fmt: skip
         logged.request(method, path)
     logged.status = 503
@@ -75,24 +81,34 @@ def test_requests_are_counted_by_route_and_clients_create_no_series(caplog: pyte
 
 def test_a_line_names_the_request_its_time_and_its_tokens(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, "json")
-    logged.usage = LoggedUsage(12, 34, ("stop", ""))
-    logged.request("POST", "/v1/completions")
+    logged.usage = LoggedUsage(12, 34, ("stop", "", ""))
+    logged.request("POST", "/v1/completions", request_id="id-1")
     [line] = map(json.loads, logged.lines)
     assert line.pop("milliseconds") >= 0 and line.pop("time") > 1e9
     assert line == {
         "client": "10.0.0.1:99", "method": "POST", "path": "/v1/completions", "status": 200, "request_id": "id-1",
-        "prompt_tokens": 12, "completion_tokens": 34, "finish_reasons": ["stop", ""],
+        "prompt_tokens": 12, "completion_tokens": 34, "finish_reasons": {"stop": 1, "abort": 2},
     }  # fmt: skip
 
 
-def test_a_path_of_a_client_cannot_add_a_line(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_client_cannot_add_lines_or_fields_or_long_ones(caplog: pytest.LogCaptureFixture) -> None:
     logged = Logged(caplog, "text")
-    logged.usage = LoggedUsage(12, 34, ("stop", ""))
-    logged.request("GET", "/x\n10.0.0.2:1 GET /forged 200")
+    logged.usage = LoggedUsage(12, 34, ("stop", "", ""))
+    logged.request(
+        "GET", "/x\n10.0.0.2:1 GET /forged 200 1 ms" + "y" * 10_000, request_id="a, request b" + "z" * 10_000
+    )
     [line] = logged.lines
-    assert "\n" not in line
-    assert line.startswith("10.0.0.1:99 GET /x\\n10.0.0.2:1 GET /forged 200 200 ")
-    assert line.endswith(" ms, 12 prompt tokens, 34 new tokens (stop,abort), request id-1")
+    assert line.startswith("10.0.0.1:99 GET /x%0A10.0.0.2:1%20GET%20/forged%20200%201%20msyyy")
+    assert ", 12 prompt tokens, 34 new tokens (stop, 2 abort), request a%2C%20request%20bzzz" in line
+    assert len(line) < 600
+
+
+def test_every_response_has_the_request_id_that_the_log_has(caplog: pytest.LogCaptureFixture) -> None:
+    logged = Logged(caplog, "text")
+    assert logged.request("GET", "/health", request_id="mine") == "mine"
+    made_up = logged.request("GET", "/health")
+    assert len(made_up) == 32
+    assert [line.rpartition(" ")[2] for line in logged.lines] == ["mine", made_up]
 
 
 def test_a_client_that_disconnects_before_the_response_is_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,16 @@ def test_without_the_option_no_origin_is_allowed() -> None:
     assert "access-control-allow-origin" not in response.headers
 
 
+def test_no_redirect_leads_out_of_the_root_path() -> None:
+    state = settings_state(root_path="/llm")
+    for method, path in (("POST", "/llm/tokenize/"), ("GET", "/llm/version/"), ("OPTIONS", "/llm/v1/completions/")):
+        response = send_request(state, method, path, None)
+        assert response.status_code == 404 and "did you mean" in response.json()["error"]["message"]
+    page = send_request(state, "GET", "/llm", None)
+    assert (page.status_code, page.headers["location"]) == (307, "/llm/"), "the page fetches addresses below its own"
+    assert send_request(state, "GET", "/llm/", None).status_code == 200
+
+
 @pytest.mark.parametrize("path", ["/llm/version", "/version"])
 def test_a_proxy_may_forward_the_root_path_or_remove_it(path: str) -> None:
     response = send_request(settings_state(root_path="/llm"), "GET", path, None)
@@ -150,10 +160,15 @@ def test_files_that_are_no_certificate_and_key_are_refused_before_the_model_is_l
     ("flags", "message"),
     [
         (("--root-path", "llm"), "does not begin with /"),
+        (("--root-path", "/llm?x"), "is not a plain path"),
+        (("--root-path", "/v1/llm"), "begins as the routes of the API do"),
+        (("--allowed-origins", "https://a.example.com/"), "is not an origin"),
+        (("--allowed-origins", '["*"]'), "is not an origin"),
         (("--ssl-keyfile", "key.pem"), "needs --ssl-certfile"),
         (("--metrics-prefix", "1x"), "cannot begin the name of a Prometheus metric"),
         (("--log-requests", "xml"), "it must be off, text or json"),
         (("--api-key", ""), "the API key is empty"),
+        (("--api-key", "key", "--api-key", " "), "the API key is empty"),
     ],
 )
 def test_invalid_options_are_refused(flags: tuple[str, ...], message: str, run_cli: RunCLI) -> None:
@@ -163,6 +178,12 @@ def test_invalid_options_are_refused(flags: tuple[str, ...], message: str, run_c
 
 def test_options_can_be_set_by_variables(run_cli: RunCLI) -> None:
     for variables, message in (
+        ({"TCDEPLOY_API_KEY": ""}, "the API key is empty"),
+        ({"TCDEPLOY_API_KEY": "\n"}, "the API key is empty"),
+        (
+            {"TCDEPLOY_ALLOWED_ORIGINS": "https://a.example.com https://b.example.com/"},
+            "'https://b.example.com/' is not",
+        ),
         ({"TCDEPLOY_ROOT_PATH": "llm"}, "does not begin with /"),
         ({"TCDEPLOY_LOG_REQUESTS": "xml"}, "it must be off, text or json"),
     ):
