@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import NewToken, SamplingParams
@@ -24,7 +23,7 @@ from tcdeploy.server.response_builder import (
 from tcdeploy.server.service import Service
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.tokenization import Prompt
-from tcdeploy.server.validation import params_of_choices, to_sampling_params
+from tcdeploy.server.validation import check_prompt_logprobs, params_of_choices, to_sampling_params
 from tcdeploy.server.worker import PendingRequest
 
 # Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
@@ -52,7 +51,7 @@ class ActiveRequest:
         self.service, self.request, self.prompts = service, request, prompts
         self.choices: list[Choice] = []
         self._has_failed = False
-        self.stopwatches = [Stopwatch(service.metrics) for _ in params]
+        self.stopwatches = [Stopwatch(service.metrics, not request.only_scores_prompt) for _ in params]
         prompts_and_params = [
             (prompts[index // request.num_choices].token_ids, choice_params)
             for index, choice_params in enumerate(params)
@@ -72,10 +71,11 @@ class ActiveRequest:
         The choices of a prompt share one object unless the request has a seed. Raises ApiError 400 if a value is
         invalid for the model.
         """
+        check_prompt_logprobs(request, sum(len(prompt.token_ids) for prompt in prompts))
         params: list[SamplingParams] = []
         for number, prompt in enumerate(prompts, 1):
             first = to_sampling_params(request, len(prompt.token_ids), service.limits, constraint)
-            params += params_of_choices(first, request.num_choices)
+            params += params_of_choices(first, request.num_choices, isinstance(request, ChatRequest))
             if number % PROMPTS_PER_SLICE == 0:
                 await asyncio.sleep(0)
         return cls(service, request, prompts, params)
@@ -109,7 +109,9 @@ class ActiveRequest:
         request, tokenizer = self.request, self.service.tokenizer.tokenizer
         echo = prompt.text if isinstance(request, CompletionRequest) and request.echo else None
         returns_token_ids = request.return_token_ids is True
-        needs_prompt_token_ids = returns_token_ids or echo is not None or request.prompt_logprobs is not None
+        # A chat's response contains the log-probabilities of its prompt once, and not in each choice.
+        num_prompt_logprobs = None if isinstance(request, ChatRequest) and index else request.prompt_logprobs
+        needs_prompt_token_ids = returns_token_ids or echo is not None or num_prompt_logprobs is not None
         tool_parser = None
         if isinstance(request, ChatRequest) and request.usable_tools:
             tool_parser = self.service.tools.tool_parser(request, prompt.text or "")
@@ -121,7 +123,7 @@ class ActiveRequest:
             tool_parser=tool_parser,
             num_prompt_tokens=len(prompt.token_ids),
             num_top_logprobs=request.num_logprobs,
-            num_prompt_logprobs=request.prompt_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
             echo=echo,
             drops_output=request.only_scores_prompt,
             returns_token_ids=returns_token_ids,
@@ -161,9 +163,9 @@ class ActiveRequest:
         choice, metrics = self.choices[pending.index], self.service.metrics
         if token.finish_reason == "error":
             raise bad_request(GRAMMAR_ERROR_MESSAGE, self.request.constraint_field)
-        text = choice.receive(token, self.service.vocabulary)
-        if choice.num_tokens == 1:
+        if not choice.has_started and pending.params.prompt_logprobs is None:  # else the cache was not looked up
             metrics.observe_prefix_cache(choice.num_prompt_tokens, token.cached_tokens)
+        text = choice.receive(token, self.service.vocabulary)
         if choice.finish_reason:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)
@@ -192,11 +194,11 @@ class ActiveRequest:
         return total_usage(self.choices, len(self.prompts))
 
 
-async def full_json(active: ActiveRequest) -> dict[str, Any]:
-    """The response of a request that is not streamed, after its last token."""
+async def full_body(active: ActiveRequest) -> bytes:
+    """The JSON of the response of a request that is not streamed, after its last token."""
     texts = [""] * len(active.choices)
     async for deltas in active.deltas():
         for index, text in deltas.items():
             texts[index] += text
     choices = [active.builder.full_json(choice, text) for choice, text in zip(active.choices, texts, strict=True)]
-    return active.builder.envelope(choices, active.usage)
+    return await active.builder.body(active.builder.envelope(choices, active.usage))

@@ -37,7 +37,7 @@ class Choice:
     num_chars: int = 0
     tool_parser: ToolCallParser | None = None  # set if the model may call tools
     num_prompt_logprobs: int | None = None  # alternatives per token in vLLM's field `prompt_logprobs`
-    prompt_logprobs: list[dict[str, Any] | None] = field(default_factory=list)  # that field
+    scored_prompt: list[tuple[int, TokenLogprobs | None]] = field(default_factory=list)  # if that field is wanted
     has_started: bool = False  # whether the first token has arrived
     has_sent_prompt: bool = False  # whether the ids of the prompt were taken
     unsent_token_ids: list[int] = field(default_factory=list)
@@ -89,8 +89,7 @@ class Choice:
             if self.echo is not None and self.num_top_logprobs is not None:
                 self._echo_logprobs(scored, self.num_top_logprobs, vocabulary)
             if self.num_prompt_logprobs is not None:
-                number = self.num_prompt_logprobs
-                self.prompt_logprobs = [_prompt_logprob_json(*entry, number, vocabulary) for entry in scored]
+                self.scored_prompt = scored
         return self.echo or ""
 
     def _parse_tool_calls(self, delta: str, tool_parser: ToolCallParser) -> str:
@@ -115,11 +114,6 @@ class Choice:
     def take_reasoning(self) -> dict[str, str]:
         reasoning, self.unsent_reasoning = self.unsent_reasoning, ""
         return {"reasoning_content": reasoning} if reasoning else {}
-
-    @property
-    def prompt_logprobs_field(self) -> dict[str, Any]:
-        """vLLM's field `prompt_logprobs` if the request asks for it."""
-        return {} if self.num_prompt_logprobs is None else {"prompt_logprobs": self.prompt_logprobs}
 
     def take_token_ids(self) -> dict[str, list[int]]:
         """vLLM's field `token_ids` if the request asks for it."""
@@ -149,7 +143,7 @@ class Choice:
             offset += 0 if vocabulary.is_special(token_id) else len(vocabulary.text(token_id))
 
 
-def _prompt_logprob_json(
+def prompt_logprob_json(
     token_id: int, logprobs: TokenLogprobs | None, num_top: int, vocabulary: Vocabulary
 ) -> dict[str, Any] | None:
     """vLLM's entry for one token of a prompt: the token and the most likely ones by id. None for the first token.

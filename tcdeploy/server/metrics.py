@@ -141,10 +141,10 @@ class Metrics:
 
 
 class Stopwatch:
-    """Times one choice, from its construction to its last token."""
+    """Times one choice, from its construction to its last token. `counts_tokens`: whether its tokens are returned."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics, self._start = metrics, time.perf_counter()
+    def __init__(self, metrics: Metrics, counts_tokens: bool = True) -> None:
+        self._metrics, self._start, self._counts_tokens = metrics, time.perf_counter(), counts_tokens
         self._first_step = self._first = self._last = 0.0  # 0: not yet
         self._num_tokens = 0
 
@@ -164,8 +164,9 @@ class Stopwatch:
             metrics.prefill_time.observe(now - (self._first_step or self._start))
             self._first = now
         self._last = now
-        recent.observe_token()
-        metrics.generation_tokens.inc()
+        if self._counts_tokens:
+            recent.observe_token()
+            metrics.generation_tokens.inc()
         if is_last:
             self._observe_last(now)
 

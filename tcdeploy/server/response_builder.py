@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
 from typing import Any, NamedTuple
 
-from tcdeploy.server.choice import Choice, ScoredToken, Usage
+from tcdeploy.server.choice import Choice, ScoredToken, Usage, prompt_logprob_json
 from tcdeploy.server.protocol import ChatRequest, CompletionRequest
 from tcdeploy.server.vocabulary import Vocabulary
+
+TOKENS_PER_SLICE = 64  # of a prompt, whose log-probabilities are encoded between two yields to the event loop: 7 ms
+_to_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
 
 
 class ServedModel(NamedTuple):
@@ -31,6 +36,7 @@ class ResponseBuilder:
             "system_fingerprint": served.fingerprint,
         }
         self.vocabulary = served.vocabulary
+        self._scored_choices: dict[str, Choice] = {}  # by the mark in the response, in the order of the marks
         self.first_fields: dict[str, Any] = {}  # further fields of the response, or of a stream's first chunk
 
     def delta(self, choice: Choice, text: str) -> dict[str, Any]:
@@ -38,6 +44,23 @@ class ResponseBuilder:
 
     def full_json(self, choice: Choice, text: str) -> dict[str, Any]:
         raise NotImplementedError
+
+    def prompt_logprobs(self, choice: Choice) -> dict[str, str]:
+        """vLLM's field `prompt_logprobs` if the choice has it. Its value is a mark, which `body` replaces."""
+        if choice.num_prompt_logprobs is None:
+            return {}
+        mark = uuid.uuid4().hex
+        self._scored_choices[mark] = choice
+        return {"prompt_logprobs": mark}
+
+    async def body(self, content: dict[str, Any]) -> bytes:
+        """The JSON of a response. Log-probabilities of prompts are encoded in slices, because each takes up to 5 us."""
+        text = _to_json(content)
+        parts: list[str] = []
+        for mark, choice in self._scored_choices.items():
+            before, _, text = text.partition(f'"{mark}"')
+            parts += [before, "[", await _encode_scored(choice, self.vocabulary), "]"]
+        return "".join([*parts, text]).encode()
 
     def first_delta(self, choice: Choice) -> dict[str, Any] | None:
         """The chunk before the first token, if the API has one."""
@@ -47,6 +70,18 @@ class ResponseBuilder:
         first_fields, self.first_fields = self.first_fields, {}
         usage_fields = {"usage": usage.json()} if usage else {}
         return {**self.common_fields, "choices": choices, **first_fields, **usage_fields}
+
+
+async def _encode_scored(choice: Choice, vocabulary: Vocabulary) -> str:
+    """The entries of `prompt_logprobs`, as JSON without the brackets."""
+    assert choice.num_prompt_logprobs is not None
+    slices: list[str] = []
+    for first in range(0, len(choice.scored_prompt), TOKENS_PER_SLICE):
+        entries = choice.scored_prompt[first : first + TOKENS_PER_SLICE]
+        values = [prompt_logprob_json(*entry, choice.num_prompt_logprobs, vocabulary) for entry in entries]
+        slices.append(_to_json(values)[1:-1])
+        await asyncio.sleep(0)
+    return ",".join(slices)
 
 
 class CompletionResponseBuilder(ResponseBuilder):
@@ -62,7 +97,7 @@ class CompletionResponseBuilder(ResponseBuilder):
             "finish_reason": choice.finish_reason or None,
             **choice.take_prompt_token_ids(),
             **choice.take_token_ids(),
-            **choice.prompt_logprobs_field,
+            **self.prompt_logprobs(choice),
         }
 
     full_json = delta
@@ -101,7 +136,7 @@ class ChatResponseBuilder(ResponseBuilder):
         return self._chunk_choice(choice, delta, self._logprobs(choice))
 
     def full_json(self, choice: Choice, text: str) -> dict[str, Any]:
-        self.first_fields |= {} if choice.index else choice.prompt_logprobs_field
+        self.first_fields |= self.prompt_logprobs(choice)
         calls = [call.json() for call in choice.take_calls()]
         message = {"role": "assistant", "content": text or None if calls else text, "refusal": None}
         return {

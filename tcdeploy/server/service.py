@@ -23,6 +23,7 @@ from tcdeploy.server.system_fingerprint import system_fingerprint
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.unsupported_fields import INERT_VALUES
 from tcdeploy.server.validation import ModelLimits
 from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import Worker
@@ -96,7 +97,7 @@ class Service:
 
     def count_unknown_fields(self, request: GenerationRequest) -> None:
         """Log and count each unknown field once. The request is served."""
-        names = {name[:MAX_FIELD_NAME_CHARS] for name in request.model_extra or {}}
+        names = {name[:MAX_FIELD_NAME_CHARS] for name in (request.model_extra or {}).keys() - INERT_VALUES.keys()}
         for name in names - self.unknown_fields:
             if len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
                 self.unknown_fields.add(name)

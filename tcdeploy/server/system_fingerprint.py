@@ -1,4 +1,6 @@
-"""OpenAI's `system_fingerprint`: equal for servers of equal plans and weights, whose seeded requests give equal tokens.
+"""OpenAI's `system_fingerprint`: equal for servers with the same version, plan and weight samples.
+
+It does not cover the tokenizer, the chat template and generation_config.json.
 
 The plan's key covers the model's config, the hardware, the versions of packages and the settings of its programs.
 Weights are sampled: reading a whole checkpoint would delay the start by seconds. Each file contributes its name, its

@@ -33,7 +33,7 @@ ResultT = TypeVar("ResultT")
 
 
 class TooManyTokensError(ApiError):
-    """A text has more tokens than the limit. `is_minimum`: it was not tokenized to its end, and may have more."""
+    """A text has more tokens than the limit. `is_minimum`: tokenization stopped early; it may have more."""
 
     def __init__(self, problem: str, max_tokens: int, field: str, num_tokens: int, *, is_minimum: bool) -> None:
         super().__init__(400, f"{problem}; the limit is {max_tokens}", field, "context_length_exceeded")

@@ -63,7 +63,7 @@ class PromptTokenizer:
         return await self._encode(request, text, "messages")
 
     async def _encode(self, request: CompletionRequest | ChatRequest, text: str, field: str) -> Prompt:
-        """The prompt of a text, truncated if the request says so."""
+        """The prompt of a text, truncated to `truncate_prompt_tokens`."""
         num_kept = num_kept_tokens(request, self.limits)
         max_tokens = self.limits.context if num_kept is None else self.limits.tokenize_tokens
         adds_special_tokens = request.add_special_tokens

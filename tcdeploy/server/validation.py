@@ -5,6 +5,7 @@ Does not import torch.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 from tcdeploy.engine.constraint import Constraint
@@ -27,6 +28,7 @@ MAX_CHOICES = 128  # n
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 128
 MAX_TOOLS = 128  # OpenAI's limit
+MAX_PROMPT_LOGPROBS = 1_000_000  # log-probabilities of prompts in one response: some 80 MB of JSON
 MIN_TOKENIZE_TOKENS = 1 << 15  # that /tokenize and /detokenize accept with any context
 
 
@@ -73,8 +75,13 @@ def check(request: GenerationRequest) -> None:
             raise bad_request(
                 f"{name} cannot be combined with {request.constraint_field}: the output ends where its JSON ends", name
             )
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
+    if request.prompt_logprobs is not None:
+        if request.stream:
+            raise bad_request("prompt_logprobs requires stream to be false", "prompt_logprobs")
+        try:
+            PARAM_CHECKS["prompt_logprobs"].check(request.prompt_logprobs)
+        except UsageError as error:
+            raise bad_request(error.message, "prompt_logprobs") from None
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options requires stream to be true", "stream_options")
 
@@ -165,13 +172,16 @@ def context_length_message(
     context: int, prompt_field: str, prompt_length: int, completion_length: int, is_minimum: bool
 ) -> str:
     """The message of `context_length_error`. `completion_length` 0: the request sets none, or it is not known."""
-    needs_at_least_one = completion_length < 1
-    completion_length = max(completion_length, 1)
+    more = " or more" if is_minimum else ""
+    start = f"This model's maximum context length is {context} tokens. However, "
+    if completion_length < 1:
+        return (
+            f"{start}your {prompt_field} resulted in {prompt_length} tokens{more}. "
+            f"Please reduce the length of the {prompt_field}."
+        )
     return (
-        f"This model's maximum context length is {context} tokens. However, you requested "
-        f"{_count(prompt_length + completion_length, is_minimum or needs_at_least_one)} tokens "
-        f"({_count(prompt_length, is_minimum)} in the {prompt_field}, "
-        f"{_count(completion_length, needs_at_least_one)} in the completion). "
+        f"{start}you requested {prompt_length + completion_length} tokens{more} "
+        f"({prompt_length}{more} in the {prompt_field}, {completion_length} in the completion). "
         f"Please reduce the length of the {prompt_field} or completion."
     )
 
@@ -183,7 +193,7 @@ def context_length_error(
 
     The words are those of OpenAI and vLLM, because clients search the message for them: litellm raises
     ContextWindowExceededError for its first words, and others read the numbers. `prompt_length` is in tokens;
-    `is_minimum`: the prompt was not tokenized to its end.
+    `is_minimum`: tokenization stopped early, so `prompt_length` is a lower bound.
     """
     prompt_field = "messages" if isinstance(request, ChatRequest) else "prompt"
     completion_length = _max_new_tokens(request, limits.defaults.max_new_tokens, 0)  # 0: as many as fit
@@ -192,8 +202,20 @@ def context_length_error(
     return bad_request(message, field, CONTEXT_LENGTH_EXCEEDED)
 
 
-def _count(number: int, is_minimum: bool) -> str:
-    return f"at least {number}" if is_minimum else str(number)
+def check_prompt_logprobs(request: GenerationRequest, prompt_tokens: int) -> None:
+    """Raises ApiError 400 if the response would contain too many log-probabilities of prompts.
+
+    `prompt_tokens`: of all prompts together.
+    """
+    if request.prompt_logprobs is None:
+        return
+    copies = 1 if isinstance(request, ChatRequest) else request.num_choices
+    count = prompt_tokens * copies * (request.prompt_logprobs + 1)
+    if count > MAX_PROMPT_LOGPROBS:
+        raise bad_request(
+            f"prompt_logprobs would return {count} values; the limit is {MAX_PROMPT_LOGPROBS} in one response",
+            "prompt_logprobs",
+        )
 
 
 def _num_prompt_logprobs(request: GenerationRequest) -> int | None:
@@ -218,8 +240,16 @@ def num_kept_tokens(request: GenerationRequest, limits: ModelLimits) -> int | No
             "truncate_prompt_tokens",
         )
     default = limits.defaults.max_new_tokens
+    if kept > 0:
+        return kept
     num_new_tokens = max(1, _max_new_tokens(request, default, default or 1))
-    return kept if kept > 0 else max(1, limits.context - num_new_tokens)
+    if num_new_tokens >= limits.context:
+        raise bad_request(
+            f"This model's maximum context length is {limits.context} tokens. However, the completion alone may have "
+            f"{num_new_tokens} tokens. Please reduce the length of the completion.",
+            _length_field(request), CONTEXT_LENGTH_EXCEEDED,
+        )  # fmt: skip
+    return limits.context - num_new_tokens
 
 
 def _length_field(request: GenerationRequest) -> str:
@@ -255,11 +285,17 @@ def _first_given(*values: Any) -> Any:
     return next(value for value in values if value is not None)
 
 
-def params_of_choices(first: SamplingParams, num_choices: int) -> list[SamplingParams]:
-    """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63."""
+def params_of_choices(first: SamplingParams, num_choices: int, scores_once: bool = False) -> list[SamplingParams]:
+    """Sampling parameters of each choice of a prompt. With a seed, choice j > 0 uses (seed + j) modulo 2^63.
+
+    `scores_once`: only the first choice gets the log-probabilities of the prompt.
+    """
+    other = first
+    if scores_once and first.prompt_logprobs is not None and num_choices > 1:
+        other = dataclasses.replace(first, prompt_logprobs=None)
     if first.seed is None:
-        return [first] * num_choices
-    return [first, *(first.with_seed((first.seed + number) % 2**63) for number in range(1, num_choices))]
+        return [first, *[other] * (num_choices - 1)]
+    return [first, *(other.with_seed((first.seed + number) % 2**63) for number in range(1, num_choices))]
 
 
 def _first_invalid_field(field_values: dict[str, tuple[Any, str]]) -> ApiError | None:

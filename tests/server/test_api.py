@@ -255,15 +255,19 @@ def test_of_two_invalid_fields_one_is_named(fields: dict[str, Any], param: str) 
 @pytest.mark.parametrize(
     ("request_type", "fields", "prompt_length", "requested", "param"),
     [
-        (CompletionRequest, {"max_tokens": 60}, 5, "65 tokens (5 in the prompt, 60 in the completion)", "max_tokens"),
-        (CompletionRequest, {}, 64, "80 tokens (64 in the prompt, 16 in the completion)", "prompt"),
-        (ChatRequest, {"max_tokens": 9}, 70, "79 tokens (70 in the messages, 9 in the completion)", "messages"),
         (
-            ChatRequest, {}, 64, "at least 65 tokens (64 in the messages, at least 1 in the completion)", "messages",
+            CompletionRequest, {"max_tokens": 60}, 5,
+            "you requested 65 tokens (5 in the prompt, 60 in the completion)", "max_tokens",
         ),
+        (CompletionRequest, {}, 64, "you requested 80 tokens (64 in the prompt, 16 in the completion)", "prompt"),
+        (
+            ChatRequest, {"max_tokens": 9}, 70,
+            "you requested 79 tokens (70 in the messages, 9 in the completion)", "messages",
+        ),
+        (ChatRequest, {}, 64, "your messages resulted in 64 tokens", "messages"),
         (
             ChatRequest, {"max_completion_tokens": 60, "max_tokens": 1}, 5,
-            "65 tokens (5 in the messages, 60 in the completion)", "max_completion_tokens",
+            "you requested 65 tokens (5 in the messages, 60 in the completion)", "max_completion_tokens",
         ),
     ],
 )  # fmt: skip
@@ -276,9 +280,10 @@ def test_a_request_beyond_the_context_is_refused_in_the_words_that_clients_searc
     with pytest.raises(ApiError) as rejection:
         to_sampling_params(request, prompt_length, ModelLimits(64, 100))
     place = "messages" if request_type is ChatRequest else "prompt"
+    place += " or completion" if "completion" in requested else ""
     assert rejection.value.status == 400 and rejection.value.body["error"] == {
-        "message": f"This model's maximum context length is 64 tokens. However, you requested {requested}. "
-        f"Please reduce the length of the {place} or completion.",
+        "message": f"This model's maximum context length is 64 tokens. However, {requested}. "
+        f"Please reduce the length of the {place}.",
         "type": "invalid_request_error", "param": param, "code": "context_length_exceeded",
     }  # fmt: skip
 

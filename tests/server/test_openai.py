@@ -265,6 +265,36 @@ def test_prompt_logprobs_of_a_chat_belong_to_the_response(server: ServerProcess)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
 
 
+def test_a_prompt_is_scored_in_each_completion_and_looked_up_in_no_cache(server: ServerProcess) -> None:
+    url = f"{server.address}/v1/completions"
+    queries = server.metric("prefix_cache_queries_total")
+    body: dict[str, Any] = {"prompt": list(range(3, 203)), "prompt_logprobs": 2, "max_tokens": 1, "n": 2, "seed": 1}
+    choices = httpx.post(url, json=body).raise_for_status().json()["choices"]
+    first, second = (
+        [
+            entry[str(token)]["logprob"]
+            for token, entry in zip(body["prompt"], choice["prompt_logprobs"], strict=True)
+            if entry
+        ]
+        for choice in choices
+    )
+    assert first == pytest.approx(second, abs=1e-3) and len(first) == 199
+    assert server.metric("prefix_cache_queries_total") == queries
+    refused = httpx.post(url, json={**body, "echo": True, "logprobs": 1, "prompt_logprobs": -5})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt_logprobs")
+    refused = httpx.post(url, json={**body, "prompt": [[3] * 1000] * 4, "prompt_logprobs": 20, "n": 32})
+    assert refused.status_code == 400 and "2688000 values; the limit is 1000000" in refused.json()["error"]["message"]
+
+
+def test_a_prompt_that_is_only_scored_counts_no_generated_token(server: ServerProcess) -> None:
+    generated, queries = (server.metric(name) for name in ("generation_tokens_total", "prefix_cache_queries_total"))
+    body = {"prompt": [3, 4, 5], "echo": True, "max_tokens": 0}
+    usage = httpx.post(f"{server.address}/v1/completions", json=body).raise_for_status().json()["usage"]
+    assert (usage["completion_tokens"], usage["prompt_tokens"]) == (0, 3)
+    assert server.metric("generation_tokens_total") == generated
+    assert server.metric("prefix_cache_queries_total") == queries + 3
+
+
 def test_closing_a_stream_early_frees_its_kv_blocks(server: ServerProcess) -> None:
     stream = server.client.chat.completions.create(
         model=MODEL, messages=QUESTION, stream=True, max_tokens=900, temperature=0, extra_body={"ignore_eos": True}

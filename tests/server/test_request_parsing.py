@@ -167,8 +167,8 @@ def test_a_prompt_that_is_too_long_to_parse_is_beyond_the_context(request_type: 
     error = error_of(parse_with_context, request_type, fields)["error"]
     assert (error["param"], error["code"]) == (param, "context_length_exceeded")
     assert error["message"].startswith(
-        "This model's maximum context length is 1024 tokens. However, you requested at least 4098 tokens "
-        f"(at least 4097 in the {param}, at least 1 in the completion)."
+        "This model's maximum context length is 1024 tokens. "
+        f"However, your {param} resulted in 4097 tokens or more. Please reduce the length of the {param}."
     )
     text = "prompt" if request_type is CompletionRequest else "messages"
     error = error_of(parse_with_context, TokenizeRequest, {text: fields[text]})["error"]
