@@ -292,11 +292,14 @@ class _AuthMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request = Request(scope)
         app = self._app
         if scope["method"] == "POST":
             app = self._direct_routes.get(scope["path"], app)
-        if self._api_keys and scope["path"] not in UNAUTHENTICATED_PATHS and not _has_key(request, self._api_keys):
+        if (
+            self._api_keys
+            and scope["path"] not in UNAUTHENTICATED_PATHS
+            and not _has_key(Request(scope), self._api_keys)
+        ):
             app = _error_response(
                 ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
                          code="invalid_api_key", headers={"www-authenticate": "Bearer"})
