@@ -42,8 +42,10 @@ class StepTimes(NamedTuple):
 
 
 def measure_step_times(runner: ModelRunner, bucket: Bucket) -> StepTimes:
-    """Median ms of the bucket's step: uncompiled, with the same attention, and as it will serve (compiled, replayed
-    from its graph if captured)."""
+    """Median ms of the bucket's step: uncompiled with the same attention, and as it will serve.
+
+    It serves with compiled programs, and replays its CUDA graph if it is captured.
+    """
     with force_eager():
         eager_ms = measure_step_ms(runner, bucket, captured=False)
     return StepTimes(eager_ms, measure_step_ms(runner, bucket))

@@ -32,7 +32,7 @@ def routing_error(routes: Sequence[Route], method: str, path: str) -> ApiError:
 
 
 def find_near_path(known_paths: Sequence[str], path: str) -> str | None:
-    """The known path that differs from `path` only by a missing or additional start; else the most similar; or None."""
+    """The known path that lacks the start of `path`, or has an additional one; else the most similar one; or None."""
     path = path[:MAX_PATH_CHARS].lower().rstrip("/")
     candidates = [known for known in known_paths if known != "/"]
     if not path:

@@ -87,7 +87,7 @@ def _check_root_path(root_path: str) -> None:
             f"--root-path {root_path!r} is not a plain path", "use parts of letters, digits, -, _, . and ~: /models/llm"
         )
     if root_path.split("/")[1:2] == ["v1"]:  # /v1/models would be taken for /models below it
-        raise UsageError(f"--root-path {root_path} begins as the routes of the API do", "use another first part: /llm")
+        raise UsageError(f"--root-path {root_path} begins with /v1, as the API's own routes do", "for example /llm")
 
 
 def _check_canary(settings: ServerSettings) -> None:

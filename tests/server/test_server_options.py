@@ -161,7 +161,7 @@ def test_files_that_are_no_certificate_and_key_are_refused_before_the_model_is_l
     [
         (("--root-path", "llm"), "does not begin with /"),
         (("--root-path", "/llm?x"), "is not a plain path"),
-        (("--root-path", "/v1/llm"), "begins as the routes of the API do"),
+        (("--root-path", "/v1/llm"), "begins with /v1, as the API's own routes do"),
         (("--allowed-origins", "https://a.example.com/"), "is not an origin"),
         (("--allowed-origins", '["*"]'), "is not an origin"),
         (("--ssl-keyfile", "key.pem"), "needs --ssl-certfile"),
