@@ -48,7 +48,7 @@ from tcdeploy.server.tokenization import PromptTokenizer
 from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
-UNAUTHENTICATED_PATHS = ("/health", "/ready")
+UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
@@ -113,6 +113,9 @@ def make_app(state: ServerState) -> ASGIApp:
 
 
 def _operations_routes(state: ServerState) -> list[Route]:
+    page_html = status.page()
+    page_headers = status.page_headers(page_html)
+
     async def health(_: Request) -> Response:
         """200 if the process and its engine are alive; with --canary-strict, 503 once a canary has failed."""
         return Response(status_code=200 if state.is_healthy else 503)
@@ -134,21 +137,30 @@ def _operations_routes(state: ServerState) -> list[Route]:
         """The version of tcdeploy."""
         return JSONResponse({"version": __version__})
 
-    async def index_page(_: Request) -> Response:
-        """A page that shows /status."""
-        return HTMLResponse(status.status_page())
+    async def page(_: Request) -> Response:
+        """A page with the server's figures, a chat and the list of routes."""
+        return HTMLResponse(page_html, headers=page_headers)
 
-    async def status_document(_: Request) -> Response:
-        """The figures that the page at / shows."""
-        return JSONResponse(status.status_json(state.figures(), state.metrics.recent))
+    async def docs(_: Request) -> Response:
+        """The list of routes, on the same page as /."""
+        return HTMLResponse(page_html, headers=page_headers)
+
+    async def status_document(request: Request) -> Response:
+        """The figures that the page at / shows; with `?history=N`, also the last N samples of its graphs."""
+        document = status.status_json(state.figures(), state.metrics.recent)
+        if (history := request.query_params.get("history")) is not None:
+            if not history.isdecimal() or len(history) > 9:
+                raise bad_request("history must be a number of samples", "history")
+            document["history"] = state.history.json(int(history))
+        return JSONResponse(document)
 
     async def metrics(_: Request) -> Response:
         """Prometheus metrics."""
         return Response(state.metrics.text(), media_type="text/plain; version=0.0.4")
 
     endpoints = {
-        "/health": health, "/ready": ready, "/version": version, "/": index_page, "/status": status_document,
-        "/metrics": metrics,
+        "/health": health, "/ready": ready, "/version": version, "/": page, "/docs": docs,
+        "/status": status_document, "/metrics": metrics,
     }  # fmt: skip
     return [Route(path, endpoint, methods=["GET"]) for path, endpoint in endpoints.items()]
 

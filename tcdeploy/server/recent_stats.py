@@ -16,9 +16,14 @@ class RecentStats:
     def __init__(self) -> None:
         self.time_to_first_token: deque[float] = deque(maxlen=WINDOW_SIZE)  # seconds
         self.inter_token_latency: deque[float] = deque(maxlen=WINDOW_SIZE)  # seconds
+        self.first_tokens = 0
         self.finished = 0
         self.tokens = 0
         self._rate_samples: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # (time, total tokens)
+
+    def observe_first_token(self, seconds: float) -> None:
+        self.first_tokens += 1
+        self.time_to_first_token.append(seconds)
 
     def observe_token(self) -> None:
         self.tokens += 1

@@ -38,6 +38,7 @@ from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.server_state import ServerState
 from tcdeploy.server.service import Service, build_service
 from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.status_history import INTERVAL_S
 from tcdeploy.server.warmup_requests import build_grammar_tables_when_idle, send_warmup_requests
 from tcdeploy.server.worker import EngineDeadError, Worker
 
@@ -124,18 +125,25 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
         listening = asyncio.create_task(http_server.serve(sockets=[self._listener]))
+        sampling = asyncio.create_task(self._sample_history())
         self.worker.start()
         await asyncio.wait(
             {listening, asyncio.create_task(self._exit_event.wait())}, return_when=asyncio.FIRST_COMPLETED
         )
         http_server.should_exit = True
         await listening
+        sampling.cancel()
         self.worker.stop()
         if self.worker.swaps is not None:
             self.worker.swaps.stop()
         if self._error is not None and self.state.service is None:
             raise self._error
         return 1 if self._error is not None else 0
+
+    async def _sample_history(self) -> None:
+        while True:
+            await asyncio.sleep(INTERVAL_S)
+            self.state.history.sample(self.state.figures(), self.metrics.recent)
 
     def _load(self) -> Service:
         """Runs in the engine thread."""

@@ -14,6 +14,7 @@ from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.request_parsing import RequestParser
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
+from tcdeploy.server.status_history import StatusHistory
 from tcdeploy.server.worker import Worker
 
 
@@ -28,6 +29,7 @@ class ServerState:
     start_time: float = field(default_factory=time.time)
     service: Service | None = None
     parser: RequestParser = field(default_factory=RequestParser)
+    history: StatusHistory = field(default_factory=StatusHistory)
 
     def __post_init__(self) -> None:
         self.metrics.register_figures(self.figures)

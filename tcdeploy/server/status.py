@@ -1,10 +1,14 @@
 """The /status document, which the page at / shows: the figures of /metrics, with percentiles and rates.
 
-Percentiles cover the last 2,000 samples; the token rate covers the last 5 seconds.
+Percentiles cover the last 2,000 samples; the token rate covers the last 5 seconds. The page itself contains nothing of
+the model, so it is served without the API key; it asks for the key, and sends it with its requests.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import re
 from importlib.resources import files
 from typing import Any
 
@@ -13,8 +17,19 @@ from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.recent_stats import RecentStats, percentile
 
 
-def status_page() -> str:
+def page() -> str:
     return files("tcdeploy.server").joinpath("page.html").read_text("utf-8")
+
+
+def page_headers(page: str) -> dict[str, str]:
+    """Headers that keep the page from running any script but its own, and from sending data to another server."""
+    [script] = re.findall(r"<script>(.*?)</script>", page, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    return {"content-security-policy": policy, "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
 
 
 def status_json(figures: ServerFigures, recent: RecentStats) -> dict[str, Any]:

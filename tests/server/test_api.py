@@ -79,8 +79,8 @@ def state(request: pytest.FixtureRequest) -> ServerState:
     return ServerState(settings, worker, admission, metrics, service=service)
 
 
-def loading_state() -> ServerState:
-    return ServerState(ServerSettings(model="tiny"), fake_worker(HotPath()), Admission(1))
+def loading_state(**settings: Any) -> ServerState:
+    return ServerState(ServerSettings(model="tiny", **settings), fake_worker(HotPath()), Admission(1))
 
 
 @pytest.mark.parametrize("request_line", [COMPLETION, CHAT, MODELS])
@@ -214,7 +214,7 @@ def test_a_full_queue_rejects_tokenizer_requests(path: str, state: ServerState) 
 
 def test_a_loading_server_answers_operations_and_rejects_the_rest() -> None:
     state = loading_state()
-    for path in ("/health", "/metrics", "/status", "/", "/version", "/openapi.json"):
+    for path in ("/health", "/metrics", "/status", "/", "/docs", "/version", "/openapi.json"):
         assert send_request(state, "GET", path, None).status_code == 200, path
     ready = send_request(state, "GET", "/ready", None)
     assert (ready.status_code, ready.text) == (503, "loading")
