@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
@@ -74,12 +75,18 @@ def make_app(state: ServerState) -> ASGIApp:
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
     ]
-    document = openapi_document("tcdeploy", __version__, routes, REQUEST_MODELS)
-    if state.settings.root_path:
-        document["servers"] = [{"url": state.settings.root_path}]
+    documented = list(routes)
+
+    @functools.cache
+    def document(vocab_size: int | None) -> dict[str, Any]:
+        public_paths = UNAUTHENTICATED_PATHS if state.settings.api_keys else None
+        content = openapi_document("tcdeploy", __version__, documented, REQUEST_MODELS, public_paths, vocab_size)
+        if state.settings.root_path:
+            content["servers"] = [{"url": state.settings.root_path}]
+        return content
 
     async def openapi(_: Request) -> Response:
-        return JSONResponse(document)
+        return JSONResponse(document(state.service.limits.vocab_size if state.service else None))
 
     async def handle_error(request: Request, error: Exception) -> Response:
         if isinstance(error, HTTPException) and error.status_code in (404, 405):  # of the router
