@@ -1,12 +1,14 @@
 """uvicorn's HTTP/1.1 protocol with limits, and with the server's error format.
 
 uvicorn's own class reads a head of any size, and waits without a time limit for the rest of a request and for clients
-that do not read a response, whose unsent part it keeps in memory. It parses up to 256 KiB in one call, which can
-contain thousands of pipelined requests, headers or chunks, and it answers bytes that are not HTTP with plain text. The
-subclass relies on the parser callbacks `on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and
-`on_message_complete`, on httptools' `on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and
-`resume_writing`, and on the attributes `scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`. It stops the
-parser with an exception in a callback. The subclass also puts three functions into the ASGI scope's extensions.
+that do not read a response, whose unsent part it keeps in memory. It sends chunks to clients that speak HTTP/1.0, which
+do not know them. It parses up to 256 KiB in one call, which can contain thousands of pipelined requests, headers or
+chunks, and it answers bytes that are not HTTP with plain text. The subclass relies on the parser callbacks
+`on_message_begin`, `on_url`, `on_header`, `on_headers_complete`, `on_body` and `on_message_complete`, on httptools'
+`on_chunk_header`, on `send_400_response`, on asyncio's `pause_writing` and `resume_writing`, and on the attributes
+`scope`, `flow`, `cycle`, `pipeline`, `transport` and `loop`; of the cycle on `send`, `chunked_encoding` and
+`expected_content_length`. It stops the parser with an exception in a callback. The subclass also puts three functions
+into the ASGI scope's extensions.
 
 If one of these names is missing, the server runs uvicorn's own protocol without limits, and warns.
 tests/server/test_http.py and test_abuse.py fail when the class changes. server/http.py reads the extensions.
@@ -23,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from tcdeploy.torch_compat.internal import Internal, find, mentions
 
 PROTOCOL = "uvicorn.protocols.http.httptools_impl:HttpToolsProtocol"
+CYCLE = "uvicorn.protocols.http.httptools_impl:RequestResponseCycle"
 CALLBACKS = ("on_message_begin", "on_url", "on_header", "on_headers_complete", "on_body", "on_message_complete")
 METHODS = (
     "connection_made", "connection_lost", "data_received", "pause_writing", "resume_writing", "send_400_response",
@@ -53,6 +56,7 @@ def supported() -> bool:
         all(callable(getattr(protocol, name, None)) for name in METHODS)
         and mentions(protocol, "scope", "flow", "cycle", "transport", "loop", "pipeline", "response_complete")
         and hasattr(find("uvicorn.protocols.http.flow_control:FlowControl"), "pause_writing")
+        and mentions(find(CYCLE), "chunked_encoding", "expected_content_length", "send")
     )
 
 
@@ -160,6 +164,8 @@ class _Bounds(_Base):
     def on_headers_complete(self) -> None:
         self._in_headers = False
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0" and self.cycle is not None:
+            self.cycle.send = _without_chunks(self.cycle)  # type: ignore[method-assign,assignment]
 
     def on_chunk_header(self) -> None:
         self._num_chunks += 1
@@ -252,6 +258,22 @@ class _Bounds(_Base):
         if self._in_headers:
             return self.cycle.response_complete
         return not self.pipeline and not self.cycle.response_started
+
+
+def _without_chunks(cycle: Any) -> Callable[[Any], Any]:
+    """A replacement for `cycle.send`. A body without a content length then ends where the connection is closed."""
+    send, has_length = cycle.send, True
+
+    async def send_without_chunks(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+            cycle.chunked_encoding = None if has_length else False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return send_without_chunks
 
 
 def _too_large(part: str) -> tuple[int, str, str]:

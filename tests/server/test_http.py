@@ -205,3 +205,40 @@ def test_a_client_that_reads_slowly_gets_the_whole_response(large_response_serve
             received += len(part)
             time.sleep(0.1)
     assert received > RESPONSE_BYTES
+
+
+async def streamed_response(scope: Any, receive: Any, send: Any) -> None:
+    """The headers of the path /known announce the length of the body."""
+    headers = [(b"content-length", b"6")] if scope["path"] == "/known" else []
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    for part in (b"one", b"two"):
+        await send({"type": "http.response.body", "body": part, "more_body": part == b"one"})
+
+
+@pytest.fixture(scope="module")
+def streaming_server() -> Iterator[RunningServer]:
+    running = RunningServer(streamed_response)
+    yield running
+    running.stop()
+
+
+@pytest.mark.parametrize(
+    ("request_line", "header", "body"),
+    [
+        ("GET / HTTP/1.1", b"transfer-encoding: chunked", b"3\r\none\r\n3\r\ntwo\r\n0\r\n\r\n"),
+        ("GET / HTTP/1.0", None, b"onetwo"),
+        ("GET /known HTTP/1.0", b"content-length: 6", b"onetwo"),
+        ("HEAD / HTTP/1.0", None, b""),
+    ],
+)
+def test_a_client_of_http_1_0_gets_no_chunks(
+    streaming_server: RunningServer, request_line: str, header: bytes | None, body: bytes
+) -> None:
+    with streaming_server.connect() as connection:
+        connection.sendall(f"{request_line}\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    head, _, content = received.partition(b"\r\n\r\n")
+    framing = [line for line in head.split(b"\r\n") if line.startswith((b"transfer-encoding", b"content-length"))]
+    assert (framing, content) == ([header] if header else [], body)
