@@ -1,19 +1,13 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-A completion request passes authentication, the body limit, schema validation, admission, the tokenizer, the model's
-limits, and then the engine. Each stage rejects with OpenAI's error format and names the field. Starlette routes the
-requests; FastAPI is not used, because bodies are read and validated here and openapi.py is 70 lines.
+generation.py runs the requests that generate text. Starlette routes the requests; FastAPI is not used, because bodies
+are read and validated here and openapi.py is short.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import functools
-import hmac
-import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from typing import Any, TypeAlias
+from typing import Any
 
 from pydantic import BaseModel
 from starlette.applications import Starlette
@@ -22,14 +16,14 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from tcdeploy import __version__
-from tcdeploy.errors import TcdeployError
 from tcdeploy.server import status
-from tcdeploy.server.active_request import ActiveRequest, full_body
-from tcdeploy.server.admission import BodyReservation
-from tcdeploy.server.hot_path import direct_route, read_body
+from tcdeploy.server.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
+from tcdeploy.server.error_response import error_response, logged_error_response
+from tcdeploy.server.generation import GenerationApi, admitted_body, generate
+from tcdeploy.server.hot_path import direct_route
 from tcdeploy.server.near_routes import routing_error
 from tcdeploy.server.openapi import openapi_document
 from tcdeploy.server.protocol import (
@@ -40,34 +34,28 @@ from tcdeploy.server.protocol import (
     TokenizeRequest,
     bad_request,
 )
-from tcdeploy.server.request_log import RequestLog, set_usage
-from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
+from tcdeploy.server.request_log import RequestLog
 from tcdeploy.server.root_path import RootPath
 from tcdeploy.server.server_state import ServerState
-from tcdeploy.server.sse import EventStream
-from tcdeploy.server.tokenization import PromptTokenizer
-from tcdeploy.server.validation import check
-from tcdeploy.server.worker import EngineDeadError
 
-UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
-Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-log = logging.getLogger("tcdeploy.server")
+COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
+DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions")
 
 
 def make_app(state: ServerState) -> ASGIApp:
     async def completions(request: Request) -> Response:
         """OpenAI's completions."""
-        return await _complete(state, request, CompletionRequest)
+        return await generate(state, request, COMPLETIONS)
 
     async def chat_completions(request: Request) -> Response:
         """OpenAI's chat completions."""
-        return await _complete(state, request, ChatRequest)
+        return await generate(state, request, CHAT_COMPLETIONS)
 
     routes = [
         *_operations_routes(state),
@@ -93,7 +81,7 @@ def make_app(state: ServerState) -> ASGIApp:
             error = routing_error(routes, request.method, request.scope["path"])
             if request.method == "OPTIONS" and error.status == 405:  # not a preflight request of CORS
                 return Response(status_code=204, headers={"allow": f"{error.headers['allow']}, OPTIONS"})
-        return _error_response(error)
+        return error_response(error, request.scope["path"])
 
     routes.append(Route("/openapi.json", openapi, methods=["GET"]))
     app = Starlette(
@@ -101,14 +89,13 @@ def make_app(state: ServerState) -> ASGIApp:
         exception_handlers=dict.fromkeys((ApiError, HTTPException, ClientDisconnect, Exception), handle_error),
     )
     app.router.redirect_slashes = False  # the address of a redirect would lack the root path of a proxy
-    direct_routes = {}
-    if state.settings.hot_path.direct_routes:
-        direct_routes = {
-            "/v1/completions": direct_route(completions, _logged_error_response),
-            "/v1/chat/completions": direct_route(chat_completions, _logged_error_response),
-        }
     settings = state.settings
-    wrapped: ASGIApp = _AuthMiddleware(app, settings.api_keys, direct_routes)
+    direct_routes = {
+        route.path: direct_route(route.endpoint, logged_error_response)
+        for route in routes
+        if route.path in DIRECT_PATHS and settings.hot_path.direct_routes
+    }
+    wrapped: ASGIApp = AuthMiddleware(app, settings.api_keys, direct_routes)
     if settings.allowed_origins:  # answers preflight requests, which browsers send without the key
         wrapped = CORSMiddleware(
             wrapped, allow_origins=settings.allowed_origins, allow_methods=["*"], allow_headers=["*"],
@@ -190,13 +177,13 @@ def _model_routes(state: ServerState) -> list[Route]:
 
     async def tokenize(request: Request) -> Response:
         """Token ids of a prompt or of chat messages."""
-        async with _admitted_body(state, request, TokenizeRequest) as (tokenizer, body):
+        async with admitted_body(state, request, TokenizeRequest) as (tokenizer, body):
             ids = await tokenizer.tokenize(body)
             return Response(await tokenizer.tokens_json(ids), media_type="application/json")
 
     async def detokenize(request: Request) -> Response:
         """The text of token ids."""
-        async with _admitted_body(state, request, DetokenizeRequest) as (tokenizer, body):
+        async with admitted_body(state, request, DetokenizeRequest) as (tokenizer, body):
             return JSONResponse({"prompt": await tokenizer.detokenize(body.tokens)})
 
     return [
@@ -206,146 +193,3 @@ def _model_routes(state: ServerState) -> list[Route]:
         Route("/tokenize", tokenize, methods=["POST"]),
         Route("/detokenize", detokenize, methods=["POST"]),
     ]
-
-
-@contextlib.asynccontextmanager
-async def _admitted_body(
-    state: ServerState, request: Request, request_type: type[RequestT]
-) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
-    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
-
-    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
-    """
-    service = state.require_service()
-    service.admission.check_open()
-    with BodyReservation(service.admission) as reservation:
-        body = await _parse_body(state, request, request_type, reservation)
-        service.admission.acquire(1)
-        try:
-            yield service.tokenizer, body
-        finally:
-            service.admission.release(1)
-
-
-async def _complete(
-    state: ServerState, raw_request: Request, request_type: type[CompletionRequest] | type[ChatRequest]
-) -> Response:
-    with BodyReservation(state.admission) as reservation:
-        request = await _parse_body(state, raw_request, request_type, reservation)
-        check(request)
-        state.admission.check_open()
-        service = state.require_service()
-        service.count_unknown_fields(request)
-        service.check_model(request.model)
-        num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-        if not num_choices:
-            raise bad_request("prompt is an empty list", "prompt")
-        service.admission.acquire(num_choices)
-        active, stream = None, None
-        try:
-            prompts = await service.tokenizer.prompts(request)
-            constraint = await service.constraint(request, prompts)
-            active = await ActiveRequest.create(service, request, prompts, constraint)
-            reservation.release()
-            set_usage(raw_request.scope, active.logged_usage)
-            await active.submit()
-            if request.stream:
-                stream = EventStream(active, service.settings.stall_timeout)
-                return stream
-            body = await _run_until_disconnect(raw_request, full_body(active))
-            return Response(body, media_type="application/json")
-        except EngineDeadError as error:
-            raise ApiError(503, str(error), code=error.code) from None
-        except TcdeployError as error:
-            raise bad_request(error.message, None) from None
-        finally:
-            if active is None:
-                service.admission.release(num_choices)
-            elif stream is None:
-                active.close()  # a stream closes it when it ends
-
-
-async def _parse_body(
-    state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
-) -> RequestT:
-    """The validated JSON body. Raises ApiError 400, 408, 413 or 415, and 503 if too many bytes wait."""
-    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if content_type != "application/json":
-        raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
-    body = await read_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
-    if len(body) <= SMALL_BODY_BYTES:
-        return parse(request_type, body)
-    state.admission.check_open()  # the limits of large bodies depend on the model
-    return await state.parser.parse(request_type, body, state.require_service().json_limits)
-
-
-async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
-    task = asyncio.ensure_future(work)
-    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
-    try:
-        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnect
-    finally:
-        disconnect.cancel()
-        task.cancel()
-
-
-async def _wait_for_disconnect(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-class _AuthMiddleware:
-    """Checks the API key, and dispatches POSTs of `direct_routes`.
-
-    Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
-    """
-
-    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], direct_routes: dict[str, ASGIApp]) -> None:
-        self._app, self._api_keys, self._direct_routes = app, api_keys, direct_routes
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        app = self._app
-        if scope["method"] == "POST":
-            app = self._direct_routes.get(scope["path"], app)
-        if (
-            self._api_keys
-            and scope["path"] not in UNAUTHENTICATED_PATHS
-            and not _has_key(Request(scope), self._api_keys)
-        ):
-            app = _error_response(
-                ApiError(401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
-                         code="invalid_api_key", headers={"www-authenticate": "Bearer"})
-            )  # fmt: skip
-        await app(scope, receive, send)
-
-
-def _has_key(request: Request, keys: tuple[str, ...]) -> bool:
-    """Whether the request has one of the keys. The comparison time does not depend on which key matches."""
-    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    matches = [hmac.compare_digest(credentials.strip().encode(), key.encode()) for key in keys]
-    return scheme.lower() == "bearer" and any(matches)
-
-
-def _logged_error_response(error: Exception) -> Response:
-    """As `_error_response`, and logs unexpected errors: uvicorn logs only those of Starlette's routes."""
-    if not isinstance(error, (ApiError, ClientDisconnect)):
-        log.error("a request failed", exc_info=error)
-    return _error_response(error)
-
-
-def _error_response(error: Exception) -> Response:
-    """The response to any exception, with OpenAI's error body."""
-    if isinstance(error, ClientDisconnect):
-        return Response(status_code=499)
-    if isinstance(error, HTTPException):
-        error = ApiError(error.status_code, str(error.detail))
-    if not isinstance(error, ApiError):
-        error = ApiError(500, f"{type(error).__name__}: {error}")
-    return JSONResponse(error.body, error.status, error.headers)

@@ -126,8 +126,8 @@ class JsonSchemaFormat(BaseModel):
 ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
 
 
-class GenerationRequest(BaseModel):
-    """Fields that completions and chat completions share."""
+class SamplingRequest(BaseModel):
+    """Fields that all generating routes share: the model, its sampling parameters, and whether tokens are streamed."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -136,25 +136,35 @@ class GenerationRequest(BaseModel):
     top_p: Number | None = None
     top_k: StrictInt | None = None
     min_p: Number | None = None
-    n: StrictInt | None = None
-    stop: StrictStr | StringList | None = None
     stop_token_ids: TokenIds | None = None
     seed: StrictInt | None = None
     presence_penalty: Number | None = None
     frequency_penalty: Number | None = None
     repetition_penalty: Number | None = None
     logit_bias: Annotated[dict[str, Number], BeforeValidator(_check_num_biases)] | None = None
-    max_tokens: StrictInt | None = None
     min_tokens: StrictInt | None = None
     ignore_eos: StrictBool | None = None
     skip_special_tokens: StrictBool | None = None
+    bad_words: StringList | None = None
+    stream: StrictBool | None = None
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens of a choice; None if the request sets no limit."""
+        raise NotImplementedError
+
+
+class GenerationRequest(SamplingRequest):
+    """Fields that completions and chat completions share."""
+
+    n: StrictInt | None = None
+    stop: StrictStr | StringList | None = None
+    max_tokens: StrictInt | None = None
     truncate_prompt_tokens: StrictInt | None = None
     add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
     return_token_ids: StrictBool | None = None
     prompt_logprobs: StrictInt | None = None
-    bad_words: StringList | None = None
     response_format: ResponseFormat | None = None
-    stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +17,13 @@ from tcdeploy.server.bad_words import BadWords
 from tcdeploy.server.json_steps import JsonLimits
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.missed_shapes import MissedShapes
-from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.structured_output import StructuredOutputBackend
 from tcdeploy.server.system_fingerprint import system_fingerprint
 from tcdeploy.server.text_encoder import TextEncoder
 from tcdeploy.server.tokenization import Prompt, PromptTokenizer
 from tcdeploy.server.tools import ToolSupport
-from tcdeploy.server.unsupported_fields import INERT_VALUES
 from tcdeploy.server.validation import ModelLimits
 from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import Worker
@@ -95,10 +95,9 @@ class Service:
             "max_model_len": self.limits.context,
         }
 
-    def count_unknown_fields(self, request: GenerationRequest) -> None:
+    def count_unknown_fields(self, names: Iterable[str]) -> None:
         """Log and count each unknown field once. The request is served."""
-        names = {name[:MAX_FIELD_NAME_CHARS] for name in (request.model_extra or {}).keys() - INERT_VALUES.keys()}
-        for name in names - self.unknown_fields:
+        for name in {name[:MAX_FIELD_NAME_CHARS] for name in names} - self.unknown_fields:
             if len(self.unknown_fields) < MAX_UNKNOWN_FIELDS:
                 self.unknown_fields.add(name)
                 self.metrics.unknown_fields.inc()

@@ -4,69 +4,53 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 from collections.abc import AsyncGenerator
-from typing import Any
 
 from starlette.responses import StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from tcdeploy.errors import TcdeployError
-from tcdeploy.server.active_request import ActiveRequest
+from tcdeploy.server.answer import Answer
 from tcdeploy.server.http import abort, is_write_paused
 from tcdeploy.server.protocol import ApiError, bad_request
 from tcdeploy.server.worker import EngineDeadError
 
 KEEP_ALIVE_SECONDS = 10.0
-KEEP_ALIVE, DONE = b": keep-alive\n\n", b"data: [DONE]\n\n"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-_to_json = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 log = logging.getLogger("tcdeploy.server")
 
 
-async def sse_events(active: ActiveRequest) -> AsyncGenerator[bytes, None]:
-    """All events of a stream. Errors are events, and [DONE] always follows: clients take a cut stream for complete."""
+async def sse_events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """All events of a stream. Errors are events: clients take a cut stream for complete."""
     try:
-        async with contextlib.aclosing(_sse_deltas(active)) as events:
+        async with contextlib.aclosing(_answer_events(answer)) as events:
             async for event in events:
                 yield event
     except ApiError as error:
-        yield _sse_event(error.body)
+        yield answer.error_events(error)
     except EngineDeadError as error:
-        yield _sse_event(ApiError(503, str(error), code=error.code).body)
+        yield answer.error_events(ApiError(503, str(error), code=error.code))
     except TcdeployError as error:
-        yield _sse_event(bad_request(error.message, None).body)
+        yield answer.error_events(bad_request(error.message, None))
     except Exception as error:  # without this, the stream would end without an error event
         log.exception("a stream failed")
-        yield _sse_event(ApiError(500, f"{type(error).__name__}: {error}").body)
-    yield DONE
+        yield answer.error_events(ApiError(500, f"{type(error).__name__}: {error}"))
+    if answer.end:
+        yield answer.end
 
 
-async def _sse_deltas(active: ActiveRequest) -> AsyncGenerator[bytes, None]:
-    """One event per choice with new output. An event covers several tokens if the client or the loop is slow."""
-    builder, options = active.builder, active.request.stream_options
-    with_usage = options is not None and options.include_usage
-    continuous_usage = options is not None and options.continuous_usage_stats
-    for choice in active.choices:
-        first_delta = builder.first_delta(choice)
-        if first_delta is not None:
-            yield _sse_event(builder.envelope([first_delta], active.usage if continuous_usage else None))
-    async with contextlib.aclosing(active.deltas(KEEP_ALIVE_SECONDS)) as batches:
-        async for deltas in batches:
-            events = [
-                _sse_event(builder.envelope([builder.delta(choice, text)], active.usage if continuous_usage else None))
-                for choice, text in ((active.choices[index], text) for index, text in deltas.items())
-                if text or choice.has_unsent_output
-            ]
-            if events or not deltas:
-                yield b"".join(events) or KEEP_ALIVE
-    if with_usage:
-        yield _sse_event(builder.envelope([], active.usage))
-
-
-def _sse_event(content: dict[str, Any]) -> bytes:
-    return b"data: " + _to_json(content).encode() + b"\n\n"
+async def _answer_events(answer: Answer) -> AsyncGenerator[bytes, None]:
+    """The events without errors. An event covers several tokens if the client or the loop is slow."""
+    if first_events := answer.first_events():
+        yield first_events
+    async with contextlib.aclosing(answer.active.deltas(KEEP_ALIVE_SECONDS)) as batches:
+        async for texts in batches:
+            events = answer.events(texts)
+            if events or not texts:
+                yield events or answer.keep_alive
+    if last_events := answer.last_events():
+        yield last_events
 
 
 class _ClientStalled(Exception):
@@ -76,8 +60,8 @@ class _ClientStalled(Exception):
 class EventStream(StreamingResponse):
     """Streams a request's events and closes it at the end. Aborts the connection if the client stops reading."""
 
-    def __init__(self, active: ActiveRequest, stall_timeout_s: float) -> None:
-        self._active, self._events, self._stall_timeout_s = active, sse_events(active), stall_timeout_s
+    def __init__(self, answer: Answer, stall_timeout_s: float) -> None:
+        self._active, self._events, self._stall_timeout_s = answer.active, sse_events(answer), stall_timeout_s
         super().__init__(self._events, media_type="text/event-stream", headers=STREAM_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tcdeploy.server.protocol import GenerationRequest, bad_request
+from tcdeploy.server.protocol import SamplingRequest, bad_request
 
 # Field -> values that change nothing. Null is accepted for every field.
 INERT_VALUES: dict[str, tuple[Any, ...]] = {
@@ -81,19 +81,22 @@ ALTERNATIVES = {
 }  # fmt: skip
 
 
-def check_unsupported_fields(request: GenerationRequest) -> None:
+def check_unsupported_fields(
+    request: SamplingRequest, inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES
+) -> None:
     """Raises ApiError 400 that names the first field that would change the answer and is not supported."""
     fields = request.model_extra or {}
     for name, value in fields.items():
-        if value is not None and name in INERT_VALUES and not _is_inert(name, value, fields, request):
+        if value is None or name not in inert_values or value in inert_values[name]:
+            continue
+        if not _has_no_effect(name, value, fields, request):
             alternative = f"use {OUR_NAMES[name]}" if name in OUR_NAMES else ALTERNATIVES.get(name)
             message = f"{name} is not supported" + (f"; {alternative}" if alternative else "")
             raise bad_request(message, name, "unsupported_parameter")
 
 
-def _is_inert(name: str, value: Any, fields: Mapping[str, Any], request: GenerationRequest) -> bool:
-    if value in INERT_VALUES[name]:
-        return True
+def _has_no_effect(name: str, value: Any, fields: Mapping[str, Any], request: SamplingRequest) -> bool:
+    """Whether another field of the request has the same effect, or turns this one off."""
     if name == "do_sample":
         return value is False and request.temperature == 0
     if our_name := OUR_NAMES.get(name):

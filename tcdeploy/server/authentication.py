@@ -1,0 +1,51 @@
+"""API keys: which requests need one, and which key a request has."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tcdeploy.server.error_response import error_response
+from tcdeploy.server.protocol import ApiError
+
+UNAUTHENTICATED_PATHS = ("/health", "/ready", "/", "/docs")
+
+
+class AuthMiddleware:
+    """Checks the API key, and dispatches POSTs of `direct_routes`.
+
+    Plain ASGI: Starlette's BaseHTTPMiddleware would switch tasks for each event of a stream.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: tuple[str, ...], direct_routes: Mapping[str, ASGIApp]) -> None:
+        self._app, self._api_keys, self._direct_routes = app, api_keys, direct_routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        app = self._app
+        if scope["method"] == "POST":
+            app = self._direct_routes.get(scope["path"], app)
+        if (
+            self._api_keys
+            and scope["path"] not in UNAUTHENTICATED_PATHS
+            and find_key(Request(scope), self._api_keys) is None
+        ):
+            error = ApiError(
+                401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key", headers={"www-authenticate": "Bearer"},
+            )  # fmt: skip
+            app = error_response(error, scope["path"])
+        await app(scope, receive, send)
+
+
+def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
+    """The key that the request has, or None. The comparison time does not depend on which key matches."""
+    scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
+    sent = credentials.strip().encode() if scheme.lower() == "bearer" else b""
+    matches = [key for key in keys if hmac.compare_digest(sent, key.encode())]
+    return matches[0] if matches else None

@@ -1,0 +1,162 @@
+"""Runs a generation request of any HTTP API, from its body to its answer.
+
+A request passes the body limit, schema validation, admission, the tokenizer, the model's limits, and then the engine.
+Each stage rejects with an ApiError that names the field. The APIs differ in their schema, and in how they write the
+answer (answer.py). An API other than OpenAI's completions and chat completions translates its body to a ChatRequest,
+whose fields may have other names there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from tcdeploy.errors import TcdeployError
+from tcdeploy.server.active_request import ActiveRequest
+from tcdeploy.server.admission import BodyReservation
+from tcdeploy.server.answer import Answer, ChunkAnswer
+from tcdeploy.server.hot_path import read_body
+from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, SamplingRequest, bad_request
+from tcdeploy.server.request_log import set_usage
+from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.sse import EventStream
+from tcdeploy.server.tokenization import PromptTokenizer
+from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.validation import check
+from tcdeploy.server.worker import EngineDeadError
+
+
+class Exchange(NamedTuple):
+    """A request as the engine's side sees it, and the constructor of its answer."""
+
+    request: CompletionRequest | ChatRequest
+    new_answer: Callable[[ActiveRequest], Answer]
+
+
+async def _without_translation(_: ServerState, __: Request, body: Any) -> Exchange:
+    return Exchange(body, ChunkAnswer)
+
+
+@dataclass(frozen=True)
+class GenerationApi:
+    """What distinguishes one HTTP API. `translate` may raise ApiError."""
+
+    body_type: type[SamplingRequest]
+    translate: Callable[[ServerState, Request, Any], Awaitable[Exchange]] = _without_translation
+    inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
+    field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
+
+    def rename_fields(self, error: ApiError) -> ApiError:
+        """The error with the names that this API gives to the fields."""
+        if not self.field_names:
+            return error
+        pattern = rf"\b({'|'.join(self.field_names)})\b"
+        message = re.sub(pattern, lambda match: self.field_names[match[0]], error.message)
+        param = self.field_names.get(error.param or "", error.param)
+        return ApiError(error.status, message, param, error.code, headers=error.headers)
+
+
+async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
+    """The response to a request of `api`. Raises ApiError."""
+    try:
+        return await _generate(state, raw_request, api)
+    except ApiError as error:
+        raise api.rename_fields(error) from None
+
+
+async def _generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
+    with BodyReservation(state.admission) as reservation:
+        body = await parse_body(state, raw_request, api.body_type, reservation)
+        request, new_answer = await api.translate(state, raw_request, body)
+        check(request)
+        state.admission.check_open()
+        service = state.require_service()
+        service.count_unknown_fields((body.model_extra or {}).keys() - api.inert_values.keys())
+        service.check_model(request.model)
+        num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+        if not num_choices:
+            raise bad_request("prompt is an empty list", "prompt")
+        service.admission.acquire(num_choices)
+        active, stream = None, None
+        try:
+            prompts = await service.tokenizer.prompts(request)
+            constraint = await service.constraint(request, prompts)
+            active = await ActiveRequest.create(service, request, prompts, constraint)
+            reservation.release()
+            set_usage(raw_request.scope, active.logged_usage)
+            await active.submit()
+            answer = new_answer(active)
+            if request.stream:
+                stream = EventStream(answer, service.settings.stall_timeout)
+                return stream
+            content = await _run_until_disconnect(raw_request, answer.body())
+            return Response(content, media_type="application/json")
+        except EngineDeadError as error:
+            raise ApiError(503, str(error), code=error.code) from None
+        except TcdeployError as error:
+            raise bad_request(error.message, None) from None
+        finally:
+            if active is None:
+                service.admission.release(num_choices)
+            elif stream is None:
+                active.close()  # a stream closes it when it ends
+
+
+@contextlib.asynccontextmanager
+async def admitted_body(
+    state: ServerState, request: Request, request_type: type[RequestT]
+) -> AsyncIterator[tuple[PromptTokenizer, RequestT]]:
+    """Read the body of a request that needs only the tokenizer, and admit it until the end of the block.
+
+    It counts as one choice. The body is read first, so that clients which send no body cannot fill the queue.
+    """
+    service = state.require_service()
+    service.admission.check_open()
+    with BodyReservation(service.admission) as reservation:
+        body = await parse_body(state, request, request_type, reservation)
+        service.admission.acquire(1)
+        try:
+            yield service.tokenizer, body
+        finally:
+            service.admission.release(1)
+
+
+async def parse_body(
+    state: ServerState, request: Request, request_type: type[RequestT], reservation: BodyReservation
+) -> RequestT:
+    """The validated JSON body. Raises ApiError 400, 408, 413 or 415, and 503 if too many bytes wait."""
+    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if content_type != "application/json":
+        raise ApiError(415, f"the content type is {content_type[:80]!r}; it must be application/json")
+    body = await read_body(request, state.settings.max_body_bytes, state.settings.hot_path, reservation)
+    if len(body) <= SMALL_BODY_BYTES:
+        return parse(request_type, body)
+    state.admission.check_open()  # the limits of large bodies depend on the model
+    return await state.parser.parse(request_type, body, state.require_service().json_limits)
+
+
+async def _run_until_disconnect(request: Request, work: Coroutine[Any, Any, Any]) -> Any:
+    """The result of `work`. Cancels it and raises ClientDisconnect if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnect
+    finally:
+        disconnect.cancel()
+        task.cancel()
+
+
+async def _wait_for_disconnect(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
