@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 from tcdeploy.engine.constraint import Constraint
 from tcdeploy.engine.sequence import NewToken, SamplingParams
@@ -36,10 +36,11 @@ class ActiveRequest:
     """The engine requests and choices of one API request.
 
     Choice i * n + j is the j-th choice of prompt i, with n = `request.num_choices`. `builder` exists after `submit`,
-    which fills `choices`. `close` must be called once.
+    which fills `choices`. `close` must be called once. `observe_output` is called with each token's choice and text.
     """
 
     builder: ResponseBuilder
+    observe_output: Callable[[Choice, str], None] | None = None
 
     def __init__(
         self,
@@ -166,6 +167,8 @@ class ActiveRequest:
         if not choice.has_started and pending.params.prompt_logprobs is None:  # else the cache was not looked up
             metrics.observe_prefix_cache(choice.num_prompt_tokens, token.cached_tokens)
         text = choice.receive(token, self.service.vocabulary)
+        if self.observe_output is not None:
+            self.observe_output(choice, text)
         if choice.finish_reason:
             metrics.observe_end(choice.finish_reason, choice.num_tokens)
             metrics.broken_tool_calls.inc(choice.tool_parser is not None and choice.tool_parser.is_broken)

@@ -1,7 +1,7 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-generation.py runs the requests that generate text. Starlette routes the requests; FastAPI is not used, because bodies
-are read and validated here and openapi.py is short.
+The routes of Anthropic's Messages are in messages_api.py, and generation.py runs the requests that generate text.
+Starlette routes the requests; FastAPI is not used, because bodies are read and validated here, and openapi.py is short.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from tcdeploy.server.authentication import UNAUTHENTICATED_PATHS, AuthMiddleware
 from tcdeploy.server.error_response import error_response, logged_error_response
 from tcdeploy.server.generation import GenerationApi, admitted_body, generate
 from tcdeploy.server.hot_path import direct_route
+from tcdeploy.server.messages_api import messages_routes
+from tcdeploy.server.messages_protocol import CountTokensRequest, MessagesRequest
 from tcdeploy.server.near_routes import routing_error
 from tcdeploy.server.openapi import openapi_document
 from tcdeploy.server.protocol import (
@@ -41,11 +43,13 @@ from tcdeploy.server.server_state import ServerState
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
-DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions")
+DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
 
 
 def make_app(state: ServerState) -> ASGIApp:
@@ -62,6 +66,7 @@ def make_app(state: ServerState) -> ASGIApp:
         *_model_routes(state),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        *messages_routes(state),
     ]
     documented = list(routes)
 

@@ -36,7 +36,7 @@ class AuthMiddleware:
             and find_key(Request(scope), self._api_keys) is None
         ):
             error = ApiError(
-                401, "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                401, "the API key is missing or wrong; send `Authorization: Bearer KEY` or `x-api-key: KEY`",
                 code="invalid_api_key", headers={"www-authenticate": "Bearer"},
             )  # fmt: skip
             app = error_response(error, scope["path"])
@@ -44,8 +44,12 @@ class AuthMiddleware:
 
 
 def find_key(request: Request, keys: tuple[str, ...]) -> str | None:
-    """The key that the request has, or None. The comparison time does not depend on which key matches."""
+    """The key that the request has, or None. The comparison time does not depend on which key matches.
+
+    Anthropic's clients send it as `x-api-key`.
+    """
     scheme, _, credentials = request.headers.get("authorization", "").partition(" ")
-    sent = credentials.strip().encode() if scheme.lower() == "bearer" else b""
-    matches = [key for key in keys if hmac.compare_digest(sent, key.encode())]
+    bearer = credentials.strip() if scheme.lower() == "bearer" else ""
+    sent = [text.encode() for text in (bearer, request.headers.get("x-api-key", ""))]
+    matches = [key for key in keys for text in sent if hmac.compare_digest(text, key.encode())]
     return matches[0] if matches else None

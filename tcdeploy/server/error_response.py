@@ -1,4 +1,4 @@
-"""The response to any exception of a route: OpenAI's error body."""
+"""The response to any exception of a route: OpenAI's error body, or Anthropic's on the routes of its API."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
+from tcdeploy.server.messages_protocol import messages_error_body
 from tcdeploy.server.protocol import ApiError
 
+MESSAGES_PATH = "/v1/messages"  # and below it
 log = logging.getLogger("tcdeploy.server")
 
 
@@ -21,7 +23,8 @@ def error_response(error: Exception, path: str) -> Response:
         error = ApiError(error.status_code, str(error.detail))
     if not isinstance(error, ApiError):
         error = ApiError(500, f"{type(error).__name__}: {error}")
-    return JSONResponse(error.body, error.status, error.headers)
+    body = messages_error_body(error) if path.startswith(MESSAGES_PATH) else error.body
+    return JSONResponse(body, error.status, error.headers)
 
 
 def logged_error_response(error: Exception, path: str) -> Response:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from pydantic import BaseModel
@@ -32,6 +33,7 @@ class Content(NamedTuple):
     schema: str = ""  # name of a component; "": text, or no body
     chunk_schema: str = ""  # of the events of a stream; "": responses are not streamed
     text_type: str = ""  # media type of a text
+    error_schema: str = "Error"
 
 
 CONTENTS = {
@@ -48,6 +50,8 @@ CONTENTS = {
     "/detokenize": Content("Text"),
     "/v1/completions": Content("Completion", "CompletionChunk"),
     "/v1/chat/completions": Content("ChatCompletion", "ChatCompletionChunk"),
+    "/v1/messages": Content("MessagesResponse", "MessagesEvent", error_schema="MessagesError"),
+    "/v1/messages/count_tokens": Content("MessagesTokens", error_schema="MessagesError"),
 }
 ERRORS_OF_BODIES = {
     400: "A field is not valid; `param` names it",
@@ -73,6 +77,8 @@ def openapi_document(
     models = [(model, "validation") for model in request_models.values()]
     _, schemas = models_json_schema(models, ref_template=REF_TEMPLATE)  # type: ignore[arg-type]
     components = schemas["$defs"]
+    if common := components.keys() & COMPONENTS.keys():
+        raise ValueError(f"requests and responses have schemas of the same name: {sorted(common)}")
     limits = field_limits(vocab_size)
     for model in request_models.values():
         for name, schema in components[model.__name__]["properties"].items():
@@ -118,6 +124,7 @@ def _operation(route: Route, request_model: type[BaseModel] | None, needs_key: b
 
 def _responses(path: str, has_body: bool, needs_key: bool) -> dict[str, Any]:
     content = CONTENTS.get(path, Content())
+    error = partial(_error, schema=content.error_schema)
     success: dict[str, Any] = {"description": "Success"}
     if content.schema:
         success["content"] = {"application/json": {"schema": _reference(content.schema)}}
@@ -125,7 +132,7 @@ def _responses(path: str, has_body: bool, needs_key: bool) -> dict[str, Any]:
         success["content"] = {content.text_type: {"schema": {"type": "string"}}}
     if content.chunk_schema:
         success["description"] = "Success; with `stream`, events"
-        success["content"]["text/event-stream"] = {"schema": _event_schema(content.chunk_schema)}
+        success["content"]["text/event-stream"] = {"schema": _event_schema(content)}
     errors: dict[int, dict[str, Any]] = {}
     if path == "/ready":
         text = {"text/plain": {"schema": {"type": "string"}}}
@@ -134,26 +141,26 @@ def _responses(path: str, has_body: bool, needs_key: bool) -> dict[str, Any]:
     elif path == "/health":
         errors[503] = {"description": "The engine is dead, or a canary has failed"}
     elif path == "/status":
-        errors[400] = _error("A parameter is not valid")
+        errors[400] = error("A parameter is not valid")
     elif content.schema and path != "/version":
-        errors = {status: _error(text) for status, text in (ERRORS_OF_BODIES if has_body else {}).items()}
-        if "model" in path or path.startswith("/v1/"):
-            errors[404] = _error("The model is not served")
-        errors[503] = _error(LOADING, {"retry-after": {"schema": {"type": "integer"}}})
+        errors = {status: error(text) for status, text in (ERRORS_OF_BODIES if has_body else {}).items()}
+        if path.startswith("/v1/"):
+            errors[404] = error("The model is not served")
+        errors[503] = error(LOADING, {"retry-after": {"schema": {"type": "integer"}}})
     if needs_key:
-        errors[401] = _error(
+        errors[401] = error(
             "The API key is missing or wrong", {"www-authenticate": {"required": True, "schema": {"const": "Bearer"}}}
         )
     return {
         "200": success,
         **{str(status): errors[status] for status in sorted(errors)},
-        "default": _error("Error"),
+        "default": error("Error"),
     }
 
 
-def _event_schema(chunk_schema: str) -> dict[str, Any]:
+def _event_schema(content: Content) -> dict[str, Any]:
     """Schema of each event of a stream, as OpenAPI 3.1 has it: an object with the event's fields."""
-    chunk = {"anyOf": [_reference(chunk_schema), _reference("Error")]}
+    chunk = {"anyOf": [_reference(content.chunk_schema), _reference(content.error_schema)]}
     json_text = {"type": "string", "contentMediaType": "application/json", "contentSchema": chunk}
     return {
         "type": "object",
@@ -162,10 +169,10 @@ def _event_schema(chunk_schema: str) -> dict[str, Any]:
     }
 
 
-def _error(description: str, headers: dict[str, Any] | None = None) -> dict[str, Any]:
+def _error(description: str, headers: dict[str, Any] | None = None, schema: str = "Error") -> dict[str, Any]:
     error: dict[str, Any] = {
         "description": description,
-        "content": {"application/json": {"schema": _reference("Error")}},
+        "content": {"application/json": {"schema": _reference(schema)}},
     }
     if headers:
         error["headers"] = headers

@@ -188,9 +188,52 @@ MODEL = record(
 ERROR = record(
     {"error": record({"message": STRING, "type": STRING, "param": nullable(STRING), "code": nullable(STRING)})}
 )
+MESSAGES_USAGE = record(
+    dict.fromkeys(("input_tokens", "cache_creation_input_tokens", "cache_read_input_tokens", "output_tokens"), COUNT)
+)
+MESSAGES_END = {
+    "stop_reason": nullable(
+        {"enum": ["end_turn", "tool_use", "max_tokens", "model_context_window_exceeded", "stop_sequence"]}
+    ),
+    "stop_sequence": nullable(STRING),
+}
+MESSAGES_BLOCK = {
+    "oneOf": [
+        record({"type": {"const": "text"}, "text": STRING}),
+        record({"type": {"const": "thinking"}, "thinking": STRING, "signature": STRING}),
+        record({"type": {"const": "tool_use"}, "id": STRING, "name": STRING, "input": {"type": "object"}}),
+    ]
+}
+MESSAGE = record(
+    {
+        "id": STRING,
+        "type": {"const": "message"},
+        "role": {"const": "assistant"},
+        "model": STRING,
+        "content": array(MESSAGES_BLOCK),
+        **MESSAGES_END,
+        "usage": MESSAGES_USAGE,
+    }
+)
+MESSAGES_ERROR = record({"type": {"const": "error"}, "error": record({"type": STRING, "message": STRING})})
+MESSAGES_EVENT = {
+    "oneOf": [
+        record({"type": {"const": "message_start"}, "message": MESSAGE}),
+        record({"type": {"const": "content_block_start"}, "index": COUNT, "content_block": MESSAGES_BLOCK}),
+        record({"type": {"const": "content_block_delta"}, "index": COUNT, "delta": record({"type": STRING})}),
+        record({"type": {"const": "content_block_stop"}, "index": COUNT}),
+        record({"type": {"const": "message_delta"}, "delta": record(MESSAGES_END), "usage": MESSAGES_USAGE}),
+        record({"type": {"enum": ["message_stop", "ping"]}}),
+        MESSAGES_ERROR,
+    ]
+}
 TEXT_OR_NULL = nullable(STRING)
 COMPONENTS: dict[str, Schema] = {
     "Error": ERROR,
+    "MessagesError": MESSAGES_ERROR,
+    "MessagesResponse": MESSAGE,
+    "MessagesEvent": MESSAGES_EVENT,
+    "MessagesTokens": record({"input_tokens": COUNT}),
     "Model": MODEL,
     "ModelList": record({"object": {"const": "list"}, "data": array({"$ref": "#/components/schemas/Model"})}),
     "Completion": _completion("text_completion", COMPLETION_CHOICE, {"usage": USAGE}, {}),

@@ -38,7 +38,9 @@ MEDIA = {  # content parts of OpenAI's and vLLM's APIs, by type
     "input_audio": "audio inputs", "audio_url": "audio inputs", "audio": "audio inputs",
     "video_url": "videos", "input_video": "videos", "video": "videos", "file": "files", "input_file": "files",
 }  # fmt: skip
-UNSUPPORTED_PART = "unsupported_part"  # type of the validation error for a part other than text
+# Type of the validation error for a part or item of a kind that is not supported. `path` in its context continues the
+# location of the error.
+UNSUPPORTED_PART = "unsupported_part"
 MAX_LOGIT_BIASES = 512  # the engine's limit, which includes stop token ids
 
 
@@ -198,6 +200,11 @@ class GenerationRequest(SamplingRequest):
         return self.max_tokens
 
     @property
+    def fits_completion(self) -> bool:
+        """Whether a limit of new tokens that exceeds the context is lowered. Otherwise the request is refused."""
+        return False
+
+    @property
     def only_scores_prompt(self) -> bool:
         """Whether the response has the prompt and its log-probabilities, and no new tokens."""
         return False
@@ -282,7 +289,7 @@ class NamedToolChoice(BaseModel):
 
 
 def _check_parts(content: Any) -> Any:
-    """Raise an error for a part other than text, with its kind, and its index in the error's context.
+    """Raise an error for a part other than text, with its kind, and its place in the list in the error's context.
 
     pydantic's own first error would be that the content is not a string.
     """
@@ -295,7 +302,7 @@ def _check_parts(content: Any) -> Any:
                 f"{name} are not supported by this server"
                 if name
                 else "content parts of this type are not supported by this server; the only type is text",
-                {"part": index},
+                {"path": f"[{index}]"},
             )
     return content
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -23,8 +24,7 @@ from tcdeploy.server.protocol import (
     MEDIA,
     UNSUPPORTED_PART,
     ApiError,
-    GenerationRequest,
-    Messages,
+    SamplingRequest,
     bad_request,
 )
 from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED, context_length_message
@@ -33,8 +33,11 @@ SMALL_BODY_BYTES = 16 << 10
 SLICE_WEIGHT = 256  # messages and parts that are validated in one call, which takes about 1 ms
 MAX_FIELDS = 256  # top-level fields of a body
 MAX_PATH_CHARS, MAX_MESSAGE_CHARS = 200, 400  # of the field's path and of the reason in an error
+PROMPT_LISTS = ("messages", "input")  # fields that are lists of messages, and are validated in slices
+# Keys below a part whose value may be too long for any text: the types of parts, which vLLM's API repeats as keys, and
+# those of Anthropic's and OpenAI's other APIs.
+MEDIA_KEYS = {**MEDIA, "source": "images and documents", "file_data": "files"}
 RequestT = TypeVar("RequestT", bound=BaseModel)
-_messages_adapter: TypeAdapter[Any] = TypeAdapter(Messages)
 
 
 def parse(request_type: type[RequestT], body: bytes | bytearray) -> RequestT:
@@ -56,8 +59,9 @@ class RequestParser:
         async with self._lock:
             with _collector_paused():
                 fields = await _parse_in_steps(request_type, body, limits)
-            if isinstance(fields, dict) and "messages" in request_type.model_fields:
-                await _validate_messages(fields)
+            for name in PROMPT_LISTS:
+                if isinstance(fields, dict) and name in request_type.model_fields:
+                    await _validate_list(request_type, fields, name)
         return _validate(request_type, fields)
 
 
@@ -93,34 +97,45 @@ def _too_long(request_type: type[BaseModel], error: TooLongError, limits: JsonLi
     An image in a message is a long text too.
     """
     match error.location:
-        case ("messages", int(), "content", int(index), *keys):
-            if kind := next((MEDIA[key] for key in keys if key in MEDIA), None):
-                return _unsupported_part(error.location, index, f"{kind} are not supported by this server")
-    is_prompt = error.field in ("messages", "prompt") and issubclass(request_type, GenerationRequest)
+        case (str() as field, int() as number, "content", int(index), *keys) if field in PROMPT_LISTS:
+            if kind := next((MEDIA_KEYS[key] for key in keys if key in MEDIA_KEYS), None):
+                location = (field, number, "content")
+                return _unsupported_part(location, f"[{index}]", f"{kind} are not supported by this server")
+    is_prompt = error.field in (*PROMPT_LISTS, "prompt") and issubclass(request_type, SamplingRequest)
     if not is_prompt or error.field is None or limits.context is None:
         return bad_request(error.message, error.field and error.field[:MAX_PATH_CHARS])
     message = context_length_message(limits.context, error.field, limits.integers + 1, 0, is_minimum=True)
     return bad_request(message, error.field, CONTEXT_LENGTH_EXCEEDED)
 
 
-def _unsupported_part(location: Sequence[str | int], index: int, reason: str) -> ApiError:
-    """The error for a part of a message that is not text. `location`: "messages", the message's index, "content"."""
-    return bad_request(f"messages.{location[1]}.content: {reason}", f"messages[{location[1]}].content[{index}]")
+def _unsupported_part(location: Sequence[str | int], path: str, reason: str) -> ApiError:
+    """The error for a part of a message, or another item, of a kind that is not supported: at `location` + `path`."""
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in location)
+    place = ".".join(map(str, location))
+    return bad_request(f"{place}: {reason}", f"{''.join(steps).removeprefix('.')}{path}"[:MAX_PATH_CHARS])
 
 
-async def _validate_messages(fields: dict[str, Any]) -> None:
+async def _validate_list(request_type: type[BaseModel], fields: dict[str, Any], name: str) -> None:
     """Replace the messages of a body by validated ones, which pydantic does not validate again."""
-    messages = fields.get("messages")
+    messages = fields.get(name)
     if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:
-        return  # `_validate` rejects it
+        return  # `_validate` rejects it, or it is a text
+    adapter = _list_adapter(request_type, name)
     validated: list[Any] = []
     for piece in _slices(messages):
         try:
-            validated += _messages_adapter.validate_python(piece)
+            validated += adapter.validate_python(piece)
         except ValidationError as error:
-            raise _validation_error(error, ("messages", len(validated))) from None
+            raise _validation_error(error, (name, len(validated))) from None
         await asyncio.sleep(0)
-    fields["messages"] = validated
+    fields[name] = validated
+
+
+@functools.cache
+def _list_adapter(request_type: type[BaseModel], name: str) -> TypeAdapter[Any]:
+    field = request_type.model_fields[name]
+    annotated: Any = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+    return TypeAdapter(annotated)
 
 
 def _slices(messages: list[Any]) -> Iterator[list[Any]]:
@@ -158,7 +173,7 @@ def _validation_error(error: ValidationError, list_offset: tuple[str, int] | Non
     path = ".".join(itertools.islice((str(part)[:MAX_PATH_CHARS] for part in location), 20))
     param = str(location[0])[:MAX_PATH_CHARS] if location else None
     if first["type"] == UNSUPPORTED_PART:
-        return _unsupported_part(location, first["ctx"]["part"], first["msg"])
+        return _unsupported_part(location, first["ctx"]["path"], first["msg"])
     return bad_request(f"{path[:MAX_PATH_CHARS] or 'the body'}: {first['msg'][:MAX_MESSAGE_CHARS]}", param)
 
 

@@ -13,13 +13,17 @@ from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 
 
 class StopStringDetokenizer:
-    """The text of one choice. `push` returns the text that a token adds; after a stop string, `stopped` is True."""
+    """The text of one choice. `push` returns the text that a token adds; after a stop string, `stopped` is True.
+
+    `matched` is then the stop string that ended the text.
+    """
 
     def __init__(self, tokenizer: Any, stop_strings: tuple[str, ...], skip_special_tokens: bool = True) -> None:
         self._stream = IncrementalDetokenizer(tokenizer, skip_special_tokens)
         self._stop_strings = stop_strings
         self._held_back = ""
         self.stopped = False
+        self.matched: str | None = None
 
     def push(self, token_id: int) -> str:
         return self._text_before_stop(self._stream.push(token_id))
@@ -41,7 +45,9 @@ class StopStringDetokenizer:
         matches = [(start + len(stop), start) for stop in self._stop_strings if (start := text.find(stop)) >= 0]
         if matches:
             self.stopped, self._held_back = True, ""
-            return text[: min(matches)[1]]
+            end, start = min(matches)
+            self.matched = text[start:end]
+            return text[:start]
         num_held_back = max(_partial_stop_length(text, stop) for stop in self._stop_strings)
         self._held_back = text[len(text) - num_held_back :]
         return text[: len(text) - num_held_back]

@@ -175,6 +175,19 @@ def server(
         yield started
 
 
+@pytest.fixture(scope="session")
+def tool_api_server(
+    tmp_path_factory: pytest.TempPathFactory, warm_cache: Path, fork_server: ForkServer
+) -> Iterator[ServerProcess]:
+    """One server for the tests of all APIs with tools. Its model is the embedded one, with templates for calls."""
+    from tests.server.test_tools import make_model
+
+    folder = make_model(tmp_path_factory.mktemp("tools") / "model")
+    home = tmp_path_factory.mktemp("home")
+    with serving(home, warm_cache, "--served-model-name", TINY, model=str(folder), fork_server=fork_server) as started:
+        yield started
+
+
 @pytest.fixture
 def serve(tmp_path: Path, warm_cache: Path, prepared_fork_server: ForkServer) -> Callable[..., Any]:
     """Starts a server for one test from the same warm cache. Flags that change the plan need `serving`."""

@@ -118,6 +118,15 @@ def test_the_scheme_of_the_key_is_accepted_in_any_case(
     assert response.status_code == (200 if is_accepted else 401)
 
 
+@pytest.mark.parametrize(("key", "status"), [("secret", 503), ("other", 503), ("Secret", 401), ("", 401)])
+def test_the_key_is_also_accepted_as_anthropics_clients_send_it(key: str, status: int, state: ServerState) -> None:
+    state.admission.close("draining")
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    response = send_request(state, "POST", "/v1/messages", body, **{"x-api-key": key})
+    kind = "overloaded_error" if status == 503 else "authentication_error"
+    assert (response.status_code, response.json()["error"]["type"]) == (status, kind)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("error", [RuntimeError("out of order"), asyncio.CancelledError()], ids=repr)
 def test_a_failure_after_submission_cancels_the_request_and_releases_the_admission(

@@ -26,7 +26,7 @@ from tests.server.conftest import ServerProcess
 from tests.server.test_api import loading_state
 
 CASES = 1_200  # at least
-EXAMPLES = "40"  # per operation, in the fuzzing phase; the coverage phase tries the limits of every field
+EXAMPLES = "15"  # per operation, in the fuzzing phase; the coverage phase tries the limits of every field
 # 400: combinations of fields, and what depends on the model's context and chat template, are not in the document.
 CONFIGURATION = """
 [checks]

@@ -32,19 +32,22 @@ def parse_and_count(request_type: Any, body: bytes, monkeypatch: pytest.MonkeyPa
     messages that were validated.
     """
     calls, slices = [0], []  # calls between two steps of the other task
-    step, validate = JsonSteps.step, request_parsing._messages_adapter.validate_python
+    step, list_adapter = JsonSteps.step, request_parsing._list_adapter
 
     def counting_step(steps: JsonSteps) -> bool:
         calls[-1] += 1
         return step(steps)
 
-    def counting_validate(messages: list[Any]) -> Any:
-        calls[-1] += 1
-        slices.append(messages)
-        return validate(messages)
+    def counting_adapter(request_type: Any, name: str) -> Any:
+        def counting_validate(messages: list[Any]) -> Any:
+            calls[-1] += 1
+            slices.append(messages)
+            return list_adapter(request_type, name).validate_python(messages)
+
+        return SimpleNamespace(validate_python=counting_validate)
 
     monkeypatch.setattr(JsonSteps, "step", counting_step)
-    monkeypatch.setattr(request_parsing, "_messages_adapter", SimpleNamespace(validate_python=counting_validate))
+    monkeypatch.setattr(request_parsing, "_list_adapter", counting_adapter)
 
     async def other_task() -> None:
         while True:

@@ -1,0 +1,52 @@
+"""The routes of Anthropic's Messages API. Their errors have Anthropic's format (error_response.py)."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tcdeploy.server.generation import Exchange, GenerationApi, admitted_body, generate
+from tcdeploy.server.messages_answer import MessagesAnswer
+from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES, CountTokensRequest, MessagesRequest
+from tcdeploy.server.messages_translation import prompt_fields, to_chat_request
+from tcdeploy.server.protocol import TokenizeRequest
+from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.unsupported_fields import check_unsupported_fields
+
+
+async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> Exchange:
+    check_unsupported_fields(body, MESSAGES_INERT_VALUES)
+    return Exchange(await to_chat_request(body), partial(MessagesAnswer, body=body))
+
+
+FIELD_NAMES = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, FIELD_NAMES)
+
+
+def messages_routes(state: ServerState) -> list[Route]:
+    async def messages(request: Request) -> Response:
+        """Anthropic's Messages."""
+        return await generate(state, request, MESSAGES)
+
+    async def count_tokens(request: Request) -> Response:
+        """The number of input tokens of a request to /v1/messages."""
+        async with admitted_body(state, request, CountTokensRequest) as (tokenizer, body):
+            state.require_service().check_model(body.model)
+            fields = await prompt_fields(body)
+            if body.tool_choice is not None and body.tool_choice.type == "none":
+                fields["tools"] = None
+            ids = await tokenizer.tokenize(TokenizeRequest.model_construct(**fields))
+            return JSONResponse({"input_tokens": len(ids)})
+
+    return [
+        Route("/v1/messages", messages, methods=["POST"]),
+        Route("/v1/messages/count_tokens", count_tokens, methods=["POST"]),
+    ]

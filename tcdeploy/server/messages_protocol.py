@@ -1,0 +1,196 @@
+"""Request schemas of Anthropic's Messages API, and its error format.
+
+Source: Anthropic's API reference. The sampling parameters of the other routes are accepted here too. Fields that would
+change the answer and are not supported are refused by name, in MESSAGES_INERT_VALUES or here; those that change
+nothing, such as `cache_control`, are accepted. messages_translation.py makes a ChatRequest of a body. Does not import
+torch.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypeAlias
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictInt, StrictStr
+from pydantic_core import PydanticCustomError
+
+from tcdeploy.server.protocol import (
+    MAX_MESSAGES,
+    MAX_PARTS,
+    UNSUPPORTED_PART,
+    ApiError,
+    SamplingRequest,
+    StringList,
+)
+from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED
+
+TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
+BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
+UNSUPPORTED_BLOCKS = {
+    "image": "images", "document": "documents", "search_result": "search results", "container_upload": "files",
+    "redacted_thinking": "redacted thinking blocks",
+}  # fmt: skip
+# Field -> values that change nothing, for the fields that this API does not have or that are not supported.
+MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
+    **INERT_VALUES,
+    "container": (), "context_management": ({}, {"edits": []}), "diagnostics": (), "mcp_servers": ([],),
+    "output_format": (), "speed": ("standard",), "betas": ([],), "fallbacks": ([],), "compaction": (),
+    # names of the other APIs
+    "add_generation_prompt": (), "continue_final_message": (False,), "n": (1,), "stop": ([],), "logprobs": (False,),
+    "top_logprobs": (0,), "prompt_logprobs": (), "return_token_ids": (False,), "truncate_prompt_tokens": (),
+    "add_special_tokens": (), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
+    "max_completion_tokens": (), "reasoning_effort": (), "stream_options": (),
+}  # fmt: skip
+
+
+def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:
+    """Raise an error for an item whose `type` is a text other than the supported ones. `path`: its place."""
+    if not isinstance(kind, str) or kind in supported:
+        return
+    name = names.get(kind, f"{noun} of the type {kind[:40]!r}".replace("{", "").replace("}", ""))
+    raise PydanticCustomError(UNSUPPORTED_PART, f"{name} are not supported by this server", {"path": path})
+
+
+def _as_blocks(content: Any) -> Any:
+    """The content as a list. Raises an error that names the kind of a block that is not supported."""
+    if isinstance(content, str):
+        return [TextBlock(type="text", text=content)]
+    for index, block in enumerate(content[:MAX_PARTS] if isinstance(content, list) else ()):
+        if not isinstance(block, dict):
+            continue
+        check_kind(block.get("type"), BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}]")
+        inner = block.get("content")
+        for number, part in enumerate(inner[:MAX_PARTS] if isinstance(inner, list) else ()):
+            kind = part.get("type") if isinstance(part, dict) else None
+            check_kind(kind, BLOCK_TYPES, UNSUPPORTED_BLOCKS, "content blocks", f"[{index}].content[{number}]")
+    return content
+
+
+class TextBlock(BaseModel):
+    type: Literal["text"]
+    text: StrictStr
+
+
+TextBlocks: TypeAlias = Annotated[
+    list[TextBlock],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+    BeforeValidator(_as_blocks, json_schema_input_type=str | list[TextBlock]),
+]
+
+
+class ThinkingBlock(BaseModel):
+    type: Literal["thinking"]
+    thinking: StrictStr
+
+
+class ToolUseBlock(BaseModel):
+    type: Literal["tool_use"]
+    id: StrictStr
+    name: StrictStr
+    input: dict[str, Any]
+
+
+class ToolResultBlock(BaseModel):
+    type: Literal["tool_result"]
+    tool_use_id: StrictStr
+    content: TextBlocks | None = None
+    is_error: StrictBool | None = None
+
+
+Block: TypeAlias = Annotated[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock, Field(discriminator="type")]
+
+
+class MessageParam(BaseModel):
+    role: Literal["user", "assistant", "system"]
+    content: Annotated[
+        list[Block],
+        Field(fail_fast=True, max_length=MAX_PARTS),
+        BeforeValidator(_as_blocks, json_schema_input_type=str | list[Block]),
+    ]
+
+
+def _check_tool(tool: Any) -> Any:
+    if isinstance(tool, dict):
+        check_kind(tool.get("type"), ("custom",), {}, "tools", "")
+        for name, inert in (("defer_loading", False), ("allowed_callers", ["direct"]), ("input_examples", [])):
+            if tool.get(name) not in (None, inert):
+                raise PydanticCustomError(UNSUPPORTED_PART, f"{name} is not supported", {"path": f".{name}"})
+    return tool
+
+
+class MessagesTool(BaseModel):
+    type: Literal["custom"] | None = None
+    name: Annotated[str, Field(pattern=TOOL_NAME_PATTERN, strict=True)]
+    description: StrictStr | None = None
+    input_schema: dict[str, Any]
+    strict: StrictBool | None = None
+
+
+class MessagesToolChoice(BaseModel):
+    type: Literal["auto", "any", "tool", "none"]
+    name: StrictStr | None = None
+    disable_parallel_tool_use: StrictBool | None = None
+
+
+class ThinkingConfig(BaseModel):
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: StrictInt | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class JsonOutputFormat(BaseModel):
+    type: Literal["json_schema"]
+    json_schema: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(BaseModel):
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    format: JsonOutputFormat | None = None
+
+
+class MessagesPrompt(BaseModel):
+    """Fields that the prompt depends on."""
+
+    messages: Annotated[list[MessageParam], Field(fail_fast=True, max_length=MAX_MESSAGES)]
+    system: TextBlocks | None = None
+    tools: Annotated[list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tool_choice: MessagesToolChoice | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class MessagesRequest(SamplingRequest, MessagesPrompt):
+    max_tokens: StrictInt
+    stop_sequences: StringList | None = None
+    # These change nothing.
+    metadata: dict[str, Any] | None = None
+    service_tier: StrictStr | None = None
+    cache_control: Any = None
+    inference_geo: StrictStr | None = None
+    user_profile_id: StrictStr | None = None
+    workspace_id: StrictStr | None = None
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.max_tokens
+
+
+class CountTokensRequest(MessagesPrompt):
+    model_config = ConfigDict(extra="allow")
+
+    model: StrictStr | None = None
+
+
+def messages_error_body(error: ApiError) -> dict[str, Any]:
+    """Anthropic's error body, which has no field for `param`.
+
+    Clients search the message for Anthropic's words for a prompt that is too long.
+    """
+    types = {
+        401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"
+    }  # fmt: skip
+    error_type = types.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    start = "prompt is too long: " if error.code == CONTEXT_LENGTH_EXCEEDED else ""
+    place = f" (in {error.param})" if error.param and error.param not in error.message else ""
+    return {"type": "error", "error": {"type": error_type, "message": f"{start}{error.message}{place}"}}

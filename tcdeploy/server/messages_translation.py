@@ -1,0 +1,199 @@
+"""Translates requests of Anthropic's Messages API to a ChatRequest.
+
+Differences between the two: results of tools are blocks of a user message there, and messages of their own here.
+Consecutive messages of one role are one turn, because chat templates may require that roles alternate. A conversation
+that ends with an assistant message is continued. A limit of new tokens that exceeds the context is lowered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+from tcdeploy.server.messages_protocol import (
+    Block,
+    MessageParam,
+    MessagesPrompt,
+    MessagesRequest,
+    MessagesTool,
+    TextBlock,
+    ThinkingBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from tcdeploy.server.protocol import (
+    ChatRequest,
+    Function,
+    FunctionCall,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    SamplingRequest,
+    Tool,
+    ToolCall,
+    bad_request,
+)
+
+BLOCKS_PER_SLICE = 256  # that are translated between two yields to the event loop
+SEPARATOR = "\n\n"  # between text blocks
+TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+
+
+class FittedChatRequest(ChatRequest):
+    @property
+    def fits_completion(self) -> bool:
+        return True
+
+
+class ObjectToolCall(ToolCall):
+    """A call whose arguments were sent as an object, not as JSON."""
+
+    arguments: dict[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "type": "function",
+            "function": {"name": self.function.name, "arguments": self.arguments},
+        }
+
+
+@dataclass
+class Turn:
+    """A message for the chat template, while its blocks are collected."""
+
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def message(self) -> Message:
+        fields: dict[str, Any] = {"role": self.role, "content": SEPARATOR.join(self.texts), **self.extra}
+        if self.calls:
+            fields["tool_calls"] = self.calls
+        if self.reasoning:
+            fields["reasoning_content"] = SEPARATOR.join(self.reasoning)
+        return Message.model_construct(**fields)
+
+
+async def to_chat_request(body: MessagesRequest) -> ChatRequest:
+    """The chat request of a validated body. Raises ApiError 400."""
+    sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
+    one_call = body.tool_choice.disable_parallel_tool_use if body.tool_choice else None
+    return FittedChatRequest.model_construct(
+        **sampling,
+        **await prompt_fields(body),
+        max_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=None if one_call is None else not one_call,
+        response_format=_response_format(body),
+    )
+
+
+async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
+    """The fields of ChatRequest that the prompt depends on, except `tool_choice`. Raises ApiError 400."""
+    turns = [Turn("system", [block.text for block in body.system])] if body.system else []
+    await _add_messages(turns, body.messages)
+    continues = bool(body.messages) and turns[-1].role == "assistant"
+    if continues and turns[-1].calls:
+        raise bad_request("messages ends with a tool_use block; the next message must have its tool_result", "messages")
+    return {
+        "messages": [turn.message() for turn in turns] if body.messages else [],
+        "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
+        "chat_template_kwargs": _template_kwargs(body),
+        "reasoning_effort": body.output_config.effort if body.output_config else None,
+        "continue_final_message": continues or None,
+    }
+
+
+async def _add_messages(turns: list[Turn], messages: list[MessageParam]) -> None:
+    names: dict[str, str] = {}  # of the called tools, by id: some chat templates need the name beside a result
+    num_blocks = 0
+    for number, message in enumerate(messages):
+        for index, block in enumerate(message.content):
+            _add_block(turns, message.role, block, names, f"messages[{number}].content[{index}]")
+        if not message.content:
+            _turn(turns, message.role)
+        num_blocks += 1 + len(message.content)
+        if num_blocks >= BLOCKS_PER_SLICE:
+            num_blocks = 0
+            await asyncio.sleep(0)
+
+
+def _add_block(turns: list[Turn], role: str, block: Block, names: dict[str, str], place: str) -> None:
+    expected_role = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user"}.get(block.type, role)
+    if role != expected_role:
+        raise bad_request(f"{place}: a {block.type} block belongs to a message of the role {expected_role}", place)
+    match block:
+        case TextBlock():
+            _turn(turns, role).texts.append(block.text)
+        case ThinkingBlock():
+            _turn(turns, role).reasoning.append(block.thinking)
+        case ToolUseBlock():
+            names[block.id] = block.name
+            function = FunctionCall.model_construct(name=block.name, arguments="")
+            call = ObjectToolCall.model_construct(id=block.id, function=function, arguments=block.input)
+            _turn(turns, role).calls.append(call)
+        case ToolResultBlock():
+            extra = {"tool_call_id": block.tool_use_id}
+            if block.tool_use_id in names:
+                extra["name"] = names[block.tool_use_id]
+            turns.append(Turn("tool", _result_texts(block), extra=extra))
+
+
+def _turn(turns: list[Turn], role: str) -> Turn:
+    """The last turn if it has this role, else a new one."""
+    if not turns or turns[-1].role != role:
+        turns.append(Turn(role))
+    return turns[-1]
+
+
+def _result_texts(block: ToolResultBlock) -> list[str]:
+    """Chat templates have no field for a failure, so the text says it."""
+    texts = [part.text for part in block.content or []]
+    if not block.is_error:
+        return texts
+    return [f"Error: {texts[0]}", *texts[1:]] if texts else ["Error"]
+
+
+def _tool(tool: MessagesTool) -> Tool:
+    """Without validation: names may be longer than in OpenAI's API."""
+    fields: dict[str, Any] = {"name": tool.name, "parameters": tool.input_schema}
+    if tool.description is not None:
+        fields["description"] = tool.description
+    return Tool.model_construct(type="function", function=Function.model_construct(**fields))
+
+
+def _tool_choice(body: MessagesPrompt) -> Any:
+    choice = body.tool_choice
+    if choice is None:
+        return None
+    if choice.type != "tool":
+        return TOOL_CHOICES[choice.type]
+    if choice.name is None:
+        raise bad_request("tool_choice.name is required if tool_choice.type is tool", "tool_choice")
+    return NamedToolChoice(type="function", function=NamedFunction(name=choice.name))
+
+
+def _response_format(body: MessagesPrompt) -> JsonSchemaFormat | None:
+    output_format = body.output_config.format if body.output_config else None
+    if output_format is None:
+        return None
+    schema = JsonSchema.model_construct(json_schema=output_format.json_schema)
+    return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
+
+
+def _template_kwargs(body: MessagesPrompt) -> dict[str, Any] | None:
+    """`thinking` sets the variable that most chat templates read. Raises ApiError 400 for a limit of its length."""
+    if body.thinking is None:
+        return body.chat_template_kwargs
+    if body.thinking.type == "enabled" or body.thinking.budget_tokens is not None:
+        reason = 'the length of thinking cannot be limited; use {"type": "adaptive"}'
+        message = f"thinking.budget_tokens is not supported: {reason}"
+        raise bad_request(message, "thinking", "unsupported_parameter")
+    return {"enable_thinking": body.thinking.type == "adaptive", **(body.chat_template_kwargs or {})}

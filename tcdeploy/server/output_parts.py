@@ -1,0 +1,53 @@
+"""The output of one choice as a list of parts in the order in which the model wrote them: reasoning, text and calls.
+
+The deltas of ActiveRequest may cover several tokens, with their text, reasoning and calls apart. APIs whose answers are
+lists of blocks or items must not depend on how many tokens a delta covers, so the order is recorded with each token.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from tcdeploy.server.choice import Choice
+from tcdeploy.server.tools import ParsedToolCall
+
+
+class OutputPart(NamedTuple):
+    kind: Literal["reasoning", "text", "call"]
+    text: str
+    call: ParsedToolCall | None = None
+
+
+class OutputParts:
+    """Collects the parts of a choice. Consecutive pieces of reasoning or of text are one part until it is taken."""
+
+    def __init__(self) -> None:
+        self._parts: list[OutputPart] = []
+        self._last_kind = ""
+        self.num_reasoning_tokens = 0
+
+    def receive(self, choice: Choice, text: str) -> None:
+        """Take what one token added to the choice; `text` is its content."""
+        reasoning, calls = choice.unsent_reasoning, choice.take_calls()
+        choice.unsent_reasoning = ""
+        self._append("reasoning", reasoning)
+        self._append("text", text)
+        for call in calls:
+            self._parts.append(OutputPart("call", "", call))
+            self._last_kind = "call"
+        if self._last_kind == "reasoning":  # a token inside a reasoning block, with or without text
+            self.num_reasoning_tokens += 1
+
+    def _append(self, kind: Literal["reasoning", "text"], text: str) -> None:
+        if not text:
+            return
+        if self._parts and self._parts[-1].kind == kind:
+            self._parts[-1] = OutputPart(kind, self._parts[-1].text + text)
+        else:
+            self._parts.append(OutputPart(kind, text))
+        self._last_kind = kind
+
+    def take(self) -> list[OutputPart]:
+        """The parts since the last call. A part may continue the last one of the same kind."""
+        parts, self._parts = self._parts, []
+        return parts
