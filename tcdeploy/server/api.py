@@ -1,7 +1,8 @@
 """The HTTP API: OpenAI's completions, chat completions and models, vLLM's tokenizer routes, and operations.
 
-The routes of Anthropic's Messages are in messages_api.py, and generation.py runs the requests that generate text.
-Starlette routes the requests; FastAPI is not used, because bodies are read and validated here, and openapi.py is short.
+The routes of OpenAI's Responses are in responses_api.py, those of Anthropic's Messages in messages_api.py, and
+generation.py runs the requests that generate text. Starlette routes the requests; FastAPI is not used, because bodies
+are read and validated here and openapi.py is short.
 """
 
 from __future__ import annotations
@@ -37,19 +38,22 @@ from tcdeploy.server.protocol import (
     bad_request,
 )
 from tcdeploy.server.request_log import RequestLog
+from tcdeploy.server.responses_api import responses_routes
+from tcdeploy.server.responses_protocol import ResponsesRequest
 from tcdeploy.server.root_path import RootPath
 from tcdeploy.server.server_state import ServerState
 
 REQUEST_MODELS: dict[str, type[BaseModel]] = {
     "/v1/completions": CompletionRequest,
     "/v1/chat/completions": ChatRequest,
+    "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
 COMPLETIONS, CHAT_COMPLETIONS = GenerationApi(CompletionRequest), GenerationApi(ChatRequest)
-DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/messages")
+DIRECT_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages")
 
 
 def make_app(state: ServerState) -> ASGIApp:
@@ -66,6 +70,7 @@ def make_app(state: ServerState) -> ASGIApp:
         *_model_routes(state),
         Route("/v1/completions", completions, methods=["POST"]),
         Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        *responses_routes(state),
         *messages_routes(state),
     ]
     documented = list(routes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -27,9 +26,10 @@ from tcdeploy.server.protocol import ApiError, ChatRequest, CompletionRequest, S
 from tcdeploy.server.request_log import set_usage
 from tcdeploy.server.request_parsing import SMALL_BODY_BYTES, RequestT, parse
 from tcdeploy.server.server_state import ServerState
+from tcdeploy.server.service import Service
 from tcdeploy.server.sse import EventStream
 from tcdeploy.server.tokenization import PromptTokenizer
-from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.unsupported_fields import INERT_VALUES, rename_error
 from tcdeploy.server.validation import check
 from tcdeploy.server.worker import EngineDeadError
 
@@ -54,60 +54,52 @@ class GenerationApi:
     inert_values: Mapping[str, tuple[Any, ...]] = field(default_factory=lambda: INERT_VALUES)  # of unsupported fields
     field_names: Mapping[str, str] = field(default_factory=dict)  # names of ChatRequest's fields in this API
 
-    def rename_fields(self, error: ApiError) -> ApiError:
-        """The error with the names that this API gives to the fields."""
-        if not self.field_names:
-            return error
-        pattern = rf"\b({'|'.join(self.field_names)})\b"
-        message = re.sub(pattern, lambda match: self.field_names[match[0]], error.message)
-        param = self.field_names.get(error.param or "", error.param)
-        return ApiError(error.status, message, param, error.code, headers=error.headers)
-
 
 async def generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
     """The response to a request of `api`. Raises ApiError."""
-    try:
-        return await _generate(state, raw_request, api)
-    except ApiError as error:
-        raise api.rename_fields(error) from None
-
-
-async def _generate(state: ServerState, raw_request: Request, api: GenerationApi) -> Response:
     with BodyReservation(state.admission) as reservation:
         body = await parse_body(state, raw_request, api.body_type, reservation)
-        request, new_answer = await api.translate(state, raw_request, body)
-        check(request)
-        state.admission.check_open()
-        service = state.require_service()
-        service.count_unknown_fields((body.model_extra or {}).keys() - api.inert_values.keys())
-        service.check_model(request.model)
-        num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
-        if not num_choices:
-            raise bad_request("prompt is an empty list", "prompt")
-        service.admission.acquire(num_choices)
-        active, stream = None, None
+        exchange = await api.translate(state, raw_request, body)
         try:
-            prompts = await service.tokenizer.prompts(request)
-            constraint = await service.constraint(request, prompts)
-            active = await ActiveRequest.create(service, request, prompts, constraint)
-            reservation.release()
-            set_usage(raw_request.scope, active.logged_usage)
-            await active.submit()
-            answer = new_answer(active)
-            if request.stream:
-                stream = EventStream(answer, service.settings.stall_timeout)
-                return stream
-            content = await _run_until_disconnect(raw_request, answer.body())
-            return Response(content, media_type="application/json")
-        except EngineDeadError as error:
-            raise ApiError(503, str(error), code=error.code) from None
-        except TcdeployError as error:
-            raise bad_request(error.message, None) from None
-        finally:
-            if active is None:
-                service.admission.release(num_choices)
-            elif stream is None:
-                active.close()  # a stream closes it when it ends
+            check(exchange.request)
+            state.admission.check_open()
+            service = state.require_service()
+            service.count_unknown_fields((body.model_extra or {}).keys() - api.inert_values.keys())
+            service.check_model(exchange.request.model)
+            return await _run(service, raw_request, exchange, reservation)
+        except ApiError as error:
+            raise rename_error(error, api.field_names) from None
+
+
+async def _run(service: Service, raw_request: Request, exchange: Exchange, reservation: BodyReservation) -> Response:
+    request, new_answer = exchange
+    num_choices = request.num_choices * (len(request.prompts) if isinstance(request, CompletionRequest) else 1)
+    if not num_choices:
+        raise bad_request("prompt is an empty list", "prompt")
+    service.admission.acquire(num_choices)
+    active, stream = None, None
+    try:
+        prompts = await service.tokenizer.prompts(request)
+        constraint = await service.constraint(request, prompts)
+        active = await ActiveRequest.create(service, request, prompts, constraint)
+        reservation.release()
+        set_usage(raw_request.scope, active.logged_usage)
+        await active.submit()
+        answer = new_answer(active)
+        if request.stream:
+            stream = EventStream(answer, service.settings.stall_timeout)
+            return stream
+        content = await _run_until_disconnect(raw_request, answer.body())
+        return Response(content, media_type="application/json")
+    except EngineDeadError as error:
+        raise ApiError(503, str(error), code=error.code) from None
+    except TcdeployError as error:
+        raise bad_request(error.message, None) from None
+    finally:
+        if active is None:
+            service.admission.release(num_choices)
+        elif stream is None:
+            active.close()  # a stream closes it when it ends
 
 
 @contextlib.asynccontextmanager

@@ -8,10 +8,11 @@ from typing import Any
 
 from tcdeploy.server.active_request import ActiveRequest
 from tcdeploy.server.answer import Answer, named_event, to_json
-from tcdeploy.server.messages_protocol import MessagesRequest, messages_error_body
+from tcdeploy.server.messages_protocol import MESSAGES_FIELD_NAMES, MessagesRequest, messages_error_body
 from tcdeploy.server.output_parts import OutputPart, OutputParts
 from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.tools import ParsedToolCall
+from tcdeploy.server.unsupported_fields import rename_error
 
 STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 
@@ -50,7 +51,7 @@ class MessagesAnswer(Answer):
         return self._close_block() + delta + _event("message_stop")
 
     def error_events(self, error: ApiError) -> bytes:
-        return named_event("error", to_json(messages_error_body(error)))
+        return named_event("error", to_json(messages_error_body(rename_error(error, MESSAGES_FIELD_NAMES))))
 
     def _part_events(self, part: OutputPart) -> bytes:
         block, key, value = self._block(part)

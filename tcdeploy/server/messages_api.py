@@ -10,7 +10,12 @@ from starlette.routing import Route
 
 from tcdeploy.server.generation import Exchange, GenerationApi, admitted_body, generate
 from tcdeploy.server.messages_answer import MessagesAnswer
-from tcdeploy.server.messages_protocol import MESSAGES_INERT_VALUES, CountTokensRequest, MessagesRequest
+from tcdeploy.server.messages_protocol import (
+    MESSAGES_FIELD_NAMES,
+    MESSAGES_INERT_VALUES,
+    CountTokensRequest,
+    MessagesRequest,
+)
 from tcdeploy.server.messages_translation import prompt_fields, to_chat_request
 from tcdeploy.server.protocol import TokenizeRequest
 from tcdeploy.server.server_state import ServerState
@@ -18,17 +23,11 @@ from tcdeploy.server.unsupported_fields import check_unsupported_fields
 
 
 async def _translate(_: ServerState, __: Request, body: MessagesRequest) -> Exchange:
-    check_unsupported_fields(body, MESSAGES_INERT_VALUES)
+    check_unsupported_fields(body, MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES)
     return Exchange(await to_chat_request(body), partial(MessagesAnswer, body=body))
 
 
-FIELD_NAMES = {
-    "stop": "stop_sequences",
-    "response_format": "output_config.format",
-    "reasoning_effort": "output_config.effort",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-}
-MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, FIELD_NAMES)
+MESSAGES = GenerationApi(MessagesRequest, _translate, MESSAGES_INERT_VALUES, MESSAGES_FIELD_NAMES)
 
 
 def messages_routes(state: ServerState) -> list[Route]:

@@ -41,6 +41,12 @@ MESSAGES_INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (), "parallel_tool_calls": (True,), "response_format": ({"type": "text"},),
     "max_completion_tokens": (), "reasoning_effort": (), "stream_options": (),
 }  # fmt: skip
+MESSAGES_FIELD_NAMES = {  # of fields of ChatRequest
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
 
 
 def check_kind(kind: Any, supported: tuple[str, ...], names: dict[str, str], noun: str, path: str) -> None:

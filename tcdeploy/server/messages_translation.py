@@ -8,7 +8,6 @@ that ends with an assistant message is continued. A limit of new tokens that exc
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
 from typing import Any
 
 from tcdeploy.server.messages_protocol import (
@@ -28,7 +27,6 @@ from tcdeploy.server.protocol import (
     FunctionCall,
     JsonSchema,
     JsonSchemaFormat,
-    Message,
     NamedFunction,
     NamedToolChoice,
     SamplingRequest,
@@ -36,9 +34,8 @@ from tcdeploy.server.protocol import (
     ToolCall,
     bad_request,
 )
+from tcdeploy.server.turn import BLOCKS_PER_SLICE, Turn, last_turn, tool_turn
 
-BLOCKS_PER_SLICE = 256  # that are translated between two yields to the event loop
-SEPARATOR = "\n\n"  # between text blocks
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
 
@@ -59,25 +56,6 @@ class ObjectToolCall(ToolCall):
             "type": "function",
             "function": {"name": self.function.name, "arguments": self.arguments},
         }
-
-
-@dataclass
-class Turn:
-    """A message for the chat template, while its blocks are collected."""
-
-    role: str
-    texts: list[str] = field(default_factory=list)
-    reasoning: list[str] = field(default_factory=list)
-    calls: list[ToolCall] = field(default_factory=list)
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def message(self) -> Message:
-        fields: dict[str, Any] = {"role": self.role, "content": SEPARATOR.join(self.texts), **self.extra}
-        if self.calls:
-            fields["tool_calls"] = self.calls
-        if self.reasoning:
-            fields["reasoning_content"] = SEPARATOR.join(self.reasoning)
-        return Message.model_construct(**fields)
 
 
 async def to_chat_request(body: MessagesRequest) -> ChatRequest:
@@ -112,13 +90,13 @@ async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
 
 
 async def _add_messages(turns: list[Turn], messages: list[MessageParam]) -> None:
-    names: dict[str, str] = {}  # of the called tools, by id: some chat templates need the name beside a result
+    names: dict[str, str] = {}  # of the called tools, by id
     num_blocks = 0
     for number, message in enumerate(messages):
         for index, block in enumerate(message.content):
             _add_block(turns, message.role, block, names, f"messages[{number}].content[{index}]")
         if not message.content:
-            _turn(turns, message.role)
+            last_turn(turns, message.role)
         num_blocks += 1 + len(message.content)
         if num_blocks >= BLOCKS_PER_SLICE:
             num_blocks = 0
@@ -131,26 +109,16 @@ def _add_block(turns: list[Turn], role: str, block: Block, names: dict[str, str]
         raise bad_request(f"{place}: a {block.type} block belongs to a message of the role {expected_role}", place)
     match block:
         case TextBlock():
-            _turn(turns, role).texts.append(block.text)
+            last_turn(turns, role).texts.append(block.text)
         case ThinkingBlock():
-            _turn(turns, role).reasoning.append(block.thinking)
+            last_turn(turns, role).reasoning.append(block.thinking)
         case ToolUseBlock():
             names[block.id] = block.name
             function = FunctionCall.model_construct(name=block.name, arguments="")
             call = ObjectToolCall.model_construct(id=block.id, function=function, arguments=block.input)
-            _turn(turns, role).calls.append(call)
+            last_turn(turns, role).calls.append(call)
         case ToolResultBlock():
-            extra = {"tool_call_id": block.tool_use_id}
-            if block.tool_use_id in names:
-                extra["name"] = names[block.tool_use_id]
-            turns.append(Turn("tool", _result_texts(block), extra=extra))
-
-
-def _turn(turns: list[Turn], role: str) -> Turn:
-    """The last turn if it has this role, else a new one."""
-    if not turns or turns[-1].role != role:
-        turns.append(Turn(role))
-    return turns[-1]
+            turns.append(tool_turn(block.tool_use_id, _result_texts(block), names))
 
 
 def _result_texts(block: ToolResultBlock) -> list[str]:

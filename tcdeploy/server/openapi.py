@@ -36,7 +36,7 @@ class Content(NamedTuple):
     error_schema: str = "Error"
 
 
-CONTENTS = {
+CONTENTS = {  # by path, or by method and path
     "/ready": Content(text_type="text/plain"),
     "/metrics": Content(text_type="text/plain"),
     "/": Content(text_type="text/html"),
@@ -50,6 +50,9 @@ CONTENTS = {
     "/detokenize": Content("Text"),
     "/v1/completions": Content("Completion", "CompletionChunk"),
     "/v1/chat/completions": Content("ChatCompletion", "ChatCompletionChunk"),
+    "/v1/responses": Content("ResponsesResponse", "ResponsesEvent"),
+    "/v1/responses/{response_id}": Content("ResponsesResponse"),
+    "DELETE /v1/responses/{response_id}": Content("DeletedResponse"),
     "/v1/messages": Content("MessagesResponse", "MessagesEvent", error_schema="MessagesError"),
     "/v1/messages/count_tokens": Content("MessagesTokens", error_schema="MessagesError"),
 }
@@ -87,7 +90,8 @@ def openapi_document(
     for route in routes:
         for method in sorted((route.methods or set()) - {"HEAD"}):
             needs_key = public_paths is not None and route.path not in public_paths
-            operation = _operation(route, request_models.get(route.path), needs_key)
+            success = CONTENTS.get(f"{method} {route.path_format}") or CONTENTS.get(route.path_format, Content())
+            operation = _operation(route, request_models.get(route.path), success, needs_key)
             paths.setdefault(route.path_format, {})[method.lower()] = operation
     document = {
         "openapi": "3.1.0",
@@ -100,12 +104,14 @@ def openapi_document(
     return document
 
 
-def _operation(route: Route, request_model: type[BaseModel] | None, needs_key: bool) -> dict[str, Any]:
+def _operation(
+    route: Route, request_model: type[BaseModel] | None, success: Content, needs_key: bool
+) -> dict[str, Any]:
     summary, _, description = (inspect.getdoc(route.endpoint) or route.name).partition("\n")
     operation: dict[str, Any] = {
         "operationId": route.name,
         "summary": summary,
-        "responses": _responses(route.path_format, request_model is not None, needs_key),
+        "responses": _responses(route.path_format, success, request_model is not None, needs_key),
     }
     if description:
         operation["description"] = description.strip()
@@ -122,8 +128,7 @@ def _operation(route: Route, request_model: type[BaseModel] | None, needs_key: b
     return operation
 
 
-def _responses(path: str, has_body: bool, needs_key: bool) -> dict[str, Any]:
-    content = CONTENTS.get(path, Content())
+def _responses(path: str, content: Content, has_body: bool, needs_key: bool) -> dict[str, Any]:
     error = partial(_error, schema=content.error_schema)
     success: dict[str, Any] = {"description": "Success"}
     if content.schema:
@@ -145,7 +150,7 @@ def _responses(path: str, has_body: bool, needs_key: bool) -> dict[str, Any]:
     elif content.schema and path != "/version":
         errors = {status: error(text) for status, text in (ERRORS_OF_BODIES if has_body else {}).items()}
         if path.startswith("/v1/"):
-            errors[404] = error("The model is not served")
+            errors[404] = error("The model or the response does not exist")
         errors[503] = error(LOADING, {"retry-after": {"schema": {"type": "integer"}}})
     if needs_key:
         errors[401] = error(

@@ -32,6 +32,7 @@ def field_limits(vocab_size: int | None) -> dict[str, Schema]:
         "n": {"minimum": 1, "maximum": MAX_CHOICES},
         "max_tokens": {"minimum": 1},
         "max_completion_tokens": {"minimum": 1},
+        "max_output_tokens": {"minimum": 1},
         "min_tokens": {"minimum": 0},
         "temperature": {"minimum": 0},
         "top_k": {"minimum": -1, "maximum": MAX_TOP_K},
@@ -227,9 +228,95 @@ MESSAGES_EVENT = {
         MESSAGES_ERROR,
     ]
 }
+ITEM_STATUS = {"enum": ["in_progress", "completed", "incomplete"]}
+ITEM_HEAD = {"id": STRING, "status": ITEM_STATUS}
+RESPONSES_ITEM = {
+    "oneOf": [
+        record(
+            {
+                **ITEM_HEAD,
+                "type": {"const": "message"},
+                "role": {"const": "assistant"},
+                "content": array(record({"type": {"const": "output_text"}, "text": STRING, "annotations": array({})})),
+            }
+        ),
+        record(
+            {
+                **ITEM_HEAD,
+                "type": {"const": "reasoning"},
+                "summary": array({}),
+                "content": array(record({"type": {"const": "reasoning_text"}, "text": STRING})),
+            }
+        ),
+        record(
+            {
+                **ITEM_HEAD,
+                "type": {"const": "function_call"},
+                "call_id": STRING,
+                "name": STRING,
+                "arguments": STRING,
+            }
+        ),
+    ]
+}
+RESPONSE = record(
+    {
+        "id": STRING,
+        "object": {"const": "response"},
+        "created_at": COUNT,
+        "status": {"enum": ["in_progress", "completed", "incomplete", "failed"]},
+        "model": STRING,
+        "output": array(RESPONSES_ITEM),
+        "error": nullable(record({"code": STRING, "message": STRING})),
+        "incomplete_details": nullable(record({"reason": {"const": "max_output_tokens"}})),
+        "usage": nullable(
+            record(
+                {
+                    "input_tokens": COUNT,
+                    "input_tokens_details": record({"cached_tokens": COUNT}),
+                    "output_tokens": COUNT,
+                    "output_tokens_details": record({"reasoning_tokens": COUNT}),
+                    "total_tokens": COUNT,
+                }
+            )
+        ),
+    }
+)
+RESPONSES_EVENT = {
+    "allOf": [record({"type": STRING, "sequence_number": COUNT})],
+    "oneOf": [
+        record(
+            {
+                "type": {
+                    "enum": [f"response.{event}" for event in RESPONSE["properties"]["status"]["enum"]]
+                    + ["response.created"]
+                },
+                "response": RESPONSE,
+            }
+        ),
+        record(
+            {
+                "type": {"enum": ["response.output_item.added", "response.output_item.done"]},
+                "output_index": COUNT,
+                "item": RESPONSES_ITEM,
+            }
+        ),
+        record(
+            {
+                "type": {"pattern": r"^response\.(content_part|output_text|reasoning_text|function_call_arguments)\."},
+                "item_id": STRING,
+                "output_index": COUNT,
+            }
+        ),
+        record({"type": {"const": "error"}, "code": STRING, "message": STRING, "param": nullable(STRING)}),
+    ],
+}
 TEXT_OR_NULL = nullable(STRING)
 COMPONENTS: dict[str, Schema] = {
     "Error": ERROR,
+    "ResponsesResponse": RESPONSE,
+    "ResponsesEvent": RESPONSES_EVENT,
+    "DeletedResponse": record({"id": STRING, "object": {"const": "response"}, "deleted": {"const": True}}),
     "MessagesError": MESSAGES_ERROR,
     "MessagesResponse": MESSAGE,
     "MessagesEvent": MESSAGES_EVENT,

@@ -12,6 +12,7 @@ from tcdeploy.server.figures import ModelFigures, ServerFigures
 from tcdeploy.server.metrics import Metrics
 from tcdeploy.server.protocol import ApiError
 from tcdeploy.server.request_parsing import RequestParser
+from tcdeploy.server.response_store import ResponseStore
 from tcdeploy.server.service import Service
 from tcdeploy.server.settings import ServerSettings
 from tcdeploy.server.status_history import StatusHistory
@@ -30,6 +31,7 @@ class ServerState:
     service: Service | None = None
     parser: RequestParser = field(default_factory=RequestParser)
     history: StatusHistory = field(default_factory=StatusHistory)
+    stored_responses: ResponseStore = field(default_factory=ResponseStore)
 
     def __post_init__(self) -> None:
         self.metrics.register_figures(self.figures)

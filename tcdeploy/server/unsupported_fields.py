@@ -8,10 +8,11 @@ turn them off, so these values are accepted. Does not import torch.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from tcdeploy.server.protocol import SamplingRequest, bad_request
+from tcdeploy.server.protocol import ApiError, SamplingRequest, bad_request
 
 # Field -> values that change nothing. Null is accepted for every field.
 INERT_VALUES: dict[str, tuple[Any, ...]] = {
@@ -82,17 +83,37 @@ ALTERNATIVES = {
 
 
 def check_unsupported_fields(
-    request: SamplingRequest, inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES
+    request: SamplingRequest,
+    inert_values: Mapping[str, tuple[Any, ...]] = INERT_VALUES,
+    field_names: Mapping[str, str] | None = None,
 ) -> None:
-    """Raises ApiError 400 that names the first field that would change the answer and is not supported."""
-    fields = request.model_extra or {}
+    """Raises ApiError 400 that names the first field that would change the answer and is not supported.
+
+    `field_names`: if the API is not OpenAI's completions or chats, its names of their fields.
+    """
+    fields, field_names = request.model_extra or {}, field_names or {}
     for name, value in fields.items():
         if value is None or name not in inert_values or value in inert_values[name]:
             continue
         if not _has_no_effect(name, value, fields, request):
-            alternative = f"use {OUR_NAMES[name]}" if name in OUR_NAMES else ALTERNATIVES.get(name)
-            message = f"{name} is not supported" + (f"; {alternative}" if alternative else "")
+            alternative = f"use {OUR_NAMES[name]}" if name in OUR_NAMES else ALTERNATIVES.get(name, "")
+            alternative = f"use {name}" if name in field_names else alternative
+            message = f"{name} is not supported" + (f"; {rename(alternative, field_names)}" if alternative else "")
             raise bad_request(message, name, "unsupported_parameter")
+
+
+def rename(text: str, field_names: Mapping[str, str]) -> str:
+    """The text with the names that an API gives to fields."""
+    if not field_names:
+        return text
+    return re.sub(rf"\b({'|'.join(field_names)})\b", lambda match: field_names[match[0]], text)
+
+
+def rename_error(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
+    """The error of a translated request, with the names that an API gives to fields."""
+    param = field_names.get(error.param or "", error.param)
+    message = rename(error.message, field_names)
+    return ApiError(error.status, message, param, error.code, headers=error.headers)
 
 
 def _has_no_effect(name: str, value: Any, fields: Mapping[str, Any], request: SamplingRequest) -> bool:

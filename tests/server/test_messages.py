@@ -28,6 +28,7 @@ from tcdeploy.server.request_parsing import RequestParser, parse
 from tcdeploy.server.sse import sse_events
 from tcdeploy.server.stop_strings import StopStringDetokenizer
 from tcdeploy.server.tools import ToolSupport
+from tcdeploy.server.unsupported_fields import rename_error
 from tcdeploy.server.validation import ModelLimits, check, context_length_error, to_sampling_params
 from tcdeploy.server.vocabulary import Vocabulary
 from tcdeploy.server.worker import EngineDeadError
@@ -51,16 +52,15 @@ def messages_request(**fields: Any) -> MessagesRequest:
 def chat_request(**fields: Any) -> ChatRequest:
     """The chat request that `fields` are translated to, as the route does it."""
 
-    async def translate() -> ChatRequest:
-        request, _ = await MESSAGES.translate(None, None, messages_request(**fields))  # type: ignore[arg-type]
-        check(request)
-        assert isinstance(request, ChatRequest)
-        return request
+    async def translate() -> Any:
+        return await MESSAGES.translate(None, None, messages_request(**fields))  # type: ignore[arg-type]
 
+    request = asyncio.run(translate()).request
     try:
-        return asyncio.run(translate())
+        check(request)
     except ApiError as error:
-        raise MESSAGES.rename_fields(error) from None
+        raise rename_error(error, MESSAGES.field_names) from None
+    return request
 
 
 def template_messages(*messages: Any, **fields: Any) -> list[Any]:
@@ -134,7 +134,7 @@ def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
         ({"container": "c"}, "container", "container is not supported"),
         ({"mcp_servers": [{"type": "url"}]}, "mcp_servers", "mcp_servers is not supported"),
         ({"grammar": "root ::= a"}, "grammar", "grammar is not supported; use output_config.format"),
-        ({"stop": ["a"]}, "stop_sequences", "not supported"), ({"n": 2}, "n", "n is not supported"),
+        ({"stop": ["a"]}, "stop", "stop is not supported; use stop_s"), ({"n": 2}, "n", "n is not supported"),
         ({"thinking": {"type": "enabled", "budget_tokens": 2000}}, "thinking", "thinking.budget_tokens is not"),
         ({"stop_sequences": [""]}, "stop_sequences", "stop_sequences contains an empty string"),
         ({"max_tokens": "5"}, "max_tokens", "valid integer"), ({"max_tokens": None}, "max_tokens", "valid integer"),

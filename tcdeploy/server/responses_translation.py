@@ -1,0 +1,179 @@
+"""Translates requests of OpenAI's Responses API to a ChatRequest, and answers to messages that can be continued.
+
+Reasoning, text and calls of the model are items of their own there, and one assistant message here. `developer` is a
+system message, because few chat templates know that role. Adjacent system messages are one, because most templates
+read only the first message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from tcdeploy.server.output_parts import OutputPart
+from tcdeploy.server.protocol import (
+    MAX_MESSAGES,
+    ChatRequest,
+    Function,
+    FunctionCall,
+    JsonObjectFormat,
+    JsonSchema,
+    JsonSchemaFormat,
+    Message,
+    NamedFunction,
+    NamedToolChoice,
+    SamplingRequest,
+    Tool,
+    ToolCall,
+    bad_request,
+)
+from tcdeploy.server.responses_protocol import (
+    FunctionCallItem,
+    FunctionCallOutputItem,
+    FunctionTool,
+    FunctionToolChoice,
+    Item,
+    JsonSchemaTextFormat,
+    MessageItem,
+    ReasoningItem,
+    ResponsesRequest,
+)
+from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, tool_turn
+
+# What is returned is the whole reasoning, which clients can send back, so nothing needs to be encrypted.
+INERT_INCLUDES = ("reasoning.encrypted_content",)
+INERT_OPTIONS = {"summary": ("auto",), "generate_summary": ("auto",), "mode": ("standard",), "context": ("auto",)}
+
+
+async def new_messages(body: ResponsesRequest, previous: Sequence[Message]) -> list[Message]:
+    """The messages that the request adds to the conversation of `previous`."""
+    turns: list[Turn] = []
+    names = {call.id or "": call.function.name for message in previous for call in message.tool_calls or []}
+    num_parts = 0
+    for item in body.input:
+        _add_item(turns, item, names)
+        num_parts += 1 + (len(item.content) if isinstance(item, MessageItem) else 0)
+        if num_parts >= BLOCKS_PER_SLICE:
+            num_parts = 0
+            await asyncio.sleep(0)
+    if len(previous) + len(turns) > MAX_MESSAGES:
+        message = f"the conversation has {len(previous) + len(turns)} messages; the limit is {MAX_MESSAGES}"
+        raise bad_request(message, "previous_response_id" if previous else "input")
+    return [turn.message() for turn in turns]
+
+
+def to_chat_request(body: ResponsesRequest, conversation: list[Message]) -> ChatRequest:
+    """The chat request of a validated body. `conversation`: without the instructions. Raises ApiError 400."""
+    _check_options(body)
+    sampling = {name: getattr(body, name) for name in SamplingRequest.model_fields}
+    return ChatRequest.model_construct(
+        **sampling,
+        messages=_with_instructions(body.instructions, conversation),
+        max_completion_tokens=body.max_output_tokens,
+        stop=body.stop,
+        tools=None if body.tools is None else [_tool(tool) for tool in body.tools],
+        tool_choice=_tool_choice(body),
+        parallel_tool_calls=body.parallel_tool_calls,
+        response_format=_response_format(body),
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
+        chat_template_kwargs=body.chat_template_kwargs,
+    )
+
+
+def answer_messages(parts: Iterable[OutputPart]) -> list[Message]:
+    """The messages of an answer, for the next request of the conversation."""
+    turns: list[Turn] = []
+    for part in parts:
+        if part.call is not None:
+            _add_call(turns, part.call.id, part.call.name, part.call.arguments)
+        elif part.kind == "reasoning":
+            _assistant_turn(turns).reasoning.append(part.text)
+        else:
+            _assistant_turn(turns).texts.append(part.text)
+    return [turn.message() for turn in turns]
+
+
+def _add_item(turns: list[Turn], item: Item, names: dict[str, str]) -> None:
+    match item:
+        case MessageItem(role="assistant"):
+            _assistant_turn(turns).texts.append(_text(item.content))
+        case MessageItem():
+            role = "system" if item.role == "developer" else item.role
+            if role == "system" and turns and turns[-1].role == "system":
+                turns[-1].texts.append(_text(item.content))
+            else:
+                turns.append(Turn(role, [_text(item.content)]))
+        case FunctionCallItem():
+            names[item.call_id] = item.name
+            _add_call(turns, item.call_id, item.name, item.arguments)
+        case FunctionCallOutputItem():
+            turns.append(tool_turn(item.call_id, [_text(item.output)], names))
+        case ReasoningItem():
+            texts = [part.text for part in item.content or item.summary or []]
+            _assistant_turn(turns).reasoning += texts
+
+
+def _assistant_turn(turns: list[Turn]) -> Turn:
+    """The assistant's last turn, unless it has calls: text that follows a call is a message of its own."""
+    if not turns or turns[-1].role != "assistant" or turns[-1].calls:
+        turns.append(Turn("assistant"))
+    return turns[-1]
+
+
+def _add_call(turns: list[Turn], call_id: str, name: str, arguments: str) -> None:
+    function = FunctionCall.model_construct(name=name, arguments=arguments)
+    if not turns or turns[-1].role != "assistant":
+        turns.append(Turn("assistant"))
+    turns[-1].calls.append(ToolCall.model_construct(id=call_id, function=function))
+
+
+def _text(parts: Iterable[Any]) -> str:
+    return "".join(part.text for part in parts)
+
+
+def _with_instructions(instructions: str | None, conversation: list[Message]) -> list[Message]:
+    if not instructions:
+        return conversation
+    if conversation and conversation[0].role == "system":
+        first, *conversation = conversation
+        instructions = f"{instructions}{SEPARATOR}{first.content}"
+    return [Message.model_construct(role="system", content=instructions), *conversation]
+
+
+def _tool(tool: FunctionTool) -> Tool:
+    """Without validation: names may be longer than in chats."""
+    fields = tool.model_dump(exclude_unset=True, exclude={"type"})
+    return Tool.model_construct(type="function", function=Function.model_construct(**fields))
+
+
+def _tool_choice(body: ResponsesRequest) -> Any:
+    if isinstance(body.tool_choice, FunctionToolChoice):
+        return NamedToolChoice(type="function", function=NamedFunction(name=body.tool_choice.name))
+    return body.tool_choice
+
+
+def _response_format(body: ResponsesRequest) -> Any:
+    text_format = body.text.format if body.text else None
+    if isinstance(text_format, JsonSchemaTextFormat):
+        schema = JsonSchema.model_construct(json_schema=text_format.json_schema)
+        return JsonSchemaFormat.model_construct(type="json_schema", json_schema=schema)
+    return text_format if isinstance(text_format, JsonObjectFormat) else None
+
+
+def _check_options(body: ResponsesRequest) -> None:
+    """Raises ApiError 400 for a nested option that would change the answer."""
+    for value in body.include or ():
+        if value not in INERT_INCLUDES:
+            raise _unsupported(f"include {value[:80]!r}", "include")
+    for name, inert in INERT_OPTIONS.items():
+        if body.reasoning is not None and getattr(body.reasoning, name) not in (None, *inert):
+            raise _unsupported(f"this value of reasoning.{name}", f"reasoning.{name}")
+    if body.text is not None and body.text.verbosity not in (None, "medium"):
+        raise _unsupported("this value of text.verbosity", "text.verbosity")
+    if body.stream_options is not None and body.stream_options.include_obfuscation:
+        raise _unsupported("stream_options.include_obfuscation", "stream_options.include_obfuscation")
+
+
+def _unsupported(what: str, param: str) -> Exception:
+    return bad_request(f"{what} is not supported", param, "unsupported_parameter")

@@ -1,0 +1,43 @@
+"""A message for the chat template, while it is collected from the blocks or items of another API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tcdeploy.server.protocol import Message, ToolCall
+
+SEPARATOR = "\n\n"  # between texts of one message
+BLOCKS_PER_SLICE = 256  # blocks or items that are translated between two yields to the event loop
+
+
+@dataclass
+class Turn:
+    role: str
+    texts: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    calls: list[ToolCall] = field(default_factory=list)
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def message(self) -> Message:
+        fields: dict[str, Any] = {"role": self.role, "content": SEPARATOR.join(self.texts), **self.extra}
+        if self.calls:
+            fields["tool_calls"] = self.calls
+        if self.reasoning:
+            fields["reasoning_content"] = SEPARATOR.join(self.reasoning)
+        return Message.model_construct(**fields)
+
+
+def last_turn(turns: list[Turn], role: str) -> Turn:
+    """The last turn if it has this role, else a new one."""
+    if not turns or turns[-1].role != role:
+        turns.append(Turn(role))
+    return turns[-1]
+
+
+def tool_turn(call_id: str, texts: list[str], names: dict[str, str]) -> Turn:
+    """The result of a call. `names`: of the called tools, by id: some chat templates need the name beside a result."""
+    extra = {"tool_call_id": call_id}
+    if call_id in names:
+        extra["name"] = names[call_id]
+    return Turn("tool", texts, extra=extra)
