@@ -22,7 +22,7 @@ from tcdeploy.server.protocol import (
     StringList,
 )
 from tcdeploy.server.unsupported_fields import INERT_VALUES
-from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED
+from tcdeploy.server.validation import CONTEXT_LENGTH_EXCEEDED, MAX_TOOLS
 
 TOOL_NAME_PATTERN = r"^[a-zA-Z0-9_.-]{1,128}$"
 BLOCK_TYPES = ("text", "thinking", "tool_use", "tool_result")
@@ -132,6 +132,9 @@ class MessagesTool(BaseModel):
     strict: StrictBool | None = None
 
 
+CheckedTool: TypeAlias = Annotated[MessagesTool, BeforeValidator(_check_tool)]
+
+
 class MessagesToolChoice(BaseModel):
     type: Literal["auto", "any", "tool", "none"]
     name: StrictStr | None = None
@@ -159,7 +162,12 @@ class MessagesPrompt(BaseModel):
 
     messages: Annotated[list[MessageParam], Field(fail_fast=True, max_length=MAX_MESSAGES)]
     system: TextBlocks | None = None
-    tools: Annotated[list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[MessagesTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
+        ]
+        | None
+    ) = None
     tool_choice: MessagesToolChoice | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None

@@ -34,7 +34,7 @@ from tcdeploy.server.protocol import (
     ToolCall,
     bad_request,
 )
-from tcdeploy.server.turn import BLOCKS_PER_SLICE, Turn, last_turn, tool_turn
+from tcdeploy.server.turn import BLOCKS_PER_SLICE, Turn, last_turn, to_messages, tool_turn
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
@@ -81,7 +81,7 @@ async def prompt_fields(body: MessagesPrompt) -> dict[str, Any]:
     if continues and turns[-1].calls:
         raise bad_request("messages ends with a tool_use block; the next message must have its tool_result", "messages")
     return {
-        "messages": [turn.message() for turn in turns] if body.messages else [],
+        "messages": await to_messages(turns) if body.messages else [],
         "tools": None if body.tools is None else [_tool(tool) for tool in body.tools],
         "chat_template_kwargs": _template_kwargs(body),
         "reasoning_effort": body.output_config.effort if body.output_config else None,

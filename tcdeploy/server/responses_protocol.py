@@ -26,6 +26,7 @@ from tcdeploy.server.protocol import (
     TextFormat,
 )
 from tcdeploy.server.unsupported_fields import INERT_VALUES
+from tcdeploy.server.validation import MAX_TOOLS
 
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
 PART_TYPES = ("input_text", "output_text", "refusal", "text", "reasoning_text", "summary_text")
@@ -153,6 +154,9 @@ class FunctionTool(BaseModel):
     strict: StrictBool | None = None
 
 
+CheckedTool: TypeAlias = Annotated[FunctionTool, BeforeValidator(_check_tool)]
+
+
 class FunctionToolChoice(BaseModel):
     type: Literal["function"]
     name: StrictStr
@@ -196,7 +200,12 @@ class ResponsesRequest(SamplingRequest):
     previous_response_id: StrictStr | None = None
     store: StrictBool | None = None  # default: true
     metadata: Annotated[dict[str, StrictStr], Field(max_length=MAX_METADATA)] | None = None
-    tools: Annotated[list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True)] | None = None
+    tools: (
+        Annotated[
+            list[Annotated[FunctionTool, BeforeValidator(_check_tool)]], Field(fail_fast=True, max_length=MAX_TOOLS)
+        ]
+        | None
+    ) = None
     tool_choice: Literal["none", "auto", "required"] | FunctionToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None
     text: TextConfig | None = None

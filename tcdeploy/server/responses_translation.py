@@ -39,7 +39,7 @@ from tcdeploy.server.responses_protocol import (
     ReasoningItem,
     ResponsesRequest,
 )
-from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, tool_turn
+from tcdeploy.server.turn import BLOCKS_PER_SLICE, SEPARATOR, Turn, to_messages, tool_turn
 
 # What is returned is the whole reasoning, which clients can send back, so nothing needs to be encrypted.
 INERT_INCLUDES = ("reasoning.encrypted_content",)
@@ -60,7 +60,7 @@ async def new_messages(body: ResponsesRequest, previous: Sequence[Message]) -> l
     if len(previous) + len(turns) > MAX_MESSAGES:
         message = f"the conversation has {len(previous) + len(turns)} messages; the limit is {MAX_MESSAGES}"
         raise bad_request(message, "previous_response_id" if previous else "input")
-    return [turn.message() for turn in turns]
+    return await to_messages(turns)
 
 
 def to_chat_request(body: ResponsesRequest, conversation: list[Message]) -> ChatRequest:

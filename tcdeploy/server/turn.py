@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,15 @@ class Turn:
         if self.reasoning:
             fields["reasoning_content"] = SEPARATOR.join(self.reasoning)
         return Message.model_construct(**fields)
+
+
+async def to_messages(turns: list[Turn]) -> list[Message]:
+    """The messages of the turns, made in slices so that the event loop is not blocked."""
+    messages: list[Message] = []
+    for start in range(0, len(turns), BLOCKS_PER_SLICE):
+        messages += [turn.message() for turn in turns[start : start + BLOCKS_PER_SLICE]]
+        await asyncio.sleep(0)
+    return messages
 
 
 def last_turn(turns: list[Turn], role: str) -> Turn:

@@ -152,6 +152,7 @@ def test_a_limit_beyond_the_context_is_lowered_as_in_anthropics_api() -> None:
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]", "the type 'web_search_2025"),
         ({"tools": [{**TOOLS[0], "defer_loading": True}]}, "tools[0].defer_loading", "defer_loading is not supported"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools", "tools.0.name"),
+        ({"tools": TOOLS * 65}, "tools", "at most 128"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice", "tool_choice.name is required"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "x"}}, "tool_choice", "that is not in tools"),
     ],
@@ -177,6 +178,21 @@ def test_a_large_request_is_validated_in_slices_with_the_same_result() -> None:
     with pytest.raises(ApiError, match="images and documents are not supported") as rejection:
         parse_large({**body, "messages": [{"role": "user", "content": [image]}]})
     assert rejection.value.param == "messages[0].content[0]"
+
+
+def test_other_tasks_run_while_a_long_conversation_is_translated() -> None:
+    body = messages_request(messages=[USER, {"role": "assistant", "content": "A sequence."}, USER] * 1000)
+    turns = 0
+
+    async def run() -> None:
+        nonlocal turns
+        translation = asyncio.ensure_future(to_chat_request(body))
+        while not translation.done():
+            await asyncio.sleep(0)
+            turns += 1
+
+    asyncio.run(run())
+    assert turns > 3000 / 256 * 2
 
 
 # Events
