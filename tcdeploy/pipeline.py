@@ -43,8 +43,6 @@ from tcdeploy.cache.recording import add_used_files_to_journal
 from tcdeploy.cache.signing import default_trusted_keys_folder
 from tcdeploy.cache.staging import StagingFolder, copy_finished_buckets, remove_published_folders
 from tcdeploy.compiler.aot import PackageExchange
-from tcdeploy.compiler.explain import GraphBreak, explain_regions
-from tcdeploy.compiler.regions import find_layers, regions_to_compile
 from tcdeploy.deployment import Deployment, Start, Warmed, count_start, make_deployment, record_start, warm
 from tcdeploy.eager_start import (
     ProgramSwaps,
@@ -60,7 +58,6 @@ from tcdeploy.engine.kernel_precompile import compiling_kernels_of
 from tcdeploy.engine.parity_check import FIRST_SEED, ParityChecker, StoredReferenceDiffers
 from tcdeploy.engine.program_setup import install_programs
 from tcdeploy.engine.runner import ModelRunner
-from tcdeploy.engine.sequence import Chunk, SamplingParams, Sequence
 from tcdeploy.engine.stored_reference import read_reference, reference_path, stores_references, write_reference
 from tcdeploy.engine.warmup import PreviousRun, warm_buckets, warmup_order
 from tcdeploy.models.early_weights import EarlyWeights
@@ -465,19 +462,15 @@ def with_cxx_compiler(planned: PlannedDeployment, version: str) -> PlannedDeploy
     return dataclasses.replace(planned, environment=environment, plan=plan)
 
 
-def explain_breaks(recipe: Recipe, progress: Progress | None = None) -> list[GraphBreak]:
-    """The graph breaks of each kind of region, in prefill and in decode. Compiles nothing."""
-    planned = decide(recipe, progress)
+def load_uncompiled(recipe: Recipe, progress: Progress | None = None) -> tuple[PlannedDeployment, ModelRunner]:
+    """The plan, and the loaded model with a KV cache. Compiles nothing, and writes no manifest."""
+    count_start()
+    stages = StageTimer(progress or NullProgress())
+    planned = decide(recipe, progress, stages)
     plan = planned.plan
-    cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
-    runner = _load(planned)
-    prompt = Sequence(0, [0, 0], 2, SamplingParams(), blocks=[1])
-    layers = find_layers(runner.model, planned.architecture)
-    regions = regions_to_compile(runner.model, layers, planned.plan.region)
-    breaks = explain_regions(regions, runner.step_holder, lambda: runner.prefill([Chunk(prompt, 0, 2)]))
-    runner.row_assignment.assign_prefilled([prompt])
-    breaks += explain_regions(regions, runner.step_holder, lambda: runner.decode([prompt]))
-    return list(dict.fromkeys(breaks))
+    with stages.stage("load"):
+        cache_folder.activate(plan.cache_dir, plan.key, len(plan.buckets), recipe.trust_cache_dir)
+        return planned, _load(planned)
 
 
 def _load(planned: PlannedDeployment, early_weights: EarlyWeights | None = None) -> ModelRunner:

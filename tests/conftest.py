@@ -49,7 +49,7 @@ COMPILING_FIXTURES = frozenset(
 COMPILING_PATHS = (
     "attention/", "bench/test_measure.py", "bundle/test_relocation.py", "bundle/test_why.py", "cache/test_folder.py",
     "cache/test_source_keys.py", "compiler/", "coverage/test_types.py", "doctor/test_machine_faults.py",
-    "engine/test_tuning.py", "gpu/", "linear/",
+    "engine/test_tuning.py", "explain/test_explain.py", "gpu/", "linear/",
     "models/test_packed_linears.py", "parity/", "passes/", "test_packaged_families.py", "test_prewarm.py",
     "test_story.py", "torch_compat/",
 )  # fmt: skip

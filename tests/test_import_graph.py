@@ -37,6 +37,7 @@ LAYERS = (  # from the bottom up; packages of one layer do not import each other
     {"packaged_start", "pipeline"},
     {"start"},
     {"bundle", "server", "bench", "doctor", "compile_worker"},
+    {"explain"},
     {"cli"},
     {"__main__"},
 )
@@ -58,6 +59,8 @@ TORCH_FREE = (
     "bench.serving", "bench.settings", "bench.stats", "bench.sweep", "bench.trace", "bench.traffic", "cli.bench_serve",
     "bundle.verify", "bundle.why", "cache.inventory", "bundle.compare", "cli.app", "cli.cache", "cli.options",
     "doctor.examination", "doctor.report", "planning.host", "cli.doctor", "cli.doctor_display",
+    "explain.causes", "explain.findings", "explain.source_line", "explain.break_even", "explain.trace_folder",
+    "cli.explain", "cli.explain_display",
 )  # fmt: skip
 SLOW_IMPORTS = ("torch", "transformers", "rich")
 RICH_IMPORTER = "cli.display"

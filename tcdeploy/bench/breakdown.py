@@ -67,7 +67,12 @@ class Breakdown:
 
 
 def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> Breakdown:
-    """Profile `step` REPLAYS times. The first one includes the profiler's own start and is discarded."""
+    """Profile `step` REPLAYS times, and summarize its kernels by kind."""
+    return summarize_kernels(profile_replays(restore, step))
+
+
+def profile_replays(restore: Callable[[], object], step: Callable[[], object]) -> list[list[Kernel]]:
+    """The kernels of REPLAYS steps on a GPU. A step before them includes the profiler's own start, and is discarded."""
     replays = []
     for _ in range(REPLAYS + 1):
         restore()
@@ -76,7 +81,7 @@ def profile_step(restore: Callable[[], object], step: Callable[[], object]) -> B
             step()
             torch.cuda.synchronize()
         replays.append(_kernels_of(profiled))
-    return summarize_kernels(replays[1:])
+    return replays[1:]
 
 
 def _kernels_of(profiled: profile) -> list[Kernel]:

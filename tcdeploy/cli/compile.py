@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ def compile_model(
     recipe: Recipe,
     dry_run: DryRun = False,
     explain_breaks: Annotated[
-        bool, typer.Option("--explain-breaks", help="Print each graph break with its location and reason, and exit")
+        bool, typer.Option("--explain-breaks", help="Deprecated: use `tcdeploy explain MODEL --no-measure`")
     ] = False,
     budget: Budget = None,
     json: Json = False,
@@ -30,6 +31,9 @@ def compile_model(
     if budget and (dry_run or explain_breaks):
         raise UsageError("--budget excludes --dry-run and --explain-breaks", "remove --budget")
     budget_seconds = parse_budget(budget)
+    if explain_breaks:
+        show_breaks(recipe, json)
+        return
     with display.show_progress() as progress:
         from tcdeploy import pipeline
 
@@ -37,10 +41,21 @@ def compile_model(
         result: Any
         if dry_run:
             show, result = display.show_plan, pipeline.decide(recipe).plan
-        elif explain_breaks:
-            show, result = display.show_breaks, pipeline.explain_breaks(recipe, progress)
         else:
             show, result = display.show_compile_report, pipeline.prepare(recipe, progress, measure=True)
     show(result, json)
-    if not (dry_run or explain_breaks):
+    if not dry_run:
         enforce_budget(result.stage_seconds, budget_seconds)
+
+
+def show_breaks(recipe: Recipe, json: bool) -> None:
+    """The findings of `explain --no-measure`, with exit code 0 and the document of earlier releases."""
+    from tcdeploy.cli.explain import run_explanation
+    from tcdeploy.cli.explain_display import breaks_document, show_explanation
+
+    print("warning: --explain-breaks is deprecated; use tcdeploy explain MODEL --no-measure", file=sys.stderr)
+    explanation, _ = run_explanation(recipe)
+    if json:
+        print(breaks_document(explanation))
+    else:
+        show_explanation(explanation, None, as_json=False)

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
 
     from tcdeploy.cache.manifest import BucketRecord
-    from tcdeploy.compiler.explain import GraphBreak
     from tcdeploy.deployment import Deployment
     from tcdeploy.engine.sequence import NewToken
     from tcdeploy.planning.plan import Plan
@@ -149,18 +148,6 @@ def show_plan(plan: Plan, as_json: bool) -> None:
         return
     show_table(plan_table(plan))
     _warn_about_fallbacks(plan)
-
-
-def show_breaks(breaks: list[GraphBreak], as_json: bool) -> None:
-    if as_json:
-        _print_json("explain-breaks", breaks=[graph_break._asdict() for graph_break in breaks])
-    elif not breaks:
-        print("no graph breaks: every region traces as one graph")
-    else:
-        for graph_break in breaks:
-            location = f"{graph_break.file}:{graph_break.line}: {graph_break.source}"
-            print(f"{graph_break.region}: {graph_break.reason}")
-            print(f"    {location if graph_break.file else 'location unknown'}")
 
 
 def show_compile_report(deployment: Deployment, as_json: bool) -> None:
@@ -312,11 +299,12 @@ def show_table(table: Table, out: TextIO | None = None) -> None:
     draw_table(table, _terminal_width(out), out)
 
 
-def show_sentence(text: str, out: TextIO | None = None) -> None:
+def show_sentence(text: str, out: TextIO | None = None, indent: str = "") -> None:
     """Print to `out`, by default stdout. On a terminal a long sentence wraps at spaces."""
     out = out or sys.stdout
     width = _terminal_width(out)
-    print(text if width is None else "\n".join(wrap(text, width)), file=out)
+    for line in [text] if width is None else wrap(text, width - len(indent)):
+        print(f"{indent}{line}", file=out)
 
 
 def _terminal_width(out: TextIO) -> int | None:

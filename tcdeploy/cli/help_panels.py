@@ -32,7 +32,7 @@ PANELS = {
         "source", "bundle", "context_length", "repeats", "steps", "warm_runs", "prompt_length", "breakdown", "baseline",
         "requests", "duration", "request_rate", "burstiness", "concurrency", "input_length", "output_length",
         "length_spread", "lengths", "shared_prefix", "prefix_groups", "turns", "think_time", "trace", "slo", "sweep",
-        "ttft_limit", "tpot_limit", "price_per_hour", "seed",
+        "ttft_limit", "tpot_limit", "price_per_hour", "seed", "measure", "kernels",
     ),
     "Cache": (
         "cache_dir", "cache_from", "cache_to", "require_hit", "on_bad_cache", "trust_cache_dir", "older_than",

@@ -52,7 +52,7 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
         )
     text = str(error).strip()
     if is_graph_break(error):
-        hint = "tcdeploy compile MODEL --explain-breaks shows the line"
+        hint = "tcdeploy explain MODEL shows the line and its cure"
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
         return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)

@@ -99,11 +99,11 @@ def _mark_dynamic_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]
     The tensors are made by uncompiled code before the region, so the region's call is the first place that sees them.
     PrefillBuffers marks the number of selected rows.
     """
-    for tensor, dim in _token_dims(step, args, kwargs):
+    for tensor, dim in token_dims(step, args, kwargs):
         mark_dynamic(tensor, dim, min=step.bucket.min_size, max=step.bucket.size)
 
 
-def _token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
+def token_dims(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Tensor, int]]:
     """(tensor, dim) of each region input that is sized by tokens: shape [1, tokens, ...], and the slot mapping."""
     for item in tensors_in((args, kwargs)):
         if item.ndim >= 2 and item.shape[0] == 1:

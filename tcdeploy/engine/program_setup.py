@@ -35,7 +35,7 @@ def install_programs(
         is_copy = original_key is not None
         runner.forward = AotForward(runner.transformers_forward, layers, plan, folder, is_copy, exchange)
         return
-    regions = _regions(model, plan, architecture)
+    regions = regions_of(model, plan, architecture)
     compile_in_place(regions, ProgramTable(JitLoader(plan, len(regions))), runner.step_holder)
 
 
@@ -47,7 +47,7 @@ def traced_layers(model: PreTrainedModel, architecture: Architecture) -> list[Tr
     ]
 
 
-def _regions(model: PreTrainedModel, plan: Plan, architecture: Architecture) -> list[Region]:
+def regions_of(model: PreTrainedModel, plan: Plan, architecture: Architecture) -> list[Region]:
     """The regions to compile.
 
     Head modules are added if the whole step is one CUDA graph, except with `--region model`, which contains them.

@@ -18,6 +18,7 @@ from tcdeploy.torch_compat.internal import Internal, find, has_parameters, is_im
 
 DYNAMO = "torch._dynamo"
 MARK_DYNAMIC = "torch._dynamo:mark_dynamic"
+MAYBE_MARK_DYNAMIC = "torch._dynamo:maybe_mark_dynamic"
 DIMS_ATTRIBUTE = "tcdeploy_dynamic_dims"  # of a marked tensor; torch's own marks are private
 
 
@@ -43,6 +44,13 @@ def mark_dynamic(tensor: Tensor, dim: int, min: int | None = None, max: int | No
     setattr(tensor, DIMS_ATTRIBUTE, {**dynamic_dims(tensor), dim: max})
     if is_imported(DYNAMO) and supported():
         find(MARK_DYNAMIC)(tensor, dim, min=min, max=max)
+
+
+def suggest_dynamic(tensor: Tensor, dim: int) -> None:
+    """Like `mark_dynamic`, but code that depends on the size gets a program per condition instead of an error."""
+    mark = find(MAYBE_MARK_DYNAMIC)
+    if mark is not None:  # otherwise each size has a program of its own
+        mark(tensor, dim)
 
 
 def dynamic_dims(tensor: Tensor) -> dict[int, int | None]:

@@ -25,8 +25,12 @@ from tcdeploy.cache.manifest import BucketRecord, Parity
 from tcdeploy.cli.bench_display import tables
 from tcdeploy.cli.cache_display import difference_table, forecast_table, plans_table, replay_table, usage_table
 from tcdeploy.cli.display import draw_table
+from tcdeploy.cli.explain_display import kernels_table, payoff_table, regions_table
 from tcdeploy.cli.start_tables import compile_table, plan_table, warm_table
 from tcdeploy.cli.tables import CUT, Column, Table, as_blocks, fit, wrap
+from tcdeploy.explain.break_even import BucketPayoff, Payoff
+from tcdeploy.explain.findings import RegionTrace
+from tcdeploy.explain.kernels import BucketKernels, KernelRow
 from tcdeploy.planning.decision import Decision
 from tcdeploy.planning.environment import Difference
 
@@ -36,6 +40,7 @@ BUCKETS = ("prefill:128", "prefill:16384", "decode:256")
 KERNEL = "void cutlass::device_kernel<flash::enable_sm90_or_later<flash::FlashAttnFwdSm90<flash::Mainloop, 2>>>"
 SUMMARY = Summary(count=1000, p10=1034.2, p50=1203.4, p90=4310.9, p99=12034.5, mean=1403.1, max=20000.0)
 LATENCIES = Latencies(SUMMARY, SUMMARY, SUMMARY)
+COUNTS = {"prefill": 1, "decode": 1234}
 GREEDY: Any = SimpleNamespace()
 
 
@@ -100,6 +105,11 @@ def every_table() -> dict[str, Table]:
         "cache why": forecast_table(Forecast(forecasts, ())),
         "cache verify": replay_table(replays),
         "cache diff": difference_table([torch_versions], "here", "there"),
+        "explain": regions_table([RegionTrace("self_attn/0", "Gemma3DecoderLayer", 128, COUNTS, COUNTS, COUNTS)]),
+        "explain kernels": kernels_table(BucketKernels("decode:256", 12345.6, (KernelRow(KERNEL, 128, 12345.6, 1.0),))),
+        "explain payoff": payoff_table(
+            Payoff(tuple(BucketPayoff(bucket, 256, 16543.21, 1234.56, 987.65, 12.34) for bucket in BUCKETS), GREEDY)
+        ),
         **bench_tables("decode", decode_row("tcdeploy"), decode_row("eager")),
         **bench_tables("prefill", PrefillRow("tcdeploy", 131072, SUMMARY, SUMMARY, 1234.5, 0.123)),
         **bench_tables("throughput", throughput),

@@ -36,7 +36,6 @@ DELETED = {
     "autotune cache": "from torch._inductor.runtime.autotune_cache import AutotuneCache; del AutotuneCache.create",
     "kernel timings": "from torch._inductor.runtime import benchmarking; del benchmarking.benchmarker",
     "compile callback": "import torch._dynamo.callback; del torch._dynamo.callback.on_compile_start",
-    "graph break report": "import torch._dynamo; del torch._dynamo.explain",
     "dynamic sizes": "import torch._dynamo; del torch._dynamo.mark_dynamic",
     "dependent launch": "import triton.language; del triton.language.extra.cuda.gdc_wait",
     "Triton library keys": "import triton.runtime.build; del triton.runtime.build.platform_key",
@@ -71,6 +70,7 @@ torch._dynamo.utils.counters = MovedCounters()
 MOVED = {
     "compiler imports": ("compile_stack", "MODULES", ("torch._inductor.moved",)),
     "compile threads": ("compile_threads", "CONFIG", "torch._inductor.moved"),
+    "compile trace": ("compile_trace", "LOGGER", "torch._logging.moved:trace_log"),
     "ahead-of-time packages": ("aot_package", "LOADER", "torch:_C.moved"),
     "dependent launch in packages": ("aot_pdl", "KERNEL_CALL", "torch._inductor.moved"),
     "compile errors": ("compile_errors", "UNSUPPORTED", "Moved"),

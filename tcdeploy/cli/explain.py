@@ -1,0 +1,68 @@
+"""`tcdeploy explain`: what torch.compile does with a model, what keeps parts of it uncompiled, and whether it pays."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tcdeploy.cli.options import recipe_command
+from tcdeploy.cli.report_options import Json
+from tcdeploy.errors import ThresholdError, UsageError
+from tcdeploy.planning.recipe import Recipe
+
+if TYPE_CHECKING:
+    from tcdeploy.explain.explain import Explanation
+    from tcdeploy.explain.trace_folder import WrittenTrace
+
+
+@recipe_command
+def explain(
+    recipe: Recipe,
+    measure: Annotated[
+        bool,
+        typer.Option("--measure/--no-measure", help="Also compile the model, and report when compiling pays"),
+    ] = True,
+    kernels: Annotated[
+        bool, typer.Option("--kernels", help="Also list the kernels of each bucket with their shares of its time")
+    ] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write torch's trace of all compilations to a file in this folder, for tlparse", metavar="DIR"
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Explain what torch.compile does with MODEL, and what to do about it. Exits with code 6 if there is a finding.
+
+    A finding is a graph break, a recompilation or a write to an input, with the line of the model that causes it, its
+    cost and its cure. Without findings that prevent it, the model is compiled, and its steps are timed.
+    """
+    from tcdeploy.cli.explain_display import show_explanation
+
+    if kernels and not measure:
+        raise UsageError("--kernels excludes --no-measure", "remove --no-measure: kernels are those of compiled steps")
+    explanation, written = run_explanation(recipe, measure, kernels, trace)
+    show_explanation(explanation, written, json)
+    findings = len(explanation.findings)
+    if findings:
+        count = f"{findings} finding{'s' if findings > 1 else ''}"
+        raise ThresholdError(f"{count} in {recipe.model}", "apply the cures above, and run it again")
+
+
+def run_explanation(
+    recipe: Recipe, measure: bool = False, kernels: bool = False, trace: Path | None = None
+) -> tuple[Explanation, WrittenTrace | None]:
+    """The result, and the trace if one was requested. What the model prints goes to stderr."""
+    from tcdeploy.cli import display
+
+    with display.show_progress() as progress, contextlib.redirect_stdout(sys.stderr):
+        from tcdeploy.explain.explain import explain as explain_model
+        from tcdeploy.explain.trace_folder import writing_trace
+
+        with writing_trace(trace) as written:
+            return explain_model(recipe, progress, measures=measure, profiles=kernels), written

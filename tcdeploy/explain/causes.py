@@ -1,0 +1,173 @@
+"""The causes of graph breaks and recompilations: what each means in plain words, and its cure. Does not import torch.
+
+`classify_break` and `classify_guard` recognise a cause by torch's text. A text that matches none is reported as
+`other-break` or `other-guard` with torch's own explanation, so that a new wording of torch loses the advice, but not
+the line.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Cause(NamedTuple):
+    """`name`: stable, in the JSON document. `title`: for people. `pattern`: in torch's text; None: not matched."""
+
+    name: str
+    title: str
+    meaning: str
+    cure: str
+    pattern: re.Pattern[str] | None = None
+
+
+def _cause(name: str, title: str, meaning: str, cure: str, pattern: str = "") -> Cause:
+    return Cause(name, title, meaning, cure, re.compile(pattern, re.IGNORECASE) if pattern else None)
+
+
+BREAK_CAUSES = (  # the first match counts
+    _cause(
+        "data-dependent-branch",
+        "branch on a tensor's value",
+        "Python decides by a value that is known only after the tensor is computed, so a program cannot contain the "
+        "decision.",
+        "compute both sides and choose with torch.where, or use torch.cond; if the branch checks its input, remove it "
+        "from forward",
+        r"data-dependent (branching|assert)|generic_jump",
+    ),
+    _cause(
+        "scalar-read",
+        "tensor's value read by Python",
+        "Python reads a number from a tensor (item, tolist, float, int), so the device has to finish first.",
+        "keep the number in a tensor, or compute it once in __init__",
+        r"Tensor\.item|\.tolist|_local_scalar_dense|data.dependent operator",
+    ),
+    _cause(
+        "data-dependent-shape",
+        "size that depends on a tensor's values",
+        "The result's size depends on values (nonzero, unique, a boolean mask), so memory cannot be planned.",
+        "replace the selection by torch.where or by a mask of fixed size",
+        r"dynamic shape operator|data.dependent (output|shape)",
+    ),
+    _cause(
+        "print",
+        "print or logging",
+        "A program contains tensor operations only, so the text would be written once, while it is traced.",
+        "remove the line, or write it only if `not torch.compiler.is_compiling()`",
+        r"builtin operator `print`|logging|logger|warnings\.warn|\bwarn_explicit\b",
+    ),
+    _cause(
+        "untraceable-call",
+        "call that torch.compile cannot trace",
+        "The function is C code, an extension or a call of the operating system, and torch does not know what it "
+        "computes.",
+        "register it as an operator with torch.library.custom_op and register_fake, or call it outside forward, such "
+        "as in __init__",
+        r"builtin operator|skip(ped)? function|marked as skipped|function call|method call|ctypes|PyCFuncPtr|pybind|"
+        r"c/c\+\+|non-function|not? .*trace.*(function|method|callable)",
+    ),
+    _cause(
+        "unsupported-python",
+        "Python feature that torch.compile cannot trace",
+        "torch supports most of Python in traced code, but not this construct.",
+        "write it with plain statements and tensor operations, or move it out of forward",
+        r"context manager|generator|exception|bytecode|comprehension|import|class definition|attribute mutation|"
+        r"hasattr|setattr|getattr|bad import|unsupported (type|iter)",
+    ),
+)
+OTHER_BREAK = _cause(
+    "other-break",
+    "code that torch.compile cannot trace",
+    "torch cannot turn this line into tensor operations.",
+    "write it with tensor operations, or move it out of forward",
+)
+GUARD_CAUSES = (
+    _cause(
+        "shape-guard",
+        "code that depends on the number of tokens",
+        "Python decides by a size, so the program holds only for some lengths, and another length needs another one. "
+        "Prompts are packed into one row and padded, so the row's length decides, not the prompt's, and the parity "
+        "check of a start may fail.",
+        "write the code so that it is right for every length, or decide once in __init__",
+        r"\.size\(\)|size mismatch|\.shape\[|\.stride\(\)|duck shaping",
+    ),
+    _cause(
+        "tensor-guard",
+        "tensor of another kind",
+        "A tensor has another dtype, device, number of dimensions or memory layout than in the first call, and each "
+        "kind needs a program of its own.",
+        "pass tensors of one kind, for example by converting them before the layers",
+        r"(dtype|device|rank|stride|requires_grad|dispatch key|conj|dynamic shape).* mismatch|tensor.* mismatch|"
+        r"check_tensor|is_tensor",
+    ),
+    _cause(
+        "global-guard",
+        "global setting of torch",
+        "A setting such as the grad mode, the default dtype or the number of threads has changed between two calls.",
+        "set it once, before the first call",
+        r"global state|grad_mode|num_threads|autocast|default_(dtype|device)|deterministic",
+    ),
+    _cause(
+        "value-guard",
+        "Python value that changes",
+        "The program contains this number, text or object as a constant. Modules or calls with another value need "
+        "programs of their own.",
+        "keep the value in a tensor (register_buffer), or make it equal in all layers",
+        r"==|\bis\b|___check_|len\(|\bin\b|type_id|hasattr",
+    ),
+)
+OTHER_GUARD = _cause(
+    "other-guard",
+    "condition that does not hold for all calls",
+    "torch assumed something in the first call that was not true in a later one.",
+    "make the calls equal in this respect",
+)
+INPUT_MUTATION = _cause(
+    "input-mutation",
+    "write to an input of the region, or to a view of it",
+    "The write changes the caller's tensor. A program computes a new tensor and then copies it back, which is one more "
+    "pass over the tensor in each layer. CUDA graphs of torch (--graphs region) leave such a program out.",
+    "compute a new tensor (x = x * y, torch.where, torch.cat), or write to x.clone()",
+)
+COMPILE_ERROR = _cause(
+    "compile-error",
+    "torch.compile fails",
+    "torch could not make programs of the regions, or the programs do not compute what the model does.",
+    "see torch's message; TCDEPLOY_DEBUG=1 shows the traceback",
+)
+
+
+EXAMPLES = re.compile(r"\(e\.g\.[^)]*\)")  # in torch's explanations
+
+
+def classify_break(reason: str) -> Cause:
+    """`reason`: of `break_reason`."""
+    heading = EXAMPLES.sub("", break_heading(reason))
+    return next((cause for cause in BREAK_CAUSES if cause.pattern and cause.pattern.search(heading)), OTHER_BREAK)
+
+
+def classify_guard(reason: str) -> Cause:
+    condition = reason.partition("#")[0]
+    return next((cause for cause in GUARD_CAUSES if cause.pattern and cause.pattern.search(condition)), OTHER_GUARD)
+
+
+REASON = re.compile(
+    r"Graph Break Reason: (?P<reason>.*?)(?=\n\nUser code traceback|\nUser code traceback|\Z)", re.DOTALL
+)
+EXPLANATION = re.compile(
+    r"^(?P<heading>[^\n]+)\n +Explanation: (?P<explanation>.+?)(?=\n +\w[^\n]*: |\n\n|\Z)", re.M | re.S
+)
+
+
+def break_reason(text: str) -> str:
+    """torch's reason of a break, without the stack that follows it."""
+    match = REASON.search(text)
+    return (match["reason"] if match else text).strip()
+
+
+def break_heading(reason: str) -> str:
+    """torch's heading and explanation of a break on one line; the last line of a reason that has none."""
+    if match := EXPLANATION.search(reason):
+        return " ".join(f"{match['heading']}: {match['explanation']}".split())
+    lines = [line.strip() for line in reason.splitlines() if line.strip()]
+    return lines[-1] if lines else ""

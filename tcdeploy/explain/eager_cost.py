@@ -1,0 +1,118 @@
+"""Measures what stays uncompiled because of a finding: the time of its regions and modules in uncompiled steps.
+
+Hooks take timestamps when a module begins and ends; on a GPU these are events on the device's stream. A hook takes
+microseconds, so the shares are those of the model's own time, but a step takes a little longer than without hooks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from tcdeploy.bench.stats import median
+from tcdeploy.bench.timing import Timestamps
+from tcdeploy.compiler.regions import Region
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.explain.findings import EagerCost, Finding
+
+REPEATS = 3
+
+
+class CallSeconds(NamedTuple):
+    """Median seconds of a step, and of all calls of a module in it."""
+
+    step: float
+    by_module: dict[int, float]  # by id
+
+    def total(self, modules: Sequence[nn.Module]) -> float:
+        return sum(self.by_module.get(id(module), 0.0) for module in modules)
+
+
+def with_costs(runner: ModelRunner, regions: Sequence[Region], findings: Sequence[Finding]) -> list[Finding]:
+    """The findings; those that keep regions uncompiled with costs. The runner's steps must run uncompiled."""
+    groups = {
+        number: _modules_of(runner.model, regions, finding)
+        for number, finding in enumerate(findings)
+        if finding.is_blocking
+    }
+    timed = {id(module): module for group in groups.values() for part in group for module in part}
+    costs: dict[int, tuple[EagerCost, ...]] = defaultdict(tuple)
+    for bucket in (runner.plan.prefill_buckets[0], runner.plan.decode_buckets[0]) if groups else ():
+        batch = make_timing_batch(runner, bucket)
+        with runner.uncounted_steps():
+            seconds = measure_calls(batch.run, list(timed.values()), runner.plan.device)
+        for number, (members, modules) in groups.items():
+            finding = findings[number]
+            if bucket.phase in finding.phases:
+                costs[number] += (
+                    EagerCost(
+                        bucket=bucket.name,
+                        step_ms=seconds.step * 1e3,
+                        region_ms=seconds.total(members) * 1e3,
+                        module=finding.module,
+                        module_ms=seconds.total(modules) * 1e3 if modules else None,
+                    ),
+                )
+    return [dataclasses.replace(finding, costs=costs[number]) for number, finding in enumerate(findings)]
+
+
+def _modules_of(
+    model: nn.Module, regions: Sequence[Region], finding: Finding
+) -> tuple[list[nn.Module], list[nn.Module]]:
+    """The regions of the finding's kind, and in each of them the module with the line if that is a part of it."""
+    members = [region.module for region in regions if region.kind == finding.region]
+    path = next(path for path, module in model.named_modules() if module is members[0])
+    relative = finding.module.removeprefix(path).removeprefix(".")
+    return members, [module.get_submodule(relative) for module in members] if relative else []
+
+
+def measure_calls(step: Callable[[], object], modules: Sequence[nn.Module], device: str) -> CallSeconds:
+    """Time a step and the calls of the modules in it, after one step that is not timed."""
+    marks: list[tuple[int, bool]] = []  # id of a module, or 0 for the step; and whether it begins
+    clock: list[Timestamps] = []
+
+    def mark(owner: int, begins: bool) -> None:
+        marks.append((owner, begins))
+        clock[0].record()
+
+    def enter(module: nn.Module, args: Any) -> None:
+        mark(id(module), True)
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        mark(id(module), False)
+
+    step()
+    runs: dict[int, list[float]] = defaultdict(list)
+    hooks = [module.register_forward_pre_hook(enter) for module in modules]
+    hooks += [module.register_forward_hook(leave) for module in modules]
+    try:
+        for _ in range(REPEATS):
+            marks.clear()
+            clock[:] = [Timestamps(device)]
+            mark(0, True)
+            step()
+            mark(0, False)
+            for owner, seconds in _durations(marks, clock[0].seconds()).items():
+                runs[owner].append(seconds)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    medians = {owner: median(seconds) for owner, seconds in runs.items()}
+    return CallSeconds(medians.pop(0), medians)
+
+
+def _durations(marks: Sequence[tuple[int, bool]], times: Sequence[float]) -> dict[int, float]:
+    """Seconds by module. `times`: of the marks, after those that `Timestamps` records itself."""
+    begins: dict[int, float] = {}
+    durations: dict[int, float] = defaultdict(float)
+    for (owner, is_begin), seconds in zip(marks, times[-len(marks) :], strict=True):
+        if is_begin:
+            begins[owner] = seconds
+        else:
+            durations[owner] += seconds - begins[owner]
+    return durations

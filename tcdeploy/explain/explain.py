@@ -1,0 +1,122 @@
+"""`tcdeploy explain`: traces the regions of a model, and measures whether compiling them pays.
+
+A model without findings that block is started first, as by `compile`, so that its programs are in the cache folder and
+its steps are timed. The regions are traced on the same model afterwards: a start must come first in its process, or
+kernels in memory would be missing in the manifest. If the start fails, the model is loaded again, without compiling.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+from tcdeploy import pipeline
+from tcdeploy.deployment import Deployment
+from tcdeploy.engine.program_setup import regions_of
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.errors import CompileError, UnsupportedModelError
+from tcdeploy.explain.break_even import Payoff, compute_payoff
+from tcdeploy.explain.causes import COMPILE_ERROR
+from tcdeploy.explain.eager_cost import with_costs
+from tcdeploy.explain.findings import Finding, RegionTrace, make_finding
+from tcdeploy.explain.kernels import BucketKernels, measure_kernels
+from tcdeploy.explain.refusal import read_refusal, with_measured_cost
+from tcdeploy.explain.source_line import SourceLine
+from tcdeploy.explain.tracing import trace_regions
+from tcdeploy.planning.architecture import Architecture
+from tcdeploy.planning.recipe import Recipe
+from tcdeploy.progress import Progress
+
+NOT_REQUESTED = "not requested (--no-measure)"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The result. `regions` is empty if the model cannot be planned, and then there is one finding.
+
+    payoff: None if the steps were not timed; `not_measured` then says why.
+    """
+
+    model: str
+    regions: tuple[RegionTrace, ...]
+    findings: tuple[Finding, ...]
+    payoff: Payoff | None
+    not_measured: str
+    kernels: tuple[BucketKernels, ...]
+
+
+def explain(recipe: Recipe, progress: Progress, measures: bool = True, profiles: bool = False) -> Explanation:
+    """`measures`: start the model and time its steps. `profiles`: measure its kernels too, which requires `measures`.
+
+    Raises TcdeployError, but not for a model that cannot be compiled: that is a finding.
+    """
+    try:
+        explanation = _explain_started(recipe, progress, profiles) if measures else _explain_loaded(recipe, progress)
+    except UnsupportedModelError as error:
+        refusal = read_refusal(error)
+        if refusal is None:
+            raise
+        finding = with_measured_cost(recipe, refusal)
+        explanation = Explanation(recipe.model, (), (finding,), None, "the model cannot be started", ())
+    return dataclasses.replace(
+        explanation, findings=tuple(_in_model_folder(finding, recipe.model) for finding in explanation.findings)
+    )
+
+
+def _explain_started(recipe: Recipe, progress: Progress, profiles: bool) -> Explanation:
+    failure: tuple[str, str] | None = None
+    try:
+        deployment = pipeline.prepare(recipe, progress, measure=True)
+    except CompileError as error:
+        failure = error.message, error.hint
+    if failure is None:
+        return _explain_deployment(deployment, progress, profiles)
+    pipeline.release_memory()  # outside the handler: the exception refers to the model
+    explanation = _explain_loaded(recipe, progress, "the model cannot be compiled")
+    if any(finding.is_blocking for finding in explanation.findings):
+        return explanation
+    message, hint = failure
+    cure = "cure the other findings first" if explanation.findings else hint or COMPILE_ERROR.cure
+    failed = make_finding("error", COMPILE_ERROR, "", "", "", SourceLine(), message, True)
+    findings = (dataclasses.replace(failed, cure=cure), *explanation.findings)
+    return dataclasses.replace(explanation, findings=findings)
+
+
+def _explain_deployment(deployment: Deployment, progress: Progress, profiles: bool) -> Explanation:
+    plan, runner = deployment.plan, deployment.engine.runner
+    kernels: list[BucketKernels] = []
+    if profiles:
+        progress.stage("profile")
+        kernels = [measure_kernels(runner, bucket) for bucket in plan.buckets]
+    regions, findings = _trace(runner, deployment.architecture, progress)
+    payoff = compute_payoff(plan, deployment.records)
+    return Explanation(plan.model, regions, findings, payoff, "", tuple(kernels))
+
+
+def _explain_loaded(recipe: Recipe, progress: Progress, not_measured: str = NOT_REQUESTED) -> Explanation:
+    planned, runner = pipeline.load_uncompiled(recipe, progress)
+    regions, findings = _trace(runner, planned.architecture, progress)
+    return Explanation(recipe.model, regions, findings, None, not_measured, ())
+
+
+def _trace(
+    runner: ModelRunner, architecture: Architecture, progress: Progress
+) -> tuple[tuple[RegionTrace, ...], tuple[Finding, ...]]:
+    regions = regions_of(runner.model, runner.plan, architecture)
+    progress.stage("trace")
+    traces, findings = trace_regions(runner, regions)
+    return tuple(traces), tuple(with_costs(runner, regions, findings))
+
+
+def _in_model_folder(finding: Finding, model: str) -> Finding:
+    """With the path of the file in the model's folder, if the line is in transformers' copy of it."""
+    copied = finding.location.file
+    original = Path(model, Path(copied).name)
+    if not copied or not Path(model).is_dir():
+        return finding
+    with contextlib.suppress(OSError):
+        if original.read_bytes() == Path(copied).read_bytes():
+            return dataclasses.replace(finding, location=finding.location._replace(file=str(original)))
+    return finding

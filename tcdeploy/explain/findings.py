@@ -1,0 +1,87 @@
+"""What `explain` reports: regions, findings with their costs, and kernels. Plain data; does not import torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tcdeploy.explain.causes import Cause
+from tcdeploy.explain.source_line import SourceLine
+
+Kind = Literal["graph break", "recompilation", "input mutation", "error"]
+Phase = Literal["prefill", "decode"]
+
+
+@dataclass(frozen=True)
+class RegionTrace:
+    """How regions of one kind were traced.
+
+    graphs: of one call; 1 if nothing breaks it.
+    guards: conditions on inputs and modules that torch checks before it uses the programs of one call.
+    recompilations: in calls of all modules of the kind, with several prompt lengths; not counted beside a break.
+    """
+
+    kind: str
+    type: str
+    modules: int
+    graphs: dict[str, int]  # by phase
+    guards: dict[str, int]
+    recompilations: dict[str, int]
+
+
+@dataclass(frozen=True)
+class EagerCost:
+    """Median milliseconds of one uncompiled step of a bucket, and of its parts.
+
+    region_ms: all regions of the finding's kind, which stay uncompiled until the finding is cured.
+    module_ms: the modules with the line, in all layers; None if the line is not in a module's forward.
+    """
+
+    bucket: str
+    step_ms: float
+    region_ms: float
+    module: str
+    module_ms: float | None
+
+    @property
+    def region_share(self) -> float:
+        return self.region_ms / self.step_ms
+
+    @property
+    def module_share(self) -> float | None:
+        return None if self.module_ms is None else self.module_ms / self.step_ms
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause at one line. `is_blocking`: with it, no program can be made for the region."""
+
+    kind: Kind
+    cause: str
+    title: str
+    region: str  # kind of the region
+    module: str  # path of the region's first module
+    phases: tuple[str, ...]
+    location: SourceLine
+    meaning: str
+    cure: str
+    torch_reason: str
+    is_blocking: bool
+    count: int = 1  # breaks in one call, or recompilations in all calls
+    costs: tuple[EagerCost, ...] = field(default=())
+
+
+def make_finding(
+    kind: Kind,
+    cause: Cause,
+    region: str,
+    module: str,
+    phase: str,
+    location: SourceLine,
+    torch_reason: str,
+    is_blocking: bool,
+) -> Finding:
+    return Finding(
+        kind, cause.name, cause.title, region, module, (phase,), location, cause.meaning, cause.cure, torch_reason,
+        is_blocking,
+    )  # fmt: skip

@@ -1,0 +1,140 @@
+"""The kernels of a bucket's compiled step and their shares of its time, from torch's profiler.
+
+On a GPU, a row is a kernel, and one more row is the time in which no kernel runs. On a CPU, a row is an operation,
+without the operations that it calls. The kernels that Inductor generated for a region are one row, since the profiler
+does not see them apart, and the time between operations is another. In both cases the rows add up to the step.
+
+The profiler makes a step slower: use the shares, and take times from the other tables.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from tcdeploy.bench.breakdown import Kernel, profile_replays, trim_overlap
+from tcdeploy.bench.breakdown import gap_us as gap_of
+from tcdeploy.compiler.stances import fail_on_recompile
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.planning.plan import Bucket
+
+REPLAYS = 5
+WARMUP_REPLAYS = 1  # includes the profiler's own start
+STEP = "tcdeploy step"
+GAPS = "(no kernel runs)"
+BETWEEN = "(Python between operations)"
+GENERATED = "(kernels that Inductor generated)"
+GENERATED_NAME = re.compile(r"## Call CompiledFxGraph")
+DISPATCH_NAME = re.compile(r"TorchDynamo Cache Lookup|Torch-Compiled Region|Pregraph bytecode|AOTDispatcher")
+DISPATCH = "(torch.compile: guards and calls)"
+
+
+@dataclass(frozen=True)
+class KernelRow:
+    """`count`: executions per step. `share`: of the step's time."""
+
+    name: str
+    count: float
+    us: float
+    share: float
+
+
+@dataclass(frozen=True)
+class BucketKernels:
+    """All rows of a bucket's step, largest first. `step_us` is their sum."""
+
+    bucket: str
+    step_us: float
+    kernels: tuple[KernelRow, ...]
+
+
+def measure_kernels(runner: ModelRunner, bucket: Bucket) -> BucketKernels:
+    """Profile the step of a warm bucket as it serves: its CUDA graph if it has one, else its programs."""
+    with runner.uncounted_steps(), fail_on_recompile():
+        restore, step = _step_of(runner, bucket)
+        if runner.plan.device == "cuda":
+            return summarize_kernels(bucket.name, profile_replays(restore, step))
+        _profile_operations(restore, step, WARMUP_REPLAYS)
+        return summarize_operations(bucket.name, _profile_operations(restore, step, REPLAYS), REPLAYS)
+
+
+def _step_of(runner: ModelRunner, bucket: Bucket) -> tuple[Callable[[], object], Callable[[], object]]:
+    batch = make_timing_batch(runner, bucket)
+    batch.run()
+    if bucket.min_size:  # `rerun` would use the buffers of the bucket's largest size
+        return lambda: None, batch.run
+    if bucket.is_prefill:
+        return lambda: None, lambda: runner.rerun(bucket)
+    return lambda: runner.row_assignment.assign_prefilled(batch.sequences), lambda: runner.rerun(bucket)
+
+
+def summarize_kernels(bucket: str, replays: Sequence[Sequence[Kernel]]) -> BucketKernels:
+    """`replays`: the kernels of one step each. Overlapping kernels count once, so that the rows add up to the step."""
+    total_us: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for replay in replays:
+        trimmed = trim_overlap(list(replay))
+        for kernel in trimmed:
+            total_us[kernel.name] += kernel.stop - kernel.start
+            count[kernel.name] += 1
+        total_us[GAPS] += gap_of(trimmed)
+        count[GAPS] += 1
+    return _rank(bucket, total_us, count, len(replays))
+
+
+class Operation(NamedTuple):
+    """One call of an operation. `us`: without the operations that it calls."""
+
+    name: str
+    us: float
+
+
+def _profile_operations(restore: Callable[[], object], step: Callable[[], object], replays: int) -> list[Operation]:
+    """The operations of the steps, without those of `restore`."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        for _ in range(replays):
+            restore()
+            with record_function(STEP):
+                step()
+    events = profiled.events() or ()
+    steps = [event.time_range for event in events if event.name == STEP]
+    return [
+        Operation(event.name, event.self_cpu_time_total)
+        for event in events
+        if any(span.start <= event.time_range.start and event.time_range.end <= span.end for span in steps)
+    ]
+
+
+def summarize_operations(bucket: str, operations: Sequence[Operation], replays: int) -> BucketKernels:
+    """`operations`: of all replays together."""
+    total_us: dict[str, float] = defaultdict(float)
+    count: dict[str, int] = defaultdict(int)
+    for operation in operations:
+        name = _operation_name(operation.name)
+        total_us[name] += operation.us
+        count[name] += 1
+    return _rank(bucket, total_us, count, replays)
+
+
+def _operation_name(key: str) -> str:
+    if key == STEP:
+        return BETWEEN
+    if GENERATED_NAME.match(key):
+        return GENERATED
+    return DISPATCH if DISPATCH_NAME.match(key) else key
+
+
+def _rank(bucket: str, total_us: dict[str, float], count: dict[str, int], replays: int) -> BucketKernels:
+    step_us = sum(total_us.values()) / replays
+    rows = [
+        KernelRow(name, count[name] / replays, us / replays, us / replays / step_us if step_us else 0.0)
+        for name, us in total_us.items()
+        if us > 0
+    ]
+    return BucketKernels(bucket, step_us, tuple(sorted(rows, key=lambda row: -row.us)))

@@ -1,0 +1,105 @@
+"""Explains a model that cannot be planned, because its forward pass depends on the values of tensors.
+
+A start runs every model once on fake tensors (models/probe.py), which have sizes but no values. A model that reads
+values ends there, before anything is traced. The exception's traceback has the line, and its frames have the modules.
+
+Without a plan there are no regions and no steps. The cost is therefore measured on transformers' own model with random
+weights, for one prompt, unless the model is large.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import traceback
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from tcdeploy.errors import UnsupportedModelError
+from tcdeploy.explain.causes import BREAK_CAUSES, Cause
+from tcdeploy.explain.eager_cost import measure_calls
+from tcdeploy.explain.findings import EagerCost, Finding, make_finding
+from tcdeploy.explain.source_line import SourceLine, model_line
+from tcdeploy.models.auto_classes import auto_class
+from tcdeploy.models.load import load_config, quiet_transformers
+from tcdeploy.models.load_errors import exception_chain
+from tcdeploy.planning.recipe import Recipe
+
+CONDITION = re.compile(r"^(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(and|or|not)\b")
+CAUSES = {cause.name: cause for cause in BREAK_CAUSES}
+VALUE_ERROR, SIZE_ERROR = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch's fake tensors
+MAX_PARAMETERS = 500_000_000  # of a model that is built to measure the cost: 2 GB
+PROMPT_TOKENS = 32
+
+
+class Refusal(NamedTuple):
+    finding: Finding
+    num_parameters: int
+
+
+def read_refusal(error: UnsupportedModelError) -> Refusal | None:
+    """The line that reads values of tensors; None if the model was refused for another reason."""
+    for cause in exception_chain(error):
+        if type(cause).__name__ in (VALUE_ERROR, SIZE_ERROR):
+            return _read(cause)
+    return None
+
+
+def _read(error: BaseException) -> Refusal:
+    name = type(error).__name__
+    frames = [
+        SourceLine(frame.filename, frame.lineno or 0, frame.name, (frame.line or "").strip())
+        for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    location = model_line(frames)
+    modules = _modules_in(error.__traceback__)
+    path = next((path for path, module in modules[0].named_modules() if module is modules[-1]), "") if modules else ""
+    finding = make_finding(
+        "graph break", _classify(name, location.code), "", path, "", location, f"{name}: {_first_line(error)}", True
+    )
+    return Refusal(finding, sum(parameter.numel() for parameter in modules[0].parameters()) if modules else 0)
+
+
+def _first_line(error: BaseException) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
+def _classify(error: str, code: str) -> Cause:
+    if error == SIZE_ERROR:
+        return CAUSES["data-dependent-shape"]
+    return CAUSES["data-dependent-branch" if CONDITION.search(code) else "scalar-read"]
+
+
+def _modules_in(trace: TracebackType | None) -> list[nn.Module]:
+    """The modules whose methods are in the frames, outermost first."""
+    owners: list[Any] = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(trace)]
+    return [owner for owner in owners if isinstance(owner, nn.Module)]
+
+
+def with_measured_cost(recipe: Recipe, refusal: Refusal) -> Finding:
+    """The finding, with the share of the module with the line in a prompt; unchanged if the model is too large."""
+    finding = refusal.finding
+    if not 0 < refusal.num_parameters <= MAX_PARAMETERS:
+        return finding
+    config = load_config(recipe)
+    with quiet_transformers():
+        model = auto_class(config, recipe.trust_remote_code).from_config(
+            config, dtype=torch.float32, trust_remote_code=recipe.trust_remote_code
+        )
+    model = model.eval()
+    pattern = re.compile(re.sub(r"\\\.\d+(?=\\\.|$)", r"\\.\\d+", re.escape(finding.module)))
+    modules = [module for path, module in model.named_modules() if path and pattern.fullmatch(path)]
+    input_ids = torch.arange(PROMPT_TOKENS)[None] % model.get_input_embeddings().num_embeddings
+    with torch.no_grad():
+        seconds = measure_calls(lambda: model(input_ids=input_ids, use_cache=False), modules, "cpu")
+    cost = EagerCost(
+        bucket=f"prompt of {PROMPT_TOKENS} tokens",
+        step_ms=seconds.step * 1e3,
+        region_ms=seconds.step * 1e3,
+        module=finding.module,
+        module_ms=seconds.total(modules) * 1e3 if modules else None,
+    )
+    return dataclasses.replace(finding, costs=(cost,))

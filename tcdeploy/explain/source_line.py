@@ -1,0 +1,88 @@
+"""Finds the model's own line of source in the stacks that torch reports. Does not import torch.
+
+A stack of torch ends in torch, in the standard library or in this package, as often as in the model. The line to change
+is the innermost one that is in none of these.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import re
+import sys
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in (?P<function>.+)$', re.MULTILINE)
+# A guard, as torch prints it: `(x.size()[1] % 2) == 0  # if x.shape[1] % 2:  # o/modeling_x.py:23 in forward (...)`.
+GUARD_COMMENT = re.compile(r"# (?P<code>[^\n]+?) +# (?P<tail>\S+):(?P<line>\d+) in (?P<function>[\w<>.]+)")
+SITE_FOLDERS = {"site-packages", "dist-packages"}
+PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
+
+
+class SourceLine(NamedTuple):
+    """`file` is empty and `line` 0 if torch names no line."""
+
+    file: str = ""
+    line: int = 0
+    function: str = ""
+    code: str = ""
+
+
+def model_line(frames: Sequence[SourceLine]) -> SourceLine:
+    """The innermost line that is not in torch, the standard library or this package; else the innermost one."""
+    own = [frame for frame in frames if not _is_foreign(frame.file)]
+    return own[-1] if own else frames[-1] if frames else SourceLine()
+
+
+def parse_stack(text: str) -> list[SourceLine]:
+    """The frames of a stack as Python prints it, outermost first."""
+    return [_read_line(match["file"], int(match["line"]), match["function"]) for match in FRAME.finditer(text)]
+
+
+def current_stack() -> list[SourceLine]:
+    """The frames of the caller, outermost first."""
+    return [
+        _read_line(frame.filename, frame.lineno or 0, frame.name)
+        for frame in traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
+    ][::-1]
+
+
+def guard_line(reason: str) -> SourceLine:
+    """The line at which the guard of a recompilation was made, from its stack, else from the comment after it.
+
+    In the comment, torch shortens the path at its beginning.
+    """
+    if frames := parse_stack(reason):
+        return model_line(frames)
+    comments = list(GUARD_COMMENT.finditer(reason))
+    if not comments:
+        return SourceLine()
+    tail, line, code = comments[-1]["tail"], int(comments[-1]["line"]), comments[-1]["code"].strip()
+    files = (getattr(module, "__file__", None) or "" for module in list(sys.modules.values()))
+    for file in dict.fromkeys(files):
+        if file.endswith(tail) and linecache.getline(file, line).strip() == code:
+            return SourceLine(file, line, comments[-1]["function"], code)
+    return SourceLine(tail, line, comments[-1]["function"], code)
+
+
+def _read_line(file: str, line: int, function: str) -> SourceLine:
+    return SourceLine(file, line, function, linecache.getline(file, line).strip())
+
+
+def _is_foreign(file: str) -> bool:
+    if file.startswith("<"):  # generated code
+        return True
+    path = Path(file)
+    is_library = path.is_relative_to(sysconfig.get_path("stdlib")) and not SITE_FOLDERS.intersection(path.parts)
+    return is_library or any(path.is_relative_to(folder) for folder in _foreign_folders())
+
+
+@cache
+def _foreign_folders() -> tuple[str, ...]:
+    torch = importlib.util.find_spec("torch")
+    return (PACKAGE_FOLDER, *(torch.submodule_search_locations or () if torch else ()))

@@ -1,0 +1,301 @@
+"""Traces the regions of a model as torch.compile would, and lists what breaks a graph or needs another program.
+
+Dynamo traces each kind of region in real steps: prompts of several lengths, then decode steps. Graphs are run
+uncompiled, so no compiler is needed and a kind takes seconds. Unlike in a deployment, a break is allowed, so that all
+of them are found, and so is a condition on the number of tokens, which is symbolic: code that depends on it shows as a
+recompilation.
+
+Each kind and phase starts without programs: otherwise programs of other kinds would count as recompilations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tcdeploy.attention.metadata import StepHolder
+from tcdeploy.compiler.programs import run_region, token_dims
+from tcdeploy.compiler.regions import Region
+from tcdeploy.engine.runner import ModelRunner
+from tcdeploy.engine.warmup_inputs import make_timing_batch
+from tcdeploy.errors import CompileError
+from tcdeploy.explain.causes import (
+    COMPILE_ERROR,
+    INPUT_MUTATION,
+    Cause,
+    break_heading,
+    break_reason,
+    classify_break,
+    classify_guard,
+)
+from tcdeploy.explain.findings import Finding, Kind, RegionTrace, make_finding
+from tcdeploy.explain.source_line import SourceLine, current_stack, guard_line, model_line, parse_stack
+from tcdeploy.torch_compat import compile_trace
+from tcdeploy.torch_compat.compile_errors import is_compile_error
+from tcdeploy.torch_compat.compiled_call import get_compiled_call, set_compiled_call
+from tcdeploy.torch_compat.dispatch_mode import observe_operations
+from tcdeploy.torch_compat.mark_dynamic import suggest_dynamic, tensors_in
+
+# In tokens, odd and even. A first length that no other size equals: torch gives equal sizes one symbol.
+PROMPT_LENGTHS = (23, 18, 37, 60, 13, 10)
+NUM_LENGTHS = 4
+DECODE_STEPS = 2
+DECODE_CONTEXT = 8  # tokens
+RECOMPILE_LIMIT = 256  # of a region; torch runs a function uncompiled from its limit on
+
+
+@dataclass
+class _PhaseTrace:
+    """What the steps of one phase have shown of one kind. `graphs`: compiled so far."""
+
+    graphs: int = 0
+    first_call_graphs: int = 0
+    first_call_guards: int = 0
+    is_first_call: bool = True
+    trace: compile_trace.CompileTrace = field(default_factory=compile_trace.CompileTrace)
+    error: str = ""
+
+    def backend(self, graph: Any, example_inputs: Any) -> Callable[..., Any]:
+        self.graphs += 1
+        forward: Callable[..., Any] = graph.forward
+        return forward
+
+    def end_call(self) -> None:
+        if self.is_first_call:
+            self.is_first_call = False
+            self.first_call_graphs, self.first_call_guards = self.graphs, sum(self.trace.guard_counts)
+
+
+def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[RegionTrace], list[Finding]]:
+    """Trace every kind of region. The runner's steps run uncompiled afterwards.
+
+    Raises CompileError if this torch has no structured trace.
+    """
+    if not compile_trace.supported():
+        raise CompileError("this version of torch has no structured trace of compilations", "install torch 2.13")
+    runner.forward = runner.transformers_forward
+    for bucket in runner.plan.buckets:
+        runner.run_eagerly(bucket)
+    kinds: dict[str, list[Region]] = {}
+    for region in regions:
+        kinds.setdefault(region.kind, []).append(region)
+    paths = {module: path for path, module in runner.model.named_modules()}
+    traces, findings = [], []
+    with runner.uncounted_steps():
+        steps = _make_steps(runner)
+        for kind, members in kinds.items():
+            kind_steps = {"decode": steps["decode"]} if members[0].is_head else steps
+            phases = {phase: _trace_phase(members, runs, runner.step_holder) for phase, runs in kind_steps.items()}
+            first, path = members[0], paths[members[0].module]
+            traces.append(
+                RegionTrace(
+                    kind,
+                    type(first.module).__name__,
+                    len(members),
+                    {phase: trace.first_call_graphs for phase, trace in phases.items()},
+                    {phase: trace.first_call_guards for phase, trace in phases.items()},
+                    {phase: len(trace.trace.recompilations) for phase, trace in phases.items()},
+                )
+            )
+            is_dynamic = any(bucket.min_size for bucket in runner.plan.buckets)
+            for phase, trace in phases.items():
+                findings += _findings_of(trace, first, path, phase, is_dynamic)
+            findings += _find_mutations(first, path, kind_steps)
+    torch.compiler.reset()
+    runner.row_assignment.clear()
+    return traces, merge_findings(findings)
+
+
+def _make_steps(runner: ModelRunner) -> dict[str, list[Callable[[], object]]]:
+    """Steps to run by phase, on batches of random tokens."""
+    plan = runner.plan
+    bucket, rows = plan.prefill_buckets[-1], plan.decode_buckets[-1]
+    longest = min(bucket.size, plan.context, (plan.kv_blocks - 1) * plan.block_size)
+    lengths = [length for length in PROMPT_LENGTHS if length <= longest][:NUM_LENGTHS] or [longest]
+    context = min(DECODE_CONTEXT, plan.context)
+    return {
+        "prefill": [make_timing_batch(runner, bucket, length).run for length in lengths],
+        "decode": [make_timing_batch(runner, rows, context + step).run for step in range(DECODE_STEPS)],
+    }
+
+
+def _trace_phase(
+    members: Sequence[Region], steps: Sequence[Callable[[], object]], step_holder: StepHolder
+) -> _PhaseTrace:
+    """Run the steps with the regions traced. If there are graph breaks, run only the first, and drop recompilations.
+
+    torch compiles the code around a break for one size, and the functions around it on their own. This adds
+    recompilations that end with the break.
+    """
+    phase = _PhaseTrace()
+    torch.compiler.reset()
+    compiled = torch.compile(run_region, backend=phase.backend, fullgraph=False, dynamic=False)
+
+    def call_of(module: nn.Module) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            step = step_holder.step
+            if step is not None and step.bucket.is_prefill:  # decode programs are for one number of rows
+                for tensor, dim in token_dims(step, args, kwargs):
+                    suggest_dynamic(tensor, dim)
+            output = compiled(module, None, *args, **kwargs)
+            phase.end_call()
+            return output
+
+        return call
+
+    calls = {region.module: call_of(region.module) for region in members}
+    with _installed(calls), _raised_limits(), compile_trace.read_trace() as phase.trace:
+        try:
+            for step in steps:
+                step()
+                if phase.trace.graph_breaks:
+                    phase.trace.recompilations.clear()
+                    break
+        except Exception as error:  # of torch's compiler; some do not derive from RuntimeError
+            if not is_compile_error(error):
+                raise
+            phase.error = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+    return phase
+
+
+@contextlib.contextmanager
+def _installed(calls: dict[nn.Module, Callable[..., Any]]) -> Iterator[None]:
+    """Make the modules run these calls within the block."""
+    earlier = {module: get_compiled_call(module) for module in calls}
+    for module, call in calls.items():
+        set_compiled_call(module, call)
+    try:
+        yield
+    finally:
+        for module, earlier_call in earlier.items():
+            set_compiled_call(module, earlier_call)
+
+
+@contextlib.contextmanager
+def _raised_limits() -> Iterator[None]:
+    config = torch.compiler.config
+    earlier = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit = config.accumulated_recompile_limit = max(RECOMPILE_LIMIT, *earlier)
+    try:
+        yield
+    finally:
+        config.recompile_limit, config.accumulated_recompile_limit = earlier
+
+
+def _findings_of(trace: _PhaseTrace, region: Region, path: str, phase: str, is_dynamic: bool) -> list[Finding]:
+    """`is_dynamic`: whether the plan has programs with a symbolic number of tokens, which allow no guard on it."""
+    found: list[Finding] = []
+    for text in trace.trace.graph_breaks:
+        frames, reason = parse_stack(text.partition("User code traceback:")[2]), break_reason(text)
+        place = _place(region, path, frames)
+        found.append(_found("graph break", classify_break(reason), region, *place, phase, break_heading(reason), True))
+    for reason in trace.trace.recompilations:
+        cause, location = classify_guard(reason), guard_line(reason)
+        place = (location, _module_at(region.module, path, [location]))
+        is_blocking = is_dynamic and cause.name == "shape-guard" and phase == "prefill"
+        condition = " ".join(reason.partition("#")[0].partition(": ")[2].split())
+        found.append(_found("recompilation", cause, region, *place, phase, condition, is_blocking))
+    if trace.error:
+        found.append(_found("error", COMPILE_ERROR, region, SourceLine(), path, phase, trace.error, True))
+    return found
+
+
+def _found(
+    kind: Kind, cause: Cause, region: Region, location: SourceLine, module: str, phase: str, reason: str, blocks: bool
+) -> Finding:
+    return make_finding(kind, cause, region.kind, module, phase, location, reason, blocks)
+
+
+def _place(region: Region, path: str, frames: list[SourceLine]) -> tuple[SourceLine, str]:
+    """The model's line in a stack, and the path of the innermost module whose forward is in the stack."""
+    return model_line(frames), _module_at(region.module, path, frames)
+
+
+def _module_at(module: nn.Module, path: str, frames: Sequence[SourceLine]) -> str:
+    spans = [(name, *_forward_span(child)) for name, child in module.named_modules()]
+    for frame in reversed(frames):
+        inside = [name for name, file, first, last in spans if file == frame.file and first <= frame.line <= last]
+        if inside:
+            return ".".join(filter(None, (path, inside[0])))
+    return path
+
+
+def _forward_span(module: nn.Module) -> tuple[str, int, int]:
+    """File, first line and last line of a module's forward."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return "", 0, 0
+    lines = [line for _, _, line in code.co_lines() if line]
+    return code.co_filename, code.co_firstlineno, max(lines, default=0)
+
+
+def _find_mutations(region: Region, path: str, steps: dict[str, list[Callable[[], object]]]) -> list[Finding]:
+    """In-place operations on the region's inputs, in one uncompiled step of each phase."""
+    found: list[Finding] = []
+    storages: set[int] = set()
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        storages.update(_storage(tensor) for tensor in tensors_in((args, kwargs)))
+        storages.discard(0)
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        storages.clear()
+
+    def observe(phase: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        written = _written_tensor(name, args, kwargs) if storages else None
+        if written is not None and _storage(written) in storages:
+            place = _place(region, path, current_stack())
+            found.append(_found("input mutation", INPUT_MUTATION, region, *place, phase, f"aten::{name}", False))
+
+    hooks = [
+        region.module.register_forward_pre_hook(enter, with_kwargs=True),
+        region.module.register_forward_hook(leave, always_call=True),
+    ]
+    try:
+        for phase, runs in steps.items():
+            with observe_operations(partial(observe, phase)):
+                runs[0]()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _written_tensor(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that an operation writes to; None if it writes to none, or is an operator of another library."""
+    if isinstance(kwargs.get("out"), Tensor):
+        out: Tensor = kwargs["out"]
+        return out
+    writes = name.endswith("_") and not name.endswith("__")
+    return args[0] if writes and args and isinstance(args[0], Tensor) else None
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def merge_findings(findings: Sequence[Finding]) -> list[Finding]:
+    """One finding per cause and line of a region, blocking ones first.
+
+    After a break, torch traces the enclosing functions too, and reports the break again for each of them, so breaks
+    are not counted.
+    """
+    merged: dict[tuple[str, ...], Finding] = {}
+    for finding in findings:
+        location = finding.location
+        reason = "" if location.file else finding.torch_reason
+        key = (finding.kind, finding.cause, finding.region, location.file, str(location.line), reason)
+        earlier = merged.setdefault(key, finding)
+        if earlier is not finding:
+            phases = tuple(dict.fromkeys((*earlier.phases, *finding.phases)))
+            count = earlier.count + 1 if finding.kind == "recompilation" else 1
+            blocks = earlier.is_blocking or finding.is_blocking
+            merged[key] = replace(earlier, phases=phases, count=count, is_blocking=blocks)
+    return sorted(merged.values(), key=lambda finding: not finding.is_blocking)
