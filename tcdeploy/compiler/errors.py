@@ -16,6 +16,7 @@ from tcdeploy.torch_compat.compile_errors import (
     CompilerFailure,
     find_compiler_failure,
     is_compile_error,
+    is_constraint_violation,
     is_graph_break,
     is_recompile_limit,
 )
@@ -56,6 +57,12 @@ def _translate_error(error: BaseException, plan: Plan, cache_dir: str) -> Except
         if plan.region == "layer":
             hint += "; --region blocks compiles attention and MLP apart, --graphs none leaves norm and head uncompiled"
         return CompileError(f"{plan.model} has a graph break with --region {plan.region}: {text.splitlines()[0]}", hint)
+    if is_constraint_violation(error):
+        condition = text.rpartition("the generated guard ")[2].splitlines()[0].rstrip(".")
+        return CompileError(
+            f"{plan.model} depends on the number of tokens, so no program serves all lengths: {condition}",
+            "tcdeploy explain MODEL shows the line; --buckets LIST compiles programs for fixed lengths",
+        )
     if is_recompile_limit(error):
         return CompileError(
             f"{plan.model} exceeds torch.compile's recompile limit: {_first_sentence(text)}",

@@ -12,9 +12,10 @@ from typing import NamedTuple
 
 from tcdeploy.torch_compat.internal import Internal, find, has_parameters
 
-PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch")
+PRIVATE_MODULES = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx.experimental")
 UNSUPPORTED = "Unsupported"  # Dynamo's: a graph break under fullgraph=True
 RECOMPILE_LIMIT = "FailOnRecompileLimitHit"  # Dynamo's: derives from Exception, not from TorchDynamoException
+CONSTRAINT_VIOLATION = "ConstraintViolationError"  # a program with a symbolic size that holds for some sizes only
 CPP_COMPILE_ERROR = "CppCompileError"  # Inductor's: a call of the C++ compiler that failed
 SOURCE_SUFFIXES = (".cpp", ".h", ".hpp", ".o")
 
@@ -46,7 +47,7 @@ INTERNAL = Internal(
 
 
 def is_compile_error(error: BaseException) -> bool:
-    """Whether Dynamo, AOTAutograd or Inductor raised it."""
+    """Whether Dynamo, AOTAutograd, Inductor or the code for symbolic sizes raised it."""
     return any(cls.__module__.startswith(PRIVATE_MODULES) for cls in type(error).__mro__)
 
 
@@ -58,6 +59,11 @@ def is_graph_break(error: BaseException) -> bool:
 def is_recompile_limit(error: BaseException) -> bool:
     """Whether it reports that a function has as many programs as torch allows."""
     return is_compile_error(error) and any(cls.__name__ == RECOMPILE_LIMIT for cls in type(error).__mro__)
+
+
+def is_constraint_violation(error: BaseException) -> bool:
+    """Whether it reports code that depends on a size that was marked as dynamic."""
+    return is_compile_error(error) and any(cls.__name__ == CONSTRAINT_VIOLATION for cls in type(error).__mro__)
 
 
 def find_compiler_failure(error: BaseException) -> CompilerFailure | None:

@@ -11,6 +11,7 @@ import pytest
 from torch._dynamo.exc import BackendCompilerFailed, FailOnRecompileLimitHit
 from torch._inductor import cpp_builder
 from torch._inductor.exc import CppCompileError, InductorError
+from torch.fx.experimental.symbolic_shapes import ConstraintViolationError
 
 from tcdeploy.compiler.errors import translate_compile_errors
 from tcdeploy.errors import CompileError, SpaceError, TcdeployError
@@ -117,3 +118,15 @@ def test_a_cold_start_names_the_error_of_its_compiler(run_cli: Any, tmp_path: Pa
     assert message.startswith(f"error: the C++ compiler failed on {tmp_path / 'cache'}") and ".cpp: " in message
     assert message.endswith("kernel.cpp:1:2: error: no such thing")
     assert hint.startswith("hint: run again")
+
+
+def test_code_that_depends_on_a_symbolic_size_is_an_error_with_a_hint(plan: Any, tmp_path: Path) -> None:
+    text = (
+        "Constraints violated (L['args'][0].size()[1])! For more information, run with TORCH_LOGS=\"+dynamic\".\n"
+        "  - Not all values of L['args'][0].size()[1] = L['args'][0].size()[1] in the specified range "
+        "L['args'][0].size()[1] <= 512 satisfy the generated guard (L['args'][0].size()[1] % 2) != 0."
+    )
+    error = translate(ConstraintViolationError(text), with_model(plan, "some/model"), tmp_path)
+    assert type(error) is CompileError
+    assert error.message.endswith("no program serves all lengths: (L['args'][0].size()[1] % 2) != 0")
+    assert error.hint.startswith("tcdeploy explain MODEL")
