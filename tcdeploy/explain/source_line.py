@@ -47,9 +47,9 @@ def parse_stack(text: str) -> list[SourceLine]:
 def current_stack() -> list[SourceLine]:
     """The frames of the caller, outermost first."""
     return [
-        _read_line(frame.filename, frame.lineno or 0, frame.name)
-        for frame in traceback.StackSummary.extract(traceback.walk_stack(None), lookup_lines=False)
-    ][::-1]
+        SourceLine(frame.filename, frame.lineno or 0, frame.name, frame.line or "")
+        for frame in traceback.extract_stack()[:-1]
+    ]
 
 
 def guard_line(reason: str) -> SourceLine:

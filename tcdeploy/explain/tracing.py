@@ -52,13 +52,15 @@ RECOMPILE_LIMIT = 256  # of a region; torch runs a function uncompiled from its 
 
 
 @dataclass
-class _PhaseTrace:
+class PhaseTrace:
     """What the steps of one phase have shown of one kind. `graphs`: compiled so far."""
 
     graphs: int = 0
     first_call_graphs: int = 0
     first_call_guards: int = 0
     is_first_call: bool = True
+    is_first_step: bool = True
+    called: set[nn.Module] = field(default_factory=set)
     trace: compile_trace.CompileTrace = field(default_factory=compile_trace.CompileTrace)
     error: str = ""
 
@@ -67,10 +69,17 @@ class _PhaseTrace:
         forward: Callable[..., Any] = graph.forward
         return forward
 
-    def end_call(self) -> None:
+    def end_call(self, module: nn.Module, recompilations: int) -> None:
+        """`recompilations`: their number before the call.
+
+        A module that is called twice in a step, such as rotary factors of two kinds of layers, may need two programs.
+        """
         if self.is_first_call:
             self.is_first_call = False
             self.first_call_graphs, self.first_call_guards = self.graphs, sum(self.trace.guard_counts)
+        if self.is_first_step and module in self.called:
+            del self.trace.recompilations[recompilations:]
+        self.called.add(module)
 
 
 def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[RegionTrace], list[Finding]]:
@@ -92,7 +101,7 @@ def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[
         steps = _make_steps(runner)
         for kind, members in kinds.items():
             kind_steps = {"decode": steps["decode"]} if members[0].is_head else steps
-            phases = {phase: _trace_phase(members, runs, runner.step_holder) for phase, runs in kind_steps.items()}
+            phases = {phase: trace_phase(members, runs, runner.step_holder) for phase, runs in kind_steps.items()}
             first, path = members[0], paths[members[0].module]
             traces.append(
                 RegionTrace(
@@ -106,7 +115,7 @@ def trace_regions(runner: ModelRunner, regions: Sequence[Region]) -> tuple[list[
             )
             is_dynamic = any(bucket.min_size for bucket in runner.plan.buckets)
             for phase, trace in phases.items():
-                findings += _findings_of(trace, first, path, phase, is_dynamic)
+                findings += findings_of(trace, first, path, phase, is_dynamic)
             findings += _find_mutations(first, path, kind_steps)
     torch.compiler.reset()
     runner.row_assignment.clear()
@@ -126,15 +135,15 @@ def _make_steps(runner: ModelRunner) -> dict[str, list[Callable[[], object]]]:
     }
 
 
-def _trace_phase(
+def trace_phase(
     members: Sequence[Region], steps: Sequence[Callable[[], object]], step_holder: StepHolder
-) -> _PhaseTrace:
+) -> PhaseTrace:
     """Run the steps with the regions traced. If there are graph breaks, run only the first, and drop recompilations.
 
     torch compiles the code around a break for one size, and the functions around it on their own. This adds
     recompilations that end with the break.
     """
-    phase = _PhaseTrace()
+    phase = PhaseTrace()
     torch.compiler.reset()
     compiled = torch.compile(run_region, backend=phase.backend, fullgraph=False, dynamic=False)
 
@@ -144,8 +153,9 @@ def _trace_phase(
             if step is not None and step.bucket.is_prefill:  # decode programs are for one number of rows
                 for tensor, dim in token_dims(step, args, kwargs):
                     suggest_dynamic(tensor, dim)
+            recompilations = len(phase.trace.recompilations)
             output = compiled(module, None, *args, **kwargs)
-            phase.end_call()
+            phase.end_call(module, recompilations)
             return output
 
         return call
@@ -155,6 +165,7 @@ def _trace_phase(
         try:
             for step in steps:
                 step()
+                phase.is_first_step = False
                 if phase.trace.graph_breaks:
                     phase.trace.recompilations.clear()
                     break
@@ -189,7 +200,7 @@ def _raised_limits() -> Iterator[None]:
         config.recompile_limit, config.accumulated_recompile_limit = earlier
 
 
-def _findings_of(trace: _PhaseTrace, region: Region, path: str, phase: str, is_dynamic: bool) -> list[Finding]:
+def findings_of(trace: PhaseTrace, region: Region, path: str, phase: str, is_dynamic: bool) -> list[Finding]:
     """`is_dynamic`: whether the plan has programs with a symbolic number of tokens, which allow no guard on it."""
     found: list[Finding] = []
     for text in trace.trace.graph_breaks:
