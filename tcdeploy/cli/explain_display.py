@@ -105,7 +105,9 @@ def describe_effect(finding: Finding, explanation: Explanation) -> str:
     """What stays uncompiled because of a finding, or what it adds."""
     region = next((region for region in explanation.regions if region.kind == finding.region), None)
     if region is None:
-        return f"the model cannot be {'compiled' if explanation.regions else 'started'}, so all of it stays uncompiled"
+        if explanation.regions:
+            return "the model cannot be compiled, so all of it stays uncompiled"
+        return "the model cannot be started, so all of it stays uncompiled, and code after this line was not examined"
     regions = f"{'the region' if region.modules == 1 else f'all {region.modules} regions'} {region.kind}"
     if finding.is_blocking:
         return f"a start fails, because regions are compiled as a whole: {regions} would stay uncompiled"

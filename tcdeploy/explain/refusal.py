@@ -26,11 +26,11 @@ from tcdeploy.explain.source_line import SourceLine, model_line
 from tcdeploy.models.auto_classes import auto_class
 from tcdeploy.models.load import load_config, quiet_transformers
 from tcdeploy.models.load_errors import exception_chain
+from tcdeploy.models.probe import SIZE_ERROR, VALUE_ERROR
 from tcdeploy.planning.recipe import Recipe
 
 CONDITION = re.compile(r"^(if|elif|while|assert)\b|\bif\b.+\belse\b|\b(and|or|not)\b")
 CAUSES = {cause.name: cause for cause in BREAK_CAUSES}
-VALUE_ERROR, SIZE_ERROR = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch's fake tensors
 MAX_PARAMETERS = 500_000_000  # of a model that is built to measure the cost: 2 GB
 PROMPT_TOKENS = 32
 

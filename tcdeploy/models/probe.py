@@ -39,6 +39,8 @@ from tcdeploy.torch_compat.float32_tensors import float32_tensors
 
 PROBE_ATTN_IMPLEMENTATION = "tcdeploy-probe"
 PROBE_DTYPE = torch.bfloat16  # grouped expert GEMMs support no other dtype on fake tensors
+VALUE_ERROR, SIZE_ERROR = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch's fake tensors
+EXPLAIN_HINT = "tcdeploy explain MODEL shows the line and its cure"
 PROBE_TOKENS = 13  # a prime that is no dimension of a model: models/positions.py recognises counts of tokens by it
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 SUPPORTED_ATTENTION_KWARGS = {"scaling", "sliding_window", "softcap", "s_aux", "is_causal"}
@@ -284,7 +286,8 @@ def _run_on_fake_tensors(
     except Exception as error:
         if packages := missing_packages(list(exception_chain(error))):
             raise missing_package_error(name, packages) from error
-        raise UnsupportedModelError(f"{name} {_describe_failure(error)}", HINT) from error
+        hint = EXPLAIN_HINT if type(error).__name__ in (VALUE_ERROR, SIZE_ERROR) else HINT
+        raise UnsupportedModelError(f"{name} {_describe_failure(error)}", hint) from error
     return model
 
 
@@ -294,9 +297,9 @@ def _describe_failure(error: Exception) -> str:
     if arguments := re.search(r"forward\(\) missing \d+ required positional arguments?: (.+)", reason):
         return f"requires inputs other than text: {arguments[1]}"
     kind = type(error).__name__
-    if kind == "DataDependentOutputException":
+    if kind == VALUE_ERROR:
         reason = f"its forward pass reads values of tensors on the host ({reason})"
-    if kind == "DynamicOutputShapeException":
+    if kind == SIZE_ERROR:
         reason = f"its forward pass has tensors whose size depends on values of other tensors ({reason})"
     return f"cannot be run on fake tensors, so it cannot be traced: {reason}"
 

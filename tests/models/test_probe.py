@@ -90,8 +90,9 @@ def test_a_forward_pass_that_reads_tensors_on_the_host_is_refused_with_this_reas
 
     monkeypatch.setattr(probe_module, "freeze_rope", lambda model: None)
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    with pytest.raises(UnsupportedModelError, match="its forward pass reads values of tensors on the host"):
+    with pytest.raises(UnsupportedModelError, match="its forward pass reads values of tensors on the host") as raised:
         probe(AutoConfig.for_model("llama", **{**SUPPORTED["llama"], "rope_parameters": rope}))
+    assert raised.value.hint.startswith("tcdeploy explain MODEL")
 
 
 def test_longrope_of_one_type_of_layer_is_limited_too() -> None:
