@@ -57,6 +57,13 @@ BREAK_CAUSES = (  # the first match counts
         r"builtin operator `print`|logging|logger|warnings\.warn|\bwarn_explicit\b",
     ),
     _cause(
+        "disabled",
+        "function that is excluded from torch.compile",
+        "The function is marked with torch.compiler.disable, so it always runs uncompiled.",
+        "remove the mark if torch can trace the function, or register it as an operator with torch.library.custom_op",
+        r"compiler\.disable|function `disable`",
+    ),
+    _cause(
         "untraceable-call",
         "call that torch.compile cannot trace",
         "The function is C code, an extension or a call of the operating system, and torch does not know what it "

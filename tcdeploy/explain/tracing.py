@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -161,7 +162,8 @@ def trace_phase(
         return call
 
     calls = {region.module: call_of(region.module) for region in members}
-    with _installed(calls), _raised_limits(), compile_trace.read_trace() as phase.trace:
+    with _installed(calls), _raised_limits(), warnings.catch_warnings(), compile_trace.read_trace() as phase.trace:
+        warnings.simplefilter("ignore")  # torch warns about some breaks, which are reported as findings
         try:
             for step in steps:
                 step()

@@ -60,6 +60,11 @@ User code traceback:
             "pybind).",
         ),
         (
+            "disabled",
+            "Skip calling `torch.compiler.disable()`d function",
+            "Skip calling function `<function relu>` since it was wrapped with `torch.compiler.disable` (reason: None)",
+        ),
+        (
             "unsupported-python",
             "Unsupported context manager",
             "Dynamo does not know how to enter a `lock` context manager.",
