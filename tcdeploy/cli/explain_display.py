@@ -192,7 +192,10 @@ def _show_payoff(explanation: Explanation) -> None:
 def verdict(request: RequestPayoff) -> list[str]:
     """Whether to compile, in sentences."""
     what = f"a request of {request.prompt_tokens} prompt and {request.output_tokens} output tokens, alone"
-    times = f"{what}: {request.uncompiled_seconds:.2f} s uncompiled, {request.compiled_seconds:.2f} s compiled"
+    times = (
+        f"{what}: {request.uncompiled_seconds:.2f} s uncompiled ({request.uncompiled_token_ms:.2f} ms per output "
+        f"token), {request.compiled_seconds:.2f} s compiled ({request.compiled_token_ms:.2f} ms)"
+    )
     if not request.pays:
         return [
             times,

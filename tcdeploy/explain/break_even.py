@@ -54,13 +54,16 @@ class BucketPayoff:
 
 @dataclass(frozen=True)
 class RequestPayoff:
-    """One request at a time: a prompt that fills a prefill bucket, and then decode steps of one row.
+    """One request at a time: a prompt that fills a prefill bucket, and then steps of the smallest decode bucket.
 
+    *_token_ms: of one output token, which is one decode step.
     start_seconds_*: of all buckets of the plan, since a start prepares all of them.
     """
 
     prompt_tokens: int
     output_tokens: int
+    uncompiled_token_ms: float
+    compiled_token_ms: float
     uncompiled_seconds: float
     compiled_seconds: float
     start_seconds_cold: float | None
@@ -101,6 +104,8 @@ def compute_payoff(plan: Plan, records: Sequence[BucketRecord]) -> Payoff:
     request = RequestPayoff(
         prompt_tokens=prefill.size,
         output_tokens=steps,
+        uncompiled_token_ms=payoffs[decode].uncompiled_ms,
+        compiled_token_ms=payoffs[decode].compiled_ms,
         uncompiled_seconds=(payoffs[prefill].uncompiled_ms + steps * payoffs[decode].uncompiled_ms) / 1e3,
         compiled_seconds=(payoffs[prefill].compiled_ms + steps * payoffs[decode].compiled_ms) / 1e3,
         start_seconds_cold=_total([payoff.cold_seconds for payoff in payoffs.values()]),

@@ -59,8 +59,9 @@ def test_seconds_that_are_not_known_are_not_guessed() -> None:
 
 
 def test_the_verdict_says_when_not_to_compile() -> None:
-    never = RequestPayoff(64, 128, 1.0, 1.0, 30.0, 6.0)
+    never = RequestPayoff(64, 128, 7.5, 7.5, 1.0, 1.0, 30.0, 6.0)
     assert not never.pays and any(sentence.startswith("do not compile this model") for sentence in verdict(never))
-    pays = RequestPayoff(64, 128, 1.0, 0.25, 30.0, 6.0)
+    pays = RequestPayoff(64, 128, 7.5, 1.5, 1.0, 0.25, 30.0, 6.0)
     assert pays.break_even_requests_cold == 40
+    assert "1.00 s uncompiled (7.50 ms per output token), 0.25 s compiled (1.50 ms)" in verdict(pays)[0]
     assert verdict(pays)[-1].startswith("a single such request: 1.00 s uncompiled, 30.25 s with a cold start")
