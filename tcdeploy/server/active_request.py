@@ -29,7 +29,7 @@ from tcdeploy.server.worker import PendingRequest
 # Prompts or choices that are set up between two yields to the event loop. All ready requests run in one turn of the
 # loop, so slices are short: a prompt with 512 logit biases takes 0.8 ms, and a choice with tools parses their template.
 PROMPTS_PER_SLICE = CHOICES_PER_SLICE = 2
-GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema: the grammar exceeded its size limit during generation"
+GRAMMAR_ERROR_MESSAGE = "the output cannot follow its schema or grammar: it exceeded its size limit during generation"
 
 
 class ActiveRequest:

@@ -21,12 +21,11 @@ from tcdeploy.server.messages_protocol import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from tcdeploy.server.output_constraint import JsonSchema, JsonSchemaFormat
 from tcdeploy.server.protocol import (
     ChatRequest,
     Function,
     FunctionCall,
-    JsonSchema,
-    JsonSchemaFormat,
     NamedFunction,
     NamedToolChoice,
     SamplingRequest,

@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.json_steps import Integers
+from tcdeploy.server.output_constraint import ConstraintFields
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions
 MAX_PROMPTS = 1024
@@ -103,31 +104,6 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: StrictBool = False
 
 
-class TextFormat(BaseModel):
-    type: Literal["text"]
-
-
-class JsonObjectFormat(BaseModel):
-    type: Literal["json_object"]
-
-
-class JsonSchema(BaseModel):
-    """The output always follows the schema, whatever the value of `strict`."""
-
-    name: StrictStr | None = None
-    description: StrictStr | None = None
-    strict: StrictBool | None = None
-    json_schema: dict[str, Any] = Field(alias="schema")
-
-
-class JsonSchemaFormat(BaseModel):
-    type: Literal["json_schema"]
-    json_schema: JsonSchema
-
-
-ResponseFormat = Annotated[TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")]
-
-
 class SamplingRequest(BaseModel):
     """Fields that all generating routes share: the model, its sampling parameters, and whether tokens are streamed."""
 
@@ -156,7 +132,7 @@ class SamplingRequest(BaseModel):
         raise NotImplementedError
 
 
-class GenerationRequest(SamplingRequest):
+class GenerationRequest(SamplingRequest, ConstraintFields):
     """Fields that completions and chat completions share."""
 
     n: StrictInt | None = None
@@ -166,7 +142,6 @@ class GenerationRequest(SamplingRequest):
     add_special_tokens: StrictBool | None = None  # default: true for completions, false for chats
     return_token_ids: StrictBool | None = None
     prompt_logprobs: StrictInt | None = None
-    response_format: ResponseFormat | None = None
     stream_options: StreamOptions | None = None
     user: StrictStr | None = None
 
@@ -179,16 +154,9 @@ class GenerationRequest(SamplingRequest):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
     @property
-    def output_schema(self) -> dict[str, Any] | None:
-        """The JSON schema that the output must satisfy, or None if the output is free text."""
-        if isinstance(self.response_format, JsonSchemaFormat):
-            return self.response_format.json_schema.json_schema
-        return {"type": "object"} if isinstance(self.response_format, JsonObjectFormat) else None
-
-    @property
     def constraint_field(self) -> str:
         """Name of the field that constrains the output, or ""."""
-        return "response_format" if self.output_schema is not None else ""
+        return self.output_constraint.field if self.output_constraint else ""
 
     @property
     def num_logprobs(self) -> int | None:
@@ -288,6 +256,28 @@ class NamedToolChoice(BaseModel):
     function: NamedFunction
 
 
+class AllowedTool(BaseModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class AllowedTools(BaseModel):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[AllowedTool], Field(fail_fast=True, min_length=1)]
+
+
+class AllowedToolsChoice(BaseModel):
+    """OpenAI's choice among a part of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice: TypeAlias = (
+    Literal["none", "auto", "required"] | Annotated[NamedToolChoice | AllowedToolsChoice, Field(discriminator="type")]
+)
+
+
 def _check_parts(content: Any) -> Any:
     """Raise an error for a part other than text, with its kind, and its place in the list in the error's context.
 
@@ -348,25 +338,43 @@ class ChatRequest(GenerationRequest, TemplateRequest):
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: StrictBool | None = None  # false: only the first call is returned
 
     @functools.cached_property
     def usable_tools(self) -> list[dict[str, Any]]:
-        """The tools that the model may call, as they were sent."""
-        return [] if self.tool_choice == "none" else dump_tools(self.tools)
+        """The tools that the model may call, as they were sent. Only these are in the prompt."""
+        tools = [] if self.tool_choice == "none" else dump_tools(self.tools)
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return [tool for tool in tools if tool["function"]["name"] in self.chosen_names]
+        return tools
 
     @functools.cached_property
     def forced_tools(self) -> list[dict[str, Any]]:
         """The tools of which one must be called; empty if no call is required."""
         if isinstance(self.tool_choice, NamedToolChoice):
-            name = self.tool_choice.function.name
-            return [tool for tool in self.usable_tools if tool["function"]["name"] == name]
-        return self.usable_tools if self.tool_choice == "required" else []
+            return [tool for tool in self.usable_tools if tool["function"]["name"] in self.chosen_names]
+        return self.usable_tools if self.tool_mode == "required" else []
+
+    @property
+    def chosen_names(self) -> set[str]:
+        """The functions that `tool_choice` names."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            return {self.tool_choice.function.name}
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return {tool.function.name for tool in self.tool_choice.allowed_tools.tools}
+        return set()
+
+    @property
+    def tool_mode(self) -> str | None:
+        """`tool_choice`, or its mode if it allows a part of the tools. None if it is omitted or names a function."""
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode
+        return self.tool_choice if isinstance(self.tool_choice, str) else None
 
     @property
     def allows_multiple_calls(self) -> bool:
-        return self.tool_choice == "required" and self.parallel_tool_calls is not False
+        return self.tool_mode == "required" and self.parallel_tool_calls is not False
 
     @property
     def constraint_field(self) -> str:

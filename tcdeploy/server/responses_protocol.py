@@ -14,16 +14,15 @@ from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StrictBoo
 from pydantic_core import PydanticCustomError
 
 from tcdeploy.server.messages_protocol import TOOL_NAME_PATTERN, check_kind
+from tcdeploy.server.output_constraint import JsonObjectFormat, TextFormat
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
     MAX_PARTS,
     MEDIA,
     UNSUPPORTED_PART,
-    JsonObjectFormat,
     ReasoningEffort,
     SamplingRequest,
     StringList,
-    TextFormat,
 )
 from tcdeploy.server.unsupported_fields import INERT_VALUES
 from tcdeploy.server.validation import MAX_TOOLS

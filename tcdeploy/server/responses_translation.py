@@ -11,15 +11,13 @@ import asyncio
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from tcdeploy.server.output_constraint import JsonObjectFormat, JsonSchema, JsonSchemaFormat
 from tcdeploy.server.output_parts import OutputPart
 from tcdeploy.server.protocol import (
     MAX_MESSAGES,
     ChatRequest,
     Function,
     FunctionCall,
-    JsonObjectFormat,
-    JsonSchema,
-    JsonSchemaFormat,
     Message,
     NamedFunction,
     NamedToolChoice,

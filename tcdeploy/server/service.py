@@ -105,8 +105,8 @@ class Service:
 
     async def constraint(self, request: CompletionRequest | ChatRequest, prompts: list[Prompt]) -> Constraint | None:
         """The grammar that the request's output must follow, or its bad words, or None. Raises ApiError 400."""
-        if request.output_schema is not None:
-            return await self.structured_output.compile_json_schema(request.output_schema, "response_format")
+        if request.output_constraint is not None:
+            return await self.structured_output.compile(request.output_constraint)
         if isinstance(request, ChatRequest) and request.forced_tools:
             await self.structured_output.check_available("tool_choice")
             schemas = [tool["function"].get("parameters") for tool in request.forced_tools]

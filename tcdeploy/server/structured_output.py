@@ -1,11 +1,12 @@
-"""Structured output: JSON that follows a schema (`response_format`, forced tool calls), by llguidance's grammars.
+"""Structured output: JSON that follows a schema, regexes, choices, grammars and forced tool calls, by llguidance.
 
 Schemas are compiled in threads and without the GIL, so neither the event loop nor the engine waits. The exception is
 the first request with a grammar, if the tables do not exist yet: building them holds the GIL. Each request compiles its
 own grammar: a shared one would save at most 0.1 s, but would add up the lexer states of all its users until the limit
 of one request ends them all.
 
-The cost of a client's schema is bounded: its size here, the rest by llguidance's limits (PARSER_LIMITS). The masks of
+The cost of a client's schema is bounded: its size here, the rest by llguidance's limits (PARSER_LIMITS). A regex or a
+grammar may be far more ambiguous than a schema of the same size, so its limits are lower (GRAMMAR_LIMITS). The masks of
 a step are computed in one call outside the GIL; the choices of one request share a lock inside llguidance and are
 computed one after another. White space inside the JSON is limited to MAX_WHITESPACE characters in a row, because a
 model in a loop would fill its context with it. Timings: docs/performance.md.
@@ -21,8 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
+from pydantic_core import from_json
+
 from tcdeploy.engine.constraint import MatchStatus
 from tcdeploy.planning.extras import is_installed
+from tcdeploy.server.output_constraint import OutputConstraint
 from tcdeploy.server.protocol import ApiError, bad_request
 
 if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
@@ -32,6 +36,7 @@ if TYPE_CHECKING:  # importing numpy takes 0.1 s; the socket answers before
 
 MAX_SCHEMA_CHARS = 128 << 10
 MAX_PROPERTIES = 2000  # 9,000 take 7 s to compile, and 40 ms to free while the GIL is held
+MAX_GRAMMAR_CHARS = 32 << 10  # of a regex, of a grammar, and of all choices together
 MAX_WHITESPACE = 40
 COMPILE_THREADS, MASK_THREADS = 2, 4
 PARSER_LIMITS = {
@@ -41,6 +46,11 @@ PARSER_LIMITS = {
     "max_grammar_size": 200_000,
     "verbose_errors": False,
 }
+# Of a client's regex or grammar. With PARSER_LIMITS, three nested repetitions of an optional letter take 0.3 s for each
+# token, and `a{1000000}` takes 128 MB; with these, both fail before a step takes 0.02 s, and within 25 MB.
+GRAMMAR_LIMITS = {
+    **PARSER_LIMITS, "max_items_in_row": 1_000, "step_max_items": 5_000, "initial_lexer_fuel": 200_000,
+}  # fmt: skip
 NOT_INSTALLED = "requires llguidance, which is not installed: pip install 'tcdeploy[structured]'"
 log = logging.getLogger("tcdeploy.server")
 
@@ -93,6 +103,23 @@ class StructuredOutputBackend:
         if num_properties > MAX_PROPERTIES:
             raise bad_request(f"the schema has {num_properties} properties; the limit is {MAX_PROPERTIES}", field)
 
+    async def compile(self, constraint: OutputConstraint) -> CompiledGrammar:
+        """The grammar of a constraint. Raises ApiError 400 that names its field."""
+        if constraint.kind == "json":
+            return await self.compile_json_schema(_parse_schema(constraint), constraint.field)
+        await self.check_available(constraint.field)
+        is_choice = constraint.kind == "choice"
+        num_chars = sum(map(len, constraint.value)) if is_choice else len(constraint.value)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            raise bad_request(
+                f"the {constraint.kind} in {constraint.field} has {num_chars} characters; the limit is "
+                f"{MAX_GRAMMAR_CHARS}", constraint.field,
+            )  # fmt: skip
+        if not constraint.value or not all(constraint.value):
+            message = f"the {constraint.kind} in {constraint.field} is empty{' or has an empty text' * is_choice}"
+            raise bad_request(message, constraint.field)
+        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile_constraint, constraint)
+
     async def compile_json_schema(self, schema: dict[str, Any], field: str) -> CompiledGrammar:
         """The grammar of a JSON schema. Raises ApiError 400 that names `field`, which contained the schema."""
         await self.check_available(field)
@@ -108,23 +135,83 @@ class StructuredOutputBackend:
     async def _compile_in_thread(self, syntax: str, text: str, field: str) -> CompiledGrammar:
         if len(text) > MAX_SCHEMA_CHARS:
             raise bad_request(f"the schema has {len(text)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
-        return await asyncio.get_running_loop().run_in_executor(self._compilers, self._compile, syntax, text, field)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._compilers, self._compile_schema, syntax, text, field
+        )
 
-    def _compile(self, syntax: str, text: str, field: str) -> CompiledGrammar:
-        from llguidance import LLMatcher, LLParserLimits
+    def _compile_schema(self, syntax: str, text: str, field: str) -> CompiledGrammar:
+        from llguidance import LLMatcher
 
-        assert self._tokenizer is not None
         try:
             grammar = (
                 LLMatcher.grammar_from_lark(text) if syntax == "lark" else LLMatcher.grammar_from_json_schema(text)
             )
+            return self._compile(grammar, PARSER_LIMITS)
         except ValueError as error:
-            raise _schema_error(str(error), field) from None
-        ll_matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+            raise _constraint_error("schema", str(error), field) from None
+
+    def _compile_constraint(self, constraint: OutputConstraint) -> CompiledGrammar:
+        try:
+            return self._compile(_grammar(constraint), GRAMMAR_LIMITS)
+        except (ValueError, RecursionError) as error:
+            raise _constraint_error(constraint.kind, str(error), constraint.field) from None
+
+    def _compile(self, grammar: str, limits: dict[str, Any]) -> CompiledGrammar:
+        """Raises ValueError if the grammar is invalid, or no text satisfies it."""
+        from llguidance import LLMatcher, LLParserLimits
+
+        assert self._tokenizer is not None
+        ll_matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=LLParserLimits(**limits))
         ll_matcher.compute_bitmask()  # does most of the first token's work, and detects unsatisfiable schemas
         if ll_matcher.is_error() or ll_matcher.is_stopped():
-            raise _schema_error(ll_matcher.get_error() or "no value satisfies it", field)
+            raise ValueError(ll_matcher.get_error() or "no value satisfies it")
         return CompiledGrammar(ll_matcher, self._masker)
+
+
+def _parse_schema(constraint: OutputConstraint) -> dict[str, Any]:
+    """The schema of a JSON constraint, which may be JSON text. Raises ApiError 400."""
+    schema, field = constraint.value, constraint.field
+    if isinstance(schema, str):
+        if len(schema) > MAX_SCHEMA_CHARS:
+            raise bad_request(f"the schema has {len(schema)} characters; the limit is {MAX_SCHEMA_CHARS}", field)
+        try:
+            schema = from_json(schema)
+        except ValueError as error:
+            raise _constraint_error("schema", str(error), field) from None
+    if not isinstance(schema, dict):
+        raise bad_request(f"the schema in {field} is not a JSON object", field)
+    return schema
+
+
+def _grammar(constraint: OutputConstraint) -> str:
+    """llguidance's grammar of a regex, a choice, or a grammar in Lark or GBNF. Raises ValueError and RecursionError."""
+    from llguidance import LLMatcher
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    if constraint.kind == "regex":
+        return LLMatcher.grammar_from_regex(_without_anchors(constraint.value))
+    if constraint.kind == "choice":  # as one lexeme, because a parser's row has an item for each alternative of a rule
+        return LLMatcher.grammar_from_regex("|".join(map(_escape_regex, constraint.value)))
+    try:
+        lark = any_to_lark(constraint.value)
+    except (ValueError, RecursionError):
+        raise
+    except Exception as error:  # the converter raises plain Exception and IndexError for syntax errors
+        raise ValueError(f"{error}; a grammar is Lark with a rule `start`, or GBNF with a rule `root`") from error
+    return LLMatcher.grammar_from_lark(lark)
+
+
+def _without_anchors(regex: str) -> str:
+    """llguidance's regexes match whole texts and have no anchors. Many clients write both around the regex."""
+    stripped = regex.removeprefix("^")
+    num_backslashes = len(stripped) - 1 - len(stripped.removesuffix("$").rstrip("\\"))
+    if stripped.endswith("$") and num_backslashes % 2 == 0:
+        stripped = stripped[:-1]
+    return stripped
+
+
+def _escape_regex(text: str) -> str:
+    return "".join(char if char.isalnum() else f"\\x{{{ord(char):x}}}" for char in text)
 
 
 def make_ll_tokenizer(tokenizer: Any, stop_token_ids: tuple[int, ...]) -> LLTokenizer:
@@ -204,5 +291,5 @@ def with_bounded_whitespace(schema: dict[str, Any]) -> dict[str, Any]:
     return {**schema, "x-guidance": {"whitespace_pattern": rf"[\x20\x0A\x0D\x09]{{1,{MAX_WHITESPACE}}}"}}
 
 
-def _schema_error(reason: str, field: str) -> ApiError:
-    return bad_request(f"the schema in {field} cannot be used: {' '.join(reason.split())[:500]}", field)
+def _constraint_error(kind: str, reason: str, field: str) -> ApiError:
+    return bad_request(f"the {kind} in {field} cannot be used: {' '.join(reason.split())[:500]}", field)

@@ -25,8 +25,8 @@ INERT_VALUES: dict[str, tuple[Any, ...]] = {
     "allowed_token_ids": (), "logits_processors": ([],), "include_stop_str_in_output": (False,),
     "spaces_between_special_tokens": (True,), "truncation_side": ("left",),
     "logprob_token_ids": (), "prompt_embeds": (), "chat_template": ("",),
-    "continue_final_message": (False,), "documents": ([],), "guided_json": ("",), "guided_regex": ("",),
-    "guided_choice": ([],), "guided_grammar": ("",), "guided_whitespace_pattern": (), "structured_outputs": (),
+    "continue_final_message": (False,), "documents": ([],),
+    "guided_whitespace_pattern": (), "guided_json_object": (False,), "guided_decoding_backend": ("auto", "guidance"),
     "structural_tag": (), "repetition_detection": (), "thinking_token_budget": (), "include_reasoning": (True,),
     "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,), "watermarking": (False,),
     "vllm_xargs": ({},), "extra_body": ({},),
@@ -71,9 +71,7 @@ OUR_NAMES = {
 }  # fmt: skip
 ALTERNATIVES = {
     **dict.fromkeys(
-        ("grammar", "json_schema", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "regex", "ebnf",
-         "structured_outputs", "structural_tag"),
-        "use response_format",
+        ("grammar", "json_schema", "regex", "ebnf", "guided_json_object"), "use response_format or structured_outputs"
     ),
     **dict.fromkeys(("functions", "function_call"), "use tools and tool_choice"),
     **dict.fromkeys(("n_probs", "top_n_tokens"), "use logprobs"),

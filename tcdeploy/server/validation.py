@@ -62,6 +62,7 @@ def check(request: GenerationRequest) -> None:
         message = f"stop_token_ids has {len(request.stop_token_ids or ())} ids; the limit is {MAX_STOP_TOKEN_IDS}"
         raise bad_request(message, "stop_token_ids")
     _check_bad_words(request)
+    _check_constraint(request)
     num_kept = request.truncate_prompt_tokens
     if num_kept is not None and num_kept < 1 and num_kept != -1:
         message = f"truncate_prompt_tokens is {num_kept}; it must be 1 or more, or -1"
@@ -73,7 +74,8 @@ def check(request: GenerationRequest) -> None:
     for name in ("ignore_eos", "min_tokens"):
         if request.constraint_field and getattr(request, name):
             raise bad_request(
-                f"{name} cannot be combined with {request.constraint_field}: the output ends where its JSON ends", name
+                f"{name} cannot be combined with {request.constraint_field}: the output ends where its grammar ends",
+                name,
             )
     if request.prompt_logprobs is not None:
         if request.stream:
@@ -96,18 +98,32 @@ def _check_bad_words(request: GenerationRequest) -> None:
         raise bad_request(f"bad_words cannot be combined with {request.constraint_field}", "bad_words")
 
 
+def _check_constraint(request: GenerationRequest) -> None:
+    """Raises ApiError 400 for more than one constraint of the output, and for unsupported ones."""
+    outputs = request.structured_outputs
+    if outputs is not None and (key := outputs.unsupported_key()):
+        message = f"structured_outputs.{key:.80} is not supported"
+        raise bad_request(message, "structured_outputs", "unsupported_parameter")
+    constraints = request.output_constraints
+    if outputs is not None and all(constraint.field != "structured_outputs" for constraint in constraints):
+        raise bad_request("structured_outputs needs one of json, regex, choice and grammar", "structured_outputs")
+    if len(constraints) > 1:
+        first, second = (f"{constraint.field} ({constraint.kind})" for constraint in constraints[:2])
+        raise bad_request(f"{second} cannot be combined with {first}", constraints[1].field)
+
+
 def _check_tools(request: ChatRequest) -> None:
     names = [tool.function.name for tool in request.tools or []]
     if len(names) > MAX_TOOLS:
         raise bad_request(f"tools has {len(names)} entries; the limit is {MAX_TOOLS}", "tools")
     if len(set(names)) < len(names):
         raise bad_request("tools contains two functions of the same name", "tools")
-    if request.tool_choice not in (None, "none", "auto") and not request.forced_tools:
-        raise bad_request("tool_choice requires a call of a function that is not in tools", "tool_choice")
-    if request.usable_tools and request.output_schema is not None:
-        raise bad_request(
-            "response_format cannot be combined with tools, unless tool_choice is none", "response_format"
-        )
+    missing = request.chosen_names - set(names)
+    if missing or (request.tool_mode == "required" and not request.usable_tools):
+        raise bad_request("tool_choice requires a function that is not in tools", "tool_choice")
+    if request.usable_tools and request.output_constraint is not None:
+        field = request.output_constraint.field
+        raise bad_request(f"{field} cannot be combined with tools, unless tool_choice is none", field)
 
 
 def to_sampling_params(
@@ -273,7 +289,7 @@ def _max_new_tokens(request: GenerationRequest, default: int | None, limit: int)
 def _min_new_tokens(request: GenerationRequest, default: int | None, max_new_tokens: int) -> int:
     """The request's value, else the model's default up to `max_new_tokens`.
 
-    The default does not apply to an output that follows a grammar: the output ends where its JSON ends.
+    The default does not apply to an output that follows a grammar: the output ends where its grammar ends.
     """
     if request.min_tokens is not None or request.constraint_field:
         return request.min_tokens or 0

@@ -128,7 +128,7 @@ def test_documented_limits_are_those_of_the_code(
     assert checked == own | {
         "n", "max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed",
         "presence_penalty", "frequency_penalty", "prompt_logprobs", "stop", "stop_token_ids", "bad_words",
-        "truncate_prompt_tokens",
+        "truncate_prompt_tokens", "guided_choice",
     }  # fmt: skip
 
 

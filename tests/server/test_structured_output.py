@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -19,14 +20,18 @@ import pytest
 from tokenizers import Tokenizer
 
 from tcdeploy.server import structured_output as structured_output_module
-from tcdeploy.server.protocol import ApiError
+from tcdeploy.server.output_constraint import ConstraintKind, OutputConstraint
+from tcdeploy.server.protocol import ApiError, ChatRequest
+from tcdeploy.server.request_parsing import parse
 from tcdeploy.server.structured_output import (
+    MAX_GRAMMAR_CHARS,
     MAX_PROPERTIES,
     MAX_SCHEMA_CHARS,
     GrammarMatcher,
     StructuredOutputBackend,
     make_ll_tokenizer,
 )
+from tcdeploy.server.validation import check
 from tests.server.conftest import ServerProcess
 
 MODEL = "builtin:tiny"
@@ -153,6 +158,30 @@ def test_constrained_requests_do_not_change_free_ones_in_the_same_step(server: S
         assert {future.result() for future in constrained} == {"stop"}
     assert server.metric("recompiles_total") == 0
     assert server.metric("kv_cache_usage_perc") == 0
+
+
+COLOUR_NAMES = ["red", "dark red", "50 % grey?"]
+CONSTRAINTS: dict[str, tuple[dict[str, Any], str]] = {
+    "json": ({"structured_outputs": {"json": FLAGS}}, r"\[\s*(true|false)(,\s*(true|false))*\s*\]"),
+    "json text": ({"guided_json": json.dumps(FLAGS)}, r"\[\s*(true|false)(,\s*(true|false))*\s*\]"),
+    "regex": ({"structured_outputs": {"regex": r"^\d{3}-[ab]{2}$"}}, r"[0-9]{3}-[ab]{2}"),
+    "guided_regex": ({"guided_regex": "x{2,4}y", "guided_choice": []}, "x{2,4}y"),
+    "choice": ({"structured_outputs": {"choice": COLOUR_NAMES}}, "|".join(map(re.escape, COLOUR_NAMES))),
+    "guided_choice": ({"guided_choice": COLOUR_NAMES}, "|".join(map(re.escape, COLOUR_NAMES))),
+    "lark": ({"structured_outputs": {"grammar": 'start: "a" B "c"\nB: /[0-9]{2}/'}}, "a[0-9]{2}c"),
+    "gbnf": ({"guided_grammar": 'root ::= "a" digit{2} "c"\ndigit ::= [0-9]'}, "a[0-9]{2}c"),
+}
+
+
+@pytest.mark.parametrize(("fields", "pattern"), CONSTRAINTS.values(), ids=CONSTRAINTS)
+def test_the_output_follows_the_constraint_of_vllms_fields(
+    server: ServerProcess, fields: dict[str, Any], pattern: str
+) -> None:
+    choices = chat(server, extra_body=fields, temperature=1, seed=0, n=2).choices
+    assert [choice.finish_reason for choice in choices] == ["stop"] * 2
+    texts = [choice.message.content for choice in choices]
+    texts.append(complete(server, 1, max_tokens=100, extra_body=fields))
+    assert all(re.fullmatch(pattern, text) for text in texts), texts
 
 
 NESTED: dict[str, Any] = {"type": "string"}
@@ -358,6 +387,92 @@ def test_tables_are_built_once_also_if_a_request_that_waits_for_them_is_cancelle
     assert structured_output.needs_tables
     assert allowed_tokens(asyncio.run(request_twice()))
     assert len(builds) == 1 and builds[0].startswith("grammar") and not structured_output.needs_tables
+
+
+CLOCK = {"type": "function", "function": {"name": "clock"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"guided_regex": "a", "guided_json": {}, "guided_choice": ["a"]}, "guided_choice",
+         "guided_choice (choice) cannot be combined with guided_regex (regex)"),
+        ({"structured_outputs": {"regex": "a", "grammar": "a"}}, "structured_outputs", "cannot be combined"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex",
+         "cannot be combined with response_format (json)"),
+        ({"structured_outputs": {}}, "structured_outputs", "needs one of json, regex, choice and grammar"),
+        ({"structured_outputs": {"regex": "a"}, "tools": [CLOCK]}, "structured_outputs", "combined with tools"),
+        ({"guided_choice": ["a"], "tools": [CLOCK], "tool_choice": "required"}, "guided_choice", "combined with tools"),
+        ({"guided_choice": ["a"], "min_tokens": 2}, "min_tokens", "cannot be combined with guided_choice"),
+        ({"guided_choice": "a"}, "guided_choice", "list"), ({"guided_regex": 5}, "guided_regex", "string"),
+        ({"structured_outputs": {"choice": ["a"] * 1025}}, "structured_outputs", "1024"),
+        ({"response_format": {"type": "structural_tag", "format": {}}}, "response_format", "json_schema"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_combined_and_malformed_constraints_are_rejected(fields: dict[str, Any], param: str, message: str) -> None:
+    body = {"messages": QUESTION, **fields}
+    with pytest.raises(ApiError) as rejection:
+        check(parse(ChatRequest, json.dumps(body).encode()))
+    assert (rejection.value.status, rejection.value.param) == (400, param) and message in rejection.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "message"),
+    [
+        ("regex", "(", "the regex in guided cannot be used: .*unclosed group"),
+        ("regex", r"a(?=b)", "look-around"), ("regex", "", "is empty"),
+        ("regex", "a" * (MAX_GRAMMAR_CHARS + 1), "limit"),
+        ("choice", [], "is empty"), ("choice", ["a", ""], "empty text"),
+        ("choice", ["a" * MAX_GRAMMAR_CHARS, "b"], "limit"), ("grammar", "start: b", "unknown name"),
+        ("grammar", "list = a", "Lark with a rule `start`, or GBNF with a rule `root`"),
+        ("grammar", 'root ::= "a\\', "GBNF"), ("grammar", "root ::= " + "(" * 2000, "recursion"),
+        ("grammar", "start: " + "(" * 9000, "nested"), ("json", "[1]", "not a JSON object"),
+        ("json", "{", "cannot be used"), ("json", "[" * 1000, "recursion"),
+        ("json", " " * (MAX_SCHEMA_CHARS + 1), "limit"), ("json", '{"type": "strange"}', "cannot be used"),
+    ],
+    ids=lambda value: str(value)[:40],
+)  # fmt: skip
+def test_an_invalid_constraint_is_rejected_with_its_reason(
+    tokenizer: Any, kind: ConstraintKind, value: Any, message: str
+) -> None:
+    structured_output = StructuredOutputBackend(tokenizer, (tokenizer.eos_token_id,))
+    with pytest.raises(ApiError, match=message) as rejection:
+        asyncio.run(structured_output.compile(OutputConstraint(kind, value, "guided")))
+    assert (rejection.value.status, rejection.value.param) == (400, "guided")
+    assert len(rejection.value.message) < 700 and "\n" not in rejection.value.message
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [
+        ("regex", "a{1000000}"), ("regex", "(((a{100}){100}){100}){100}"),
+        ("grammar", 'start: x{1000}\nx: y{1000}\ny: z{1000}\nz: "a"?'), ("grammar", 'start: "a"{1000000}'),
+    ],
+)  # fmt: skip
+def test_a_hostile_constraint_ends_with_an_error_after_few_tokens(
+    tokenizer: Any, kind: ConstraintKind, value: str
+) -> None:
+    """With the limits for schemas, each of these runs for seconds or takes 100 MB."""
+    structured_output = StructuredOutputBackend(tokenizer, (tokenizer.eos_token_id,))
+    matcher = asyncio.run(structured_output.compile(OutputConstraint(kind, value, "guided"))).start()
+    [letter] = tokenizer("a", add_special_tokens=False).input_ids
+    statuses = [matcher.accept(letter) for _ in range(40) if allowed_tokens(matcher)]
+    assert statuses[-1] == "error", "a limit was not enforced"
+
+
+def test_choices_are_literal_texts(tokenizer: Any) -> None:
+    structured_output = StructuredOutputBackend(tokenizer, (tokenizer.eos_token_id,))
+    choices = ["a.c", "a", "\\d|(x", '/x/\n\t"', "é日\x00"]
+    grammar = asyncio.run(structured_output.compile(OutputConstraint("choice", choices, "guided")))
+
+    def is_accepted(text: str) -> bool:
+        matcher = grammar.start()
+        ids = [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]
+        return [matcher.accept(token_id) for token_id in ids][-1] == "stop"
+
+    assert all(map(is_accepted, choices))
+    assert not any(map(is_accepted, ["abc", "5", "a.", "x", "", "é日"]))
 
 
 def test_an_unsupported_tokenizer_rejects_schemas_and_does_not_stop_the_server() -> None:

@@ -82,6 +82,11 @@ CLOCK_TEXT = '<call>{"name": "clock", "arguments": {"utc": true}}</call>'
 WEATHER_TEXT = '<call>\n{"name": "get_weather", "arguments": {"city": "Oslo", "days": 3}}\n</call>'
 
 
+def allowed_tools(mode: str, *names: str) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
 def make_model(folder: Path, response_template: dict[str, Any] | None = RESPONSE_TEMPLATE) -> Path:
     """A copy of the embedded model with a chat template that renders tools, and a response template."""
     shutil.copytree(resolve_model_path(TINY), folder)
@@ -279,6 +284,11 @@ def test_a_server_without_transformers_rejects_tools_with_the_command_that_insta
         ({"tool_choice": {"type": "function", "function": {"name": "another"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
         ({"tools": None, "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": allowed_tools("auto")}, "tool_choice"),
+        ({"tool_choice": allowed_tools("required", "clock", "another")}, "tool_choice"),
+        ({"tool_choice": allowed_tools("any", "clock")}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"), ({"tool_choice": {"type": "web"}}, "tool_choice"),
+        ({"tools": [], "tool_choice": allowed_tools("auto", "clock")}, "tool_choice"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
         ({"tool_choice": "required", "min_tokens": 5}, "min_tokens"),
@@ -290,6 +300,15 @@ def test_an_invalid_field_is_rejected_by_name(fields: dict[str, Any], param: str
     with pytest.raises(ApiError) as rejection:
         chat_request(**fields)
     assert (rejection.value.status, rejection.value.param) == (400, param)
+
+
+def test_allowed_tools_are_the_only_ones_that_the_model_sees_and_may_call() -> None:
+    request = chat_request(tool_choice=allowed_tools("auto", "clock"))
+    assert (request.usable_tools, request.forced_tools, request.constraint_field) == ([CLOCK], [], "")
+    request = chat_request(tool_choice=allowed_tools("required", "clock", "get_weather"))
+    assert request.usable_tools == request.forced_tools == [WEATHER, CLOCK] and request.allows_multiple_calls
+    request = chat_request(tool_choice=allowed_tools("required", "clock"), parallel_tool_calls=False)
+    assert request.forced_tools == [CLOCK] and not request.allows_multiple_calls
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "{", "5", "[" * 100_000])
@@ -402,6 +421,12 @@ def test_a_named_tool_choice_forces_that_function(tool_server: ServerProcess) ->
         chosen = {"type": "function", "function": {"name": name}}
         choices = chat(tool_server, tool_choice=chosen, temperature=1, seed=4, n=3).choices
         assert [called for choice in choices for called, _ in calls_of(choice)] == [name] * 3
+
+
+def test_required_allowed_tools_force_one_of_them(tool_server: ServerProcess) -> None:
+    chosen = allowed_tools("required", "clock")
+    choices = chat(tool_server, tool_choice=chosen, parallel_tool_calls=False, temperature=1, seed=4, n=3).choices
+    assert [called for choice in choices for called, _ in calls_of(choice)] == ["clock"] * 3
 
 
 def test_a_streamed_call_equals_the_whole_call(tool_server: ServerProcess) -> None:
