@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 from json import dumps
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar, get_args
 
 import typer
@@ -25,7 +26,7 @@ from tcdeploy.cli.remote_cache import (
 from tcdeploy.cli.report_options import DryRun, Json
 from tcdeploy.cli.standard_streams import drop_unread_messages
 from tcdeploy.errors import UsageError
-from tcdeploy.models.chat_template import start_renderer
+from tcdeploy.models.chat_template import read_chat_template, start_renderer
 from tcdeploy.planning.extras import require_extra
 from tcdeploy.planning.recipe import Recipe
 from tcdeploy.server.settings import RequestLogFormat, ServerSettings, StartTier, check_settings
@@ -96,6 +97,14 @@ def serve(
             envvar="TCDEPLOY_SSL_KEYFILE",
         ),
     ] = ServerSettings.ssl_keyfile,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Jinja file with the chat template; default: the tokenizer's",
+            envvar="TCDEPLOY_CHAT_TEMPLATE",
+        ),
+    ] = None,
     served_name: Annotated[str | None, typer.Option(help="Deprecated: use --served-model-name", hidden=True)] = None,
     max_queued: Annotated[
         int, typer.Option(help="Completions that may wait for a decode row; more get 503", envvar="TCDEPLOY_MAX_QUEUED")
@@ -184,6 +193,7 @@ def serve(
         start=_parse_choice("--start", start, get_args(StartTier)),
         log_requests=_parse_choice("--log-requests", log_requests, get_args(RequestLogFormat)),
         metrics_prefix=metrics_prefix,
+        chat_template=None if chat_template is None else read_chat_template(chat_template),
     )  # fmt: skip
     check_settings(settings)
     set_log_level(_parse_choice("--log-level", log_level, LOG_LEVELS))

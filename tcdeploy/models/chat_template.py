@@ -22,9 +22,9 @@ from collections.abc import Set
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tcdeploy.errors import ModelError
+from tcdeploy.errors import ModelError, UsageError
 
 RENDER_SECONDS = 5.0
 START_SECONDS = 120.0  # for its imports, while the machine is busy with loading a model
@@ -39,6 +39,49 @@ RESERVED_NAMES = frozenset({
     "kwargs", "max_length", "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
     "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 })  # fmt: skip
+
+
+class ChatTemplate(NamedTuple):
+    """A template that replaces the tokenizer's."""
+
+    path: Path
+    text: str
+
+
+def read_chat_template(path: Path) -> ChatTemplate:
+    """Raises UsageError if the file cannot be read, and ModelError with the line of a syntax error."""
+    from jinja2 import TemplateSyntaxError
+
+    from tcdeploy.models.chat_template_process import make_environment
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(
+            f"the chat template {path} cannot be read: {getattr(error, 'strerror', None) or error}",
+            "--chat-template is the path of a Jinja file",
+        ) from error
+    try:
+        make_environment().from_string(text)
+    except TemplateSyntaxError as error:  # includes unknown filters and tests
+        raise ModelError(f"the chat template {path} has an error in line {error.lineno}: {error.message}") from error
+    except RecursionError as error:
+        raise ModelError(f"the chat template {path} is nested too deep") from error
+    return ChatTemplate(path, text)
+
+
+def replace_chat_template(tokenizer: Any, template: ChatTemplate) -> None:
+    """Raises ModelError if the tokenizer uses no template, or if the template fails for a user message."""
+    if _renders_in_python(tokenizer):
+        raise ModelError(
+            f"{type(tokenizer).__name__} renders chats in Python, so no chat template can replace that",
+            "remove --chat-template",
+        )
+    tokenizer.chat_template = template.text
+    try:
+        render_chat(tokenizer, [{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+    except ModelError as error:
+        raise ModelError(f"{template.path}: {error.message}", "correct the file of --chat-template") from error
 
 
 def render_chat(

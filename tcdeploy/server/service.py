@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tcdeploy.engine.constraint import Constraint
+from tcdeploy.models.chat_template import replace_chat_template
 from tcdeploy.server.admission import Admission
 from tcdeploy.server.bad_words import BadWords
 from tcdeploy.server.json_steps import JsonLimits
@@ -124,10 +125,13 @@ def build_service(
     """Build the service of a loaded deployment.
 
     Runs in the engine thread: the event loop would not answer for the 0.1 s that reading a large vocabulary takes.
+    Raises ModelError if the chat template of the settings cannot be used.
     """
     from tcdeploy.compiler.compile_stats import read_counts  # imports torch, which is loaded by now
 
     engine, tokenizer = deployment.engine, deployment.tokenizer
+    if settings.chat_template is not None:
+        replace_chat_template(tokenizer, settings.chat_template)
     defaults = deployment.generation_defaults
     limits = ModelLimits(deployment.plan.context, engine.vocab_size, defaults)
     tools = ToolSupport(tokenizer, deployment.architecture.model_type)

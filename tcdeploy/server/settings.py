@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tcdeploy.errors import UsageError
+from tcdeploy.models.chat_template import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class ServerSettings:
     root_path: str = ""  # path below which a proxy serves this server: "" or "/path"
     ssl_certfile: str | None = None  # certificate chain in PEM; None: HTTP without TLS
     ssl_keyfile: str | None = None  # its private key; None: in `ssl_certfile`
+    chat_template: ChatTemplate | None = None  # replaces the tokenizer's
     max_queued: int = 256  # choices that may wait for a decode row
     drain_timeout: float = 30.0  # seconds
     stall_timeout: float = 30.0  # seconds

@@ -15,9 +15,16 @@ import pytest
 from transformers import AutoTokenizer
 from transformers.utils import chat_template_utils
 
-from tcdeploy.errors import ModelError
+from tcdeploy.errors import ModelError, UsageError
 from tcdeploy.models import chat_template, chat_template_process
-from tcdeploy.models.chat_template import render_chat, reserved_names, start_renderer
+from tcdeploy.models.chat_template import (
+    ChatTemplate,
+    read_chat_template,
+    render_chat,
+    replace_chat_template,
+    reserved_names,
+    start_renderer,
+)
 from tcdeploy.models.chat_template_process import render
 from tcdeploy.models.load import resolve_model_path
 from tests.conftest import TINY
@@ -312,3 +319,39 @@ def test_a_tokenizer_with_a_method_of_its_own_keeps_it() -> None:
     assert render_chat(Mistral(), [{"content": "Hi"}]) == "[INST]Hi"
     with pytest.raises(ModelError, match="the chat template failed: no messages"):
         render_chat(Mistral(), [])
+
+
+@pytest.mark.parametrize(
+    ("content", "error", "message"),
+    [
+        (None, UsageError, "cannot be read: No such file"), (b"\xff", UsageError, "cannot be read: .*utf-8"),
+        (b"a\n{% for m in messages %}\n{{ m.content }\n", ModelError, "has an error in line 3: unexpected '}'"),
+        (b"{{ bos_token }}\n\n{{ messages | to_json }}", ModelError, "error in line 3: No filter named 'to_json'"),
+        (b"{{ " + b"(" * 5000, ModelError, "nested too deep"),
+    ],
+)  # fmt: skip
+def test_a_template_file_that_is_missing_or_broken_is_an_error_with_its_line(
+    tmp_path: Path, content: bytes | None, error: type[Exception], message: str
+) -> None:
+    path = tmp_path / "template.jinja"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(error, match=message) as failure:
+        read_chat_template(path)
+    assert str(path) in str(failure.value)
+
+
+def test_a_template_that_fails_for_a_user_message_does_not_replace_the_models(tokenizer: Any, tmp_path: Path) -> None:
+    path = tmp_path / "template.jinja"
+    path.write_text("{% for message in messages %}\n{{ message.content | trim }}{{ now() }}{% endfor %}")
+    with pytest.raises(ModelError, match="template.jinja: the chat template failed in line 2: 'now' is undefined"):
+        replace_chat_template(tokenizer, read_chat_template(path))
+
+
+def test_a_tokenizer_that_renders_in_python_takes_no_template() -> None:
+    class Mistral:
+        def apply_chat_template(self, conversation: Any, tokenize: bool) -> str:
+            return "[INST]"
+
+    with pytest.raises(ModelError, match="Mistral renders chats in Python"):
+        replace_chat_template(Mistral(), ChatTemplate(Path("a"), "{{ messages }}"))

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer, CodeLlamaTokenizer, PreTrainedTokenizerF
 
 from tcdeploy.engine.detokenizer import IncrementalDetokenizer
 from tcdeploy.errors import ModelError
-from tcdeploy.models.chat_template import render_chat
+from tcdeploy.models.chat_template import ChatTemplate, render_chat, replace_chat_template
 from tcdeploy.models.location import BUILTIN_MODELS
 from tcdeploy.models.stored_tokenizer import StoredTokenizer, load_stored_tokenizer
 from tcdeploy.models.tokenizer import describe_tokenizer, overridden_methods
@@ -223,6 +223,15 @@ def test_chat_templates_are_selected_and_rendered_as_by_transformers(template: A
     stored = store_and_load(tokenizer, BUILTIN_MODELS[TINY])
     expected = tokenizer.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
     assert render_chat(stored, MESSAGES, tools=tools) == expected
+
+
+def test_a_chat_template_of_the_user_replaces_all_stored_ones() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(BUILTIN_MODELS[TINY])
+    tokenizer.chat_template = {"default": "a", "tool_use": "b"}
+    stored = store_and_load(tokenizer, BUILTIN_MODELS[TINY])
+    replace_chat_template(stored, ChatTemplate(Path("own.jinja"), "{{ messages[0].content }}{{ eos_token }}"))
+    expected = MESSAGES[0]["content"] + tokenizer.eos_token
+    assert render_chat(stored, MESSAGES) == render_chat(stored, MESSAGES, tools=[{"type": "function"}]) == expected
 
 
 @pytest.mark.parametrize("template", [None, {"other": "a"}])

@@ -123,9 +123,14 @@ def make_certificate(folder: Path, password: bytes | None = None) -> tuple[str, 
     return str(paths[0]), str(paths[1])
 
 
-def test_a_server_with_a_certificate_and_two_names_answers_over_tls(serve: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_server_with_a_certificate_two_names_and_a_chat_template_answers_over_tls(
+    serve: Callable[..., Any], tmp_path: Path
+) -> None:
     certificate, key = make_certificate(tmp_path)
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages[0].content }} {{ messages[0].content }}")
     flags = ("--served-model-name", "first", "--served-model-name", "second", "--root-path", "/llm/")
+    flags += ("--chat-template", str(template))
     with serve("--ssl-certfile", certificate, "--ssl-keyfile", key, *flags) as server:
         assert server.address.startswith("https://127.0.0.1:") and server.address.endswith("/llm")
         with httpx.Client(verify=ssl.create_default_context(cafile=certificate)) as client:
@@ -136,6 +141,9 @@ def test_a_server_with_a_certificate_and_two_names_answers_over_tls(serve: Calla
                 response = client.post(f"{server.address}/v1/completions", json=body)
                 assert response.status_code == status
             assert client.get(f"{server.address}/v1/models/second").json()["id"] == "second"
+            bodies = ({"messages": [{"role": "user", "content": "A list"}]}, {"prompt": "A list A list"})
+            prompts = [client.post(f"{server.address}/tokenize", json=body).json()["tokens"] for body in bodies]
+            assert prompts[0] == prompts[1][-len(prompts[0]) :] and len(prompts[0]) > 2
             lines = client.post(
                 f"{server.address}/v1/completions", json={"prompt": "A list", "max_tokens": 3, "stream": True}
             ).text.splitlines()
@@ -166,6 +174,7 @@ def test_files_that_are_no_certificate_and_key_are_refused_before_the_model_is_l
         (("--allowed-origins", '["*"]'), "is not an origin"),
         (("--ssl-keyfile", "key.pem"), "needs --ssl-certfile"),
         (("--metrics-prefix", "1x"), "cannot begin the name of a Prometheus metric"),
+        (("--chat-template", "/missing.jinja"), "the chat template /missing.jinja cannot be read"),
         (("--log-requests", "xml"), "it must be off, text or json"),
         (("--api-key", ""), "the API key is empty"),
         (("--api-key", "key", "--api-key", " "), "the API key is empty"),
